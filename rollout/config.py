@@ -1,0 +1,81 @@
+"""Engine configuration: plain dataclasses, checked when made, never written to afterwards.
+
+Sizes that depend on the machine or the model (KV slots, dtype, device) live in the objects built
+from these, not here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from rollout.errors import InvalidInputError
+
+
+class DType(str, enum.Enum):
+    AUTO = "auto"  # the checkpoint's, unless the device is slow in it
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str  # a folder with config.json and safetensors
+    tokenizer: str | None = None  # a folder; default: the model's own
+    dtype: DType = DType.AUTO
+    device: str = "auto"  # cuda if there is one, else cpu
+    max_context_len: int | None = None  # tokens; default: the checkpoint's limit
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtype, str) and not isinstance(self.dtype, DType):
+            try:
+                self.dtype = DType(self.dtype)
+            except ValueError:
+                names = ", ".join(d.value for d in DType)
+                raise InvalidInputError("model.dtype", self.dtype, f"one of {names}") from None
+        if self.max_context_len is not None and self.max_context_len < 2:
+            raise InvalidInputError("model.max_context_len", self.max_context_len, "must be >= 2")
+
+
+@dataclass(kw_only=True, slots=True)
+class MemoryConfig:
+    kv_bytes: int | None = None  # bytes for the KV slots; default: a share of free memory
+    kv_fraction: float = 0.5  # that share, when kv_bytes is not given
+    max_kv_tokens: int | None = 262_144  # upper bound on slots, whatever the bytes allow
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes is not None and self.kv_bytes <= 0:
+            raise InvalidInputError("memory.kv_bytes", self.kv_bytes, "must be > 0 bytes")
+        if not 0 < self.kv_fraction < 1:
+            raise InvalidInputError("memory.kv_fraction", self.kv_fraction, "must be in (0, 1)")
+        if self.max_kv_tokens is not None and self.max_kv_tokens < 2:
+            raise InvalidInputError("memory.max_kv_tokens", self.max_kv_tokens, "must be >= 2")
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerConfig:
+    max_running: int = 32  # requests decoded together
+    max_step_tokens: int = 512  # query tokens of one step, draft nodes not counted
+    chunk_len: int = 256  # longest prefill chunk of one request in one step
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_step_tokens", "chunk_len"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"scheduler.{name}", getattr(self, name), "must be >= 1")
+        if self.max_step_tokens < self.max_running:
+            raise InvalidInputError(
+                "scheduler.max_step_tokens",
+                self.max_step_tokens,
+                f"must be >= max_running={self.max_running}: each running request needs one",
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    model: ModelConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    exact: bool = True  # bitwise the same whatever shares the batch and however it was reached
+    num_threads: int | None = None  # CPU threads; default: torch's

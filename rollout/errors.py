@@ -1,0 +1,43 @@
+"""One small tree of errors. Each message names the field, the value and what would be right."""
+
+from __future__ import annotations
+
+
+class RolloutError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class InvalidInputError(RolloutError, ValueError):
+    """A value handed to a public call is wrong. The call did nothing."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field = field
+        self.value = value
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field}={shown}: {remedy}")
+
+
+class UnsupportedModelError(RolloutError):
+    """The checkpoint asks for something no model file here implements."""
+
+
+class CheckpointError(RolloutError):
+    """A model folder is incomplete, truncated or does not match its own config."""
+
+
+class OutOfMemoryError(RolloutError):
+    """A request, or the model itself, cannot fit the memory budget even alone."""
+
+
+class WeightUpdateError(RolloutError):
+    """A weight update was refused, or an earlier one left half-way keeps the engine from serving."""
+
+
+class ExactnessError(RolloutError):
+    """Exact mode was asked for and this processor's libraries cannot give it."""
+
+
+class IntegrityError(RolloutError):
+    """A pool's own books do not balance: a bug of ours, found by check_integrity()."""

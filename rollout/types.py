@@ -1,0 +1,280 @@
+"""The nouns. Beside each field: who fills it, and when. No behaviour beyond length arithmetic.
+
+Shape legend: B entries of a batch, T query rows of a step, N draft nodes of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rollout.errors import InvalidInputError
+
+MAX_TREE_NODES = 64
+"""Nodes of one draft tree, root included: an ancestor mask is one 64-bit word."""
+
+TokenIds = list[int]
+ChatMessages = list[dict[str, str]]
+Prompt = str | Sequence[int] | ChatMessages
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"  # end-of-sequence, a stop token or a stop string
+    LENGTH = "length"  # max_new_tokens, or the context is full
+    ABORT = "abort"  # the caller's wish
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingParams:
+    """How one prompt is sampled. Checked when made; never changed afterwards.
+
+    Order of the transforms: penalties and bias, temperature, top_k, top_p over what top_k left,
+    min_p relative to the most likely token. ``temperature == 0`` is greedy, its logprobs those of
+    temperature 1.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1  # -1 and 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output, as in CTRL (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    max_new_tokens: int = 256
+    seed: int = 0  # the run seed: request seeds derive from (seed, prompt index, sample index)
+    n: int = 1
+    raw_logprobs: bool = False  # the model's own, at temperature 1
+    sampling_logprobs: bool = False  # renormalised over what truncation left
+    top_logprobs: int = 0  # this many most likely tokens with their logprobs
+    entropy: bool = False  # of the distribution `logprobs` is taken from, in nats
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, remedy: str) -> None:
+            if not ok:
+                raise InvalidInputError(f"sampling.{name}", getattr(self, name), remedy)
+
+        def finite(name: str) -> bool:
+            return math.isfinite(getattr(self, name))
+
+        require("temperature", finite("temperature") and self.temperature >= 0,
+                "must be a finite number >= 0 (0 is greedy)")  # fmt: skip
+        require("top_k", self.top_k >= -1, "must be >= 1, or -1 or 0 for off")
+        require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]; 1 is off")
+        require("min_p", 0 <= self.min_p < 1, "must be in [0, 1); 0 is off")
+        require("repetition_penalty", finite("repetition_penalty") and self.repetition_penalty > 0,
+                "must be a finite number > 0; 1 is off")  # fmt: skip
+        require("presence_penalty", finite("presence_penalty"), "must be finite; 0 is off")
+        require("frequency_penalty", finite("frequency_penalty"), "must be finite; 0 is off")
+        require("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()),
+                "each bias must be a finite number")  # fmt: skip
+        require("stop", all(self.stop), "a stop string must not be empty")
+        require("max_new_tokens", self.max_new_tokens >= 1, "must be >= 1")
+        require("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"must be in [0, max_new_tokens={self.max_new_tokens}]")  # fmt: skip
+        require("seed", -(2**63) <= self.seed < 2**64, "must fit 64 bits")
+        require("n", self.n >= 1, "must be >= 1 samples per prompt")
+        require("top_logprobs", 0 <= self.top_logprobs <= 100, "must be in [0, 100]")
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalizes(self) -> bool:
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestStats:
+    """Counters of one request. The scheduler fills the first group, the worker the second."""
+
+    cached_tokens: int = 0  # prompt tokens the prefix cache spared, at first admission
+    preemptions: int = 0
+    verify_steps: int = 0  # target forwards that sampled for this request
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per target forward, the target's own included."""
+        return (self.verify_steps + self.accepted) / self.verify_steps if self.verify_steps else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenExtras:
+    """What a request asked for beside `logprobs`, one entry per emitted token; else empty."""
+
+    raw_logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+
+
+class StopCheck(Protocol):
+    """Decides where a request ends. Made by the engine, asked by the worker before commit."""
+
+    def first_stop(self, new_token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many of the new tokens are kept, and why the request ends there (None: goes on).
+
+        Advances the check by the tokens kept; each token is shown once.
+        """
+        ...
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """One sample of one prompt on its way to becoming a Rollout."""
+
+    request_id: int  # engine, at submit; unique in the engine's life
+    tokens: list[int]  # prompt, then what was emitted: the scheduler appends at commit
+    prompt_len: int  # engine
+    partial_len: int = 0  # engine: so many last prompt tokens were generated before (resubmission)
+    params: SamplingParams  # engine
+    seed: int  # engine: in [0, 2**64)
+    group: int  # engine: stable 64-bit key of the prompt, shared by its samples
+    prompt_index: int = 0  # engine
+    sample_index: int = 0  # engine
+    stop_check: StopCheck  # engine
+
+    computed_len: int = 0  # scheduler: tokens whose KV is in slots
+    row: int = -1  # scheduler: row of req_to_token while running
+    logprobs: list[float] = field(default_factory=list)  # scheduler, at commit
+    weight_versions: list[int] = field(default_factory=list)  # scheduler, at commit
+    extras: TokenExtras = field(default_factory=TokenExtras)  # scheduler, at commit
+    finish_reason: FinishReason | None = None  # scheduler, at commit or abort
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The emitted tokens."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def generated_len(self) -> int:
+        """Tokens that count against min/max_new_tokens."""
+        return len(self.tokens) - self.prompt_len + self.partial_len
+
+    @property
+    def remaining_len(self) -> int:
+        return self.params.max_new_tokens - self.generated_len
+
+    @property
+    def extend_len(self) -> int:
+        """Committed tokens that still need their KV; the last of them is the root."""
+        return len(self.tokens) - self.computed_len
+
+
+@dataclass(kw_only=True, slots=True)
+class Scheduled:
+    """One request's part in one step: a causal run of committed tokens, then draft nodes.
+
+    A run that reaches the end of the committed tokens ends in the root and is sampled from; a
+    shorter one is a prefill chunk.
+    """
+
+    request: Request  # scheduler
+    start: int  # scheduler: position of the run's first token; KV holds [0, start)
+    run_len: int  # scheduler: >= 1; req_to_token holds the slots of [0, start + run_len)
+    draft_slots: np.ndarray  # scheduler: int32 KV slots reserved for draft nodes, maybe none
+
+    @property
+    def end(self) -> int:
+        return self.start + self.run_len
+
+    @property
+    def samples(self) -> bool:
+        return self.end == len(self.request.tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    step: int  # scheduler: counts up
+    entries: list[Scheduled]  # scheduler
+
+    @property
+    def num_run_tokens(self) -> int:
+        return sum(entry.run_len for entry in self.entries)
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftTrees:
+    """The draft nodes of a batch, flat, without the roots. Filled by the worker's propose().
+
+    Within an entry, tree node 0 is the root and draft node j (from 0) is tree node j + 1. Parents
+    come before their children. A mask has bit k set when tree node k is on the node's path, the
+    node itself and the root included. Entries that do not sample have no nodes.
+    """
+
+    offsets_B1: np.ndarray  # int64; entry b owns nodes [offsets[b], offsets[b + 1])
+    tokens_N: np.ndarray  # int32
+    parents_N: np.ndarray  # int32, tree numbering
+    depths_N: np.ndarray  # int32, root 0
+    masks_N: np.ndarray  # uint64
+    probs_N: np.ndarray  # float32: estimated probability that the node is accepted
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.offsets_B1[-1])
+
+
+@dataclass(kw_only=True, slots=True)
+class EntryResult:
+    """What one step gave one entry. Filled by the worker; empty for a prefill chunk."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    extras: TokenExtras = field(default_factory=TokenExtras)
+    path: list[int] = field(default_factory=list)  # accepted draft nodes, tree numbering, in order
+    num_drafted: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class StepTimes:
+    """Milliseconds of one step by phase."""
+
+    schedule: float = 0.0  # engine
+    draft: float = 0.0  # worker: propose and observe
+    forward: float = 0.0  # worker: hidden states and logits
+    sample: float = 0.0  # worker: sampling, acceptance, commit
+    total: float = 0.0  # engine
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    entries: list[EntryResult]  # worker, parallel to Batch.entries
+    weight_version: int  # worker: of the weights that sampled
+    num_query_tokens: int = 0  # worker: T, draft nodes included
+    times: StepTimes = field(default_factory=StepTimes)
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """A finished request."""
+
+    request_id: int
+    prompt_index: int
+    sample_index: int
+    seed: int  # the request seed; hand it to submit() to continue a rollout that was cut
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason
+    text: str | None  # None where the engine has no tokenizer
+    extras: TokenExtras
+    stats: RequestStats
