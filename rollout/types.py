@@ -127,6 +127,8 @@ class TokenExtras:
 class StopCheck(Protocol):
     """Decides where a request ends. Made by the engine, asked by the worker before commit."""
 
+    stop_token_ids: frozenset[int]  # the end-of-sequence tokens among them, unless ignored
+
     def first_stop(self, new_token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the new tokens are kept, and why the request ends there (None: goes on).
 

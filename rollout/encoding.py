@@ -1,0 +1,94 @@
+"""Prompts in, token ids out; token ids in, text out."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout.errors import InvalidInputError
+from rollout.types import Prompt
+
+
+class PromptEncoder:
+    """Text, chat messages or token ids to checked token ids.
+
+    ``tokenizer`` is a transformers tokenizer, or None where the model folder has none: then only
+    token ids can be prompts and rollouts carry no text.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, vocab_size: int) -> PromptEncoder:
+        folder = Path(folder)
+        if not (folder / "tokenizer.json").exists() and not (
+            folder / "tokenizer_config.json"
+        ).exists():
+            return cls(None, vocab_size)
+        from transformers import AutoTokenizer  # slow to import, and not needed without one
+
+        return cls(AutoTokenizer.from_pretrained(folder), vocab_size)
+
+    def encode(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+        """Token ids of a prompt. Raises InvalidInputError naming ``field``."""
+        if isinstance(prompt, str):
+            ids = self._need_tokenizer(field, prompt)(prompt)["input_ids"]
+        elif len(prompt) and isinstance(prompt[0], dict):
+            ids = self._encode_chat(prompt, field)
+        else:
+            ids = _integers(prompt, field)
+        if not ids:
+            raise InvalidInputError(field, prompt, "is empty; give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidInputError(
+                field, wrong, f"token ids must be in [0, {self._vocab_size}), the vocabulary"
+            )
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            raise InvalidInputError("tokenizer", None, "the model folder has none; text needs one")
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _encode_chat(self, messages: Any, field: str) -> list[int]:
+        tokenizer = self._need_tokenizer(field, messages)
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise InvalidInputError(field, message, "each message needs `role` and `content`")
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidInputError(field, messages, "the tokenizer has no chat template; send text")
+        rendered = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    def _need_tokenizer(self, field: str, prompt: object) -> Any:
+        if self.tokenizer is None:
+            raise InvalidInputError(
+                field, prompt, "the model folder has no tokenizer; give token ids or model.tokenizer"
+            )
+        return self.tokenizer
+
+
+def _integers(prompt: Any, field: str) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise InvalidInputError(
+            field, prompt, "must be text, chat messages or a sequence of integers"
+        ) from None
+
+
+def prompt_group(prompt_ids: Sequence[int]) -> int:
+    """A stable key of the prompt, shared by its samples in this run and the next; 63 bits."""
+    data = np.asarray(prompt_ids, dtype="<i4").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,344 @@
+"""The rollout engine: requests in, rollouts out.
+
+A step is three lines: schedule, run, commit. Everything else here is the way in and out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rollout.config import EngineConfig
+from rollout.encoding import PromptEncoder, prompt_group
+from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
+from rollout.errors import InvalidInputError
+from rollout.overrides import engine_config
+from rollout.sampling.noise import derive_seed
+from rollout.scheduler import Scheduler
+from rollout.specs import WorkerFactory, worker_factory
+from rollout.stopping import TokenStopCheck, cut_at_stop
+from rollout.types import (
+    Batch,
+    FinishReason,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    StepResult,
+    TokenExtras,
+)
+from rollout.worker import Worker
+
+
+class RolloutEngine:
+    """Generates rollouts of one model.
+
+    Not thread-safe: one thread calls it, as trainers and servers do from their own loop.
+    """
+
+    def __init__(self, config: EngineConfig, worker: Worker) -> None:
+        self.config = config
+        self.worker = worker
+        folder = config.model.tokenizer or config.model.path
+        self.encoder = PromptEncoder.from_pretrained(folder, worker.vocab_size)
+        self.scheduler = Scheduler(config.scheduler, worker.memory, lambda: worker.max_draft_tokens)
+        self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
+        self._next_request_id = 0
+        self._ended: list[Rollout] = []  # ended between steps; the next step hands them out
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, factory: WorkerFactory) -> RolloutEngine:
+        return cls(config, factory(config))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        spec: str = "ngram",
+        *,
+        spec_options: dict[str, Any] | None = None,
+        **overrides: Any,
+    ) -> RolloutEngine:
+        """An engine for the model in the folder ``path``.
+
+        Args:
+            spec: a name in conf/spec: ``none``, ``ngram``.
+            spec_options: over that file's own, e.g. ``{"num_draft_tokens": 12}``.
+            overrides: any field of EngineConfig or of its parts: ``dtype``, ``device``,
+                ``max_context_len``, ``kv_bytes``, ``max_running``, ``exact``, ``num_threads``, ...
+
+        Raises InvalidInputError for an unknown name or value, CheckpointError for a broken folder,
+        UnsupportedModelError for an architecture or a field of its config not implemented.
+        """
+        factory = worker_factory(spec, **(spec_options or {}))
+        return cls.from_config(engine_config(path, overrides), factory)
+
+    # Whole calls
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Rollout]:
+        """All samples of all prompts, in prompt order, the samples of one prompt together."""
+        rollouts = list(self.stream(prompts, params))
+        rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+        return rollouts
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[Rollout]:
+        """Each rollout as soon as it finishes.
+
+        Every prompt is checked before anything is submitted; InvalidInputError names the first bad
+        one. Leaving the iterator early aborts what is unfinished.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, dict))):
+            raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidInputError("params", len(each), f"must be one, or {len(prompts)}: one each")
+        requests = [
+            self._request(self.encoder.encode(prompt, f"prompts[{index}]"), own, index, sample,
+                          field=f"prompts[{index}]")
+            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+            for sample in range(own.n)
+        ]  # fmt: skip
+        for request in requests:
+            self.scheduler.add(request)
+        mine = {request.request_id for request in requests}
+        others: list[Rollout] = []
+        try:
+            while mine:
+                for rollout in self.step():
+                    if rollout.request_id in mine:
+                        mine.remove(rollout.request_id)
+                        yield rollout
+                    else:
+                        others.append(rollout)
+        finally:
+            for request_id in mine:
+                self._drop(request_id)
+            self._ended += others
+
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> list[float]:
+        """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
+        return self.score_with_extras(prompt_ids, output_ids, params)[0]
+
+    def score_with_extras(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> tuple[list[float], TokenExtras]:
+        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...)."""
+        prompt = self.encoder.encode(prompt_ids, "prompt_ids")
+        output = self.encoder.encode(output_ids, "output_ids")
+        if len(prompt) + len(output) > self.worker.max_context_len:
+            raise InvalidInputError(
+                "output_ids", len(output),
+                f"prompt and output must fit the context of {self.worker.max_context_len} tokens",
+            )  # fmt: skip
+        request = self._request(prompt, params or SamplingParams(), 0, 0)
+        return self.worker.score(request, output)
+
+    # One step at a time, for servers
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        prompt_index: int = 0,
+        sample_index: int = 0,
+        request_seed: int | None = None,
+        partial_ids: Sequence[int] = (),
+    ) -> Request:
+        """Queue one sample of one prompt (``params.n`` is not looked at).
+
+        Args:
+            request_seed: instead of the one derived from (params.seed, prompt_index, sample_index);
+                a `Rollout.seed`, to continue what was cut.
+            partial_ids: tokens this rollout emitted before it was cut. They count as output for
+                penalties and limits; the rollout returned holds only what comes after them.
+
+        Raises InvalidInputError or OutOfMemoryError; the engine is as it was.
+        """
+        prompt_ids = self.encoder.encode(prompt)
+        partial = self.encoder.encode(partial_ids, "partial_ids") if len(partial_ids) else []
+        request = self._request(
+            prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
+        )
+        self.scheduler.add(request)
+        return request
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._ended) or self.scheduler.has_unfinished
+
+    def step(self) -> list[Rollout]:
+        """Run one step; the rollouts that ended in it or since the last one."""
+        ended, self._ended = self._ended, []
+        if not self.scheduler.has_unfinished:
+            return ended
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        try:
+            result = self.worker.step(batch)
+        except BaseException:
+            self._ended = ended  # a step that failed is scheduled again by the next one
+            raise
+        stepped = time.perf_counter()
+        finished = self.scheduler.commit(batch, result)
+        ended += [self._rollout(request) for request in finished]
+        now = time.perf_counter()
+        result.times.schedule = (scheduled - started + now - stepped) * 1e3
+        result.times.total = (now - started) * 1e3
+        self._record(batch, result, ended)
+        return ended
+
+    def abort(self, request_id: int) -> None:
+        """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._ended.append(self._rollout(request))
+
+    def metrics(self) -> EngineMetrics:
+        """Counters since the engine was made, or since `reset_metrics`."""
+        return self._recorder.total
+
+    def reset_metrics(self) -> None:
+        self._recorder.reset()
+
+    @property
+    def last_step(self) -> StepMetrics:
+        return self._recorder.last
+
+    # Weights
+
+    @property
+    def weight_version(self) -> int:
+        return self.worker.weight_version
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+        weight_version: int | None = None,
+    ) -> None:
+        """Take new weights, by their checkpoint names, between two steps.
+
+        Requests in flight go on under the new weights, with all their KV recomputed; with
+        ``flush_cache=False`` they keep it. The n-gram corpus is kept in any case. Raises
+        InvalidInputError before a byte moves where ``named_tensors`` is a list; after a failure
+        half-way the engine refuses to run until an update that names every tensor succeeds.
+        """
+        if abort_all_requests:
+            self._ended += [self._rollout(request) for request in self.scheduler.abort_all()]
+        version = self.weight_version + 1 if weight_version is None else weight_version
+        try:
+            self.worker.update_weights(named_tensors, version)
+        finally:
+            if flush_cache:
+                self.flush_cache()
+
+    def flush_cache(self) -> None:
+        """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""
+        self.scheduler.retract_all()
+        self.worker.memory.reset()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when a pool's books do not balance."""
+        self.worker.memory.check_integrity()
+
+    # Between the nouns
+
+    def _request(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        prompt_index: int,
+        sample_index: int,
+        *,
+        partial: Sequence[int] = (),
+        seed: int | None = None,
+        field: str = "prompt",
+    ) -> Request:
+        self._check_params(params)
+        tokenizer = self.encoder.tokenizer
+        request = Request(
+            request_id=self._next_request_id,
+            tokens=[*prompt_ids, *partial],
+            prompt_len=len(prompt_ids) + len(partial),
+            partial_len=len(partial),
+            params=params,
+            seed=derive_seed(params.seed, prompt_index, sample_index) if seed is None else seed,
+            group=prompt_group(prompt_ids),
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            stop_check=TokenStopCheck(
+                params=params,
+                eos_token_ids=self.worker.eos_token_ids,
+                decode=None if tokenizer is None else self.encoder.decode,
+                generated=partial,
+            ),
+        )
+        self.scheduler.check_fits(request)
+        self._next_request_id += 1
+        return request
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self.encoder.tokenizer is None:
+            raise InvalidInputError("sampling.stop", params.stop, "stop strings need a tokenizer")
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids",
+                                                                 params.stop_token_ids)):  # fmt: skip
+            for token in tokens:
+                if not 0 <= token < self.worker.vocab_size:
+                    raise InvalidInputError(
+                        f"sampling.{name}", token, f"must be in [0, {self.worker.vocab_size})"
+                    )
+
+    def _rollout(self, request: Request) -> Rollout:
+        self.worker.release(request)
+        token_ids = request.token_ids
+        text = None
+        if self.encoder.tokenizer is not None:
+            text = cut_at_stop(self.encoder.decode(token_ids), request.params)
+        return Rollout(
+            request_id=request.request_id,
+            prompt_index=request.prompt_index,
+            sample_index=request.sample_index,
+            seed=request.seed,
+            prompt_ids=request.tokens[: request.prompt_len],
+            token_ids=token_ids,
+            logprobs=request.logprobs,
+            weight_versions=request.weight_versions,
+            finish_reason=request.finish_reason or FinishReason.ABORT,
+            text=text,
+            extras=request.extras,
+            stats=request.stats,
+        )
+
+    def _drop(self, request_id: int) -> None:
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self.worker.release(request)
+
+    def _record(self, batch: Batch, result: StepResult, ended: list[Rollout]) -> None:
+        usage = self.worker.memory.usage
+        step = StepMetrics(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_used=usage.used,
+            kv_cached=usage.cached,
+        )
+        self._recorder.record(batch, result, step, ended)

@@ -1,0 +1,170 @@
+"""Counters of the engine: of the latest step and of its whole life, and what speculation saved."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass, field
+
+from rollout.types import Batch, Rollout, StepResult
+
+
+@dataclass(kw_only=True, slots=True)
+class StepMetrics:
+    """One step."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    query_tokens: int = 0  # rows of the forward, draft nodes included
+    sampling: int = 0  # entries that sampled
+    generated_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    schedule_ms: float = 0.0
+    draft_ms: float = 0.0
+    forward_ms: float = 0.0
+    sample_ms: float = 0.0
+    total_ms: float = 0.0
+    weight_version: int = 0
+    kv_used: int = 0
+    kv_cached: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        return self.generated_tokens / self.sampling if self.sampling else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineMetrics:
+    """Everything since the engine was made, or since `reset`."""
+
+    steps: int = 0
+    target_forwards: int = 0  # per request: steps in which it was sampled from
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    schedule_ms: float = 0.0
+    draft_ms: float = 0.0
+    forward_ms: float = 0.0
+    sample_ms: float = 0.0
+    total_ms: float = 0.0
+    saved_seconds: float = 0.0  # plain decoding's estimated time less the time it took
+    first_rollout_seconds: float | None = None  # engine time until the first rollout finished
+    kv_slots: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per target forward of a request, the target's own included."""
+        return self.generated_tokens / self.target_forwards if self.target_forwards else 0.0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Peak resident memory of the process."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(slots=True)
+class PlainCost:
+    """Milliseconds of a decode step without drafts, by the number of requests in it.
+
+    Learned from the steps in which nothing was drafted, of which every run has some; widths not
+    seen yet are read off the nearest seen ones, by linear interpolation.
+    """
+
+    by_width: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, width: int, milliseconds: float) -> None:
+        known = self.by_width.get(width)
+        self.by_width[width] = milliseconds if known is None else 0.9 * known + 0.1 * milliseconds
+
+    def estimate(self, width: int) -> float | None:
+        if not self.by_width:
+            return None
+        below = max((w for w in self.by_width if w <= width), default=None)
+        above = min((w for w in self.by_width if w >= width), default=None)
+        if below is None or above is None:
+            return self.by_width[above if below is None else below]
+        if below == above:
+            return self.by_width[below]
+        share = (width - below) / (above - below)
+        return (1 - share) * self.by_width[below] + share * self.by_width[above]
+
+
+class MetricsRecorder:
+    """Turns steps into metrics."""
+
+    def __init__(self, kv_slots: int) -> None:
+        self.total = EngineMetrics(kv_slots=kv_slots)
+        self.last = StepMetrics()
+        self._plain = PlainCost()
+
+    def reset(self) -> None:
+        """Count from zero; the cost of plain steps stays known."""
+        self.total = EngineMetrics(kv_slots=self.total.kv_slots)
+
+    def record(
+        self, batch: Batch, result: StepResult, step: StepMetrics, ended: list[Rollout]
+    ) -> None:
+        """Add one step; ``step`` comes with what only the engine knows filled in.
+
+        ``ended``: the rollouts handed out with it.
+        """
+        times = result.times
+        step.step = batch.step
+        step.query_tokens = result.num_query_tokens
+        for emitted in result.entries:
+            step.sampling += bool(emitted.token_ids)  # whoever samples emits at least one
+            step.generated_tokens += len(emitted.token_ids)
+            step.drafted += emitted.num_drafted
+            step.accepted += len(emitted.path)
+        step.schedule_ms, step.draft_ms = times.schedule, times.draft
+        step.forward_ms, step.sample_ms, step.total_ms = times.forward, times.sample, times.total
+        step.weight_version = result.weight_version
+        self._accumulate(step)
+        self._compare_with_plain(batch, step)
+        for rollout in ended:
+            self._finish(rollout)
+        self.last = step
+
+    def _finish(self, rollout: Rollout) -> None:
+        total = self.total
+        if total.first_rollout_seconds is None:
+            total.first_rollout_seconds = total.total_ms / 1e3
+        total.finished += 1
+        total.prompt_tokens += len(rollout.prompt_ids)
+        total.cached_tokens += rollout.stats.cached_tokens
+        total.preemptions += rollout.stats.preemptions
+
+    def _accumulate(self, step: StepMetrics) -> None:
+        total = self.total
+        total.steps += 1
+        total.target_forwards += step.sampling
+        for name in (
+            "generated_tokens",
+            "drafted",
+            "accepted",
+            "schedule_ms",
+            "draft_ms",
+            "forward_ms",
+            "sample_ms",
+            "total_ms",
+        ):
+            setattr(total, name, getattr(total, name) + getattr(step, name))
+
+    def _compare_with_plain(self, batch: Batch, step: StepMetrics) -> None:
+        """A step's tokens would have cost plain decoding accept_length steps of the same width."""
+        decode_only = batch.num_run_tokens == len(batch.entries) == step.sampling
+        if not decode_only:
+            return  # prefill costs the same either way
+        if step.drafted == 0:
+            self._plain.observe(step.sampling, step.total_ms)
+        plain_ms = self._plain.estimate(step.sampling)
+        if plain_ms is not None and step.drafted:
+            saved_ms = plain_ms * step.accept_length - step.total_ms
+            self.total.saved_seconds += saved_ms / 1e3

@@ -1,0 +1,46 @@
+"""How many KV slots a memory budget holds."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rollout.config import MemoryConfig
+from rollout.errors import OutOfMemoryError
+from rollout.memory.kv_pool import KvPool
+from rollout.models.spec import ModelSpec
+
+
+def num_kv_slots(
+    config: MemoryConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Slots that fit ``kv_bytes``, else ``kv_fraction`` of what is free on the device now.
+
+    Raises OutOfMemoryError when not even two tokens fit.
+    """
+    slot_bytes = KvPool.bytes_per_slot(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+    )
+    budget = config.kv_bytes
+    if budget is None:
+        budget = int(_free_bytes(device) * config.kv_fraction)
+    slots = budget // slot_bytes
+    if config.max_kv_tokens is not None:
+        slots = min(slots, config.max_kv_tokens)
+    if slots < 2:
+        raise OutOfMemoryError(
+            f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it at least "
+            f"{2 * slot_bytes} bytes, and as many times {slot_bytes} as your longest request has "
+            "tokens"
+        )
+    return slots
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,18 @@
+"""Plain decoding: a draft of nothing but the root."""
+
+from __future__ import annotations
+
+from rollout.config import EngineConfig
+from rollout.types import Batch, DraftTrees
+from spec_workers.draft_tree import only_roots
+from spec_workers.target import TargetWorker
+from spec_workers.worker import SpecWorker
+
+
+class PlainWorker(SpecWorker):
+    def propose(self, batch: Batch) -> DraftTrees:
+        return only_roots(len(batch.entries))
+
+
+def build(config: EngineConfig) -> PlainWorker:
+    return PlainWorker(TargetWorker(config))

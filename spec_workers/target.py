@@ -1,0 +1,210 @@
+"""The target model, its memory and its runner: what every worker verifies with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from rollout.config import EngineConfig
+from rollout.errors import OutOfMemoryError
+from rollout.layers.row_invariance import minimum_rows
+from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_pool import KvPool
+from rollout.memory.sizing import num_kv_slots
+from rollout.models.loader import load_model, resolve_device
+from rollout.runner import ModelRunner
+from rollout.sampling.acceptance import accept
+from rollout.sampling.rows import rows_of_continuation, sample_rows
+from rollout.sampling.sampler import Sampled, sample, score
+from rollout.types import (
+    Batch,
+    DraftTrees,
+    EntryResult,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Scheduled,
+    TokenExtras,
+)
+from rollout.weights.transaction import WeightTransaction
+from spec_workers.draft_tree import only_roots
+
+
+class TargetWorker:
+    """Owns the target. A draft of nothing but the root makes it plain decoding."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        device = resolve_device(config.model.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.model = load_model(
+            config.model.path, config.model.dtype, device, config.model.max_context_len
+        )
+        spec = self.model.spec
+        self.vocab_size = spec.vocab_size
+        self.max_context_len = spec.max_context_len
+        self.eos_token_ids = spec.eos_token_ids
+        self.weights = WeightTransaction(self.model)
+        longest_step = config.scheduler.max_step_tokens
+        self.minimum_rows = (
+            minimum_rows(self.model.linears(), longest_step) if config.exact else 1
+        )
+        num_slots = num_kv_slots(config.memory, spec, self.model.dtype, device)
+        # One row more than requests may run: scoring borrows it between steps.
+        self.memory = CacheMemory(
+            num_slots,
+            config.scheduler.max_running + 1,
+            self.max_context_len,
+            config.memory.prefix_cache,
+        )
+        self._chunk_len = config.scheduler.chunk_len
+        self.runner = ModelRunner(
+            model=self.model,
+            kv_pool=KvPool(
+                num_layers=spec.num_layers,
+                num_slots=num_slots,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                dtype=self.model.dtype,
+                device=device,
+            ),
+            req_to_token=self.memory.req_to_token.table,
+            minimum_rows=self.minimum_rows,
+            device=device,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self.weights.version
+
+    def room_for(self, request: Request) -> int:
+        """Tokens the request may still emit."""
+        return min(request.remaining_len, self.max_context_len - len(request.tokens))
+
+    def verify(self, batch: Batch, trees: DraftTrees) -> torch.Tensor:
+        """Logits [R, V] at each sampling entry's root and draft nodes, in that order."""
+        self.weights.require_whole()
+        return self.runner.forward(batch, trees)
+
+    @torch.inference_mode()
+    def accept(
+        self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor
+    ) -> list[EntryResult]:
+        """Sample every node and walk each tree; stops and limits cut what a walk emits."""
+        rows, offsets_B1 = sample_rows(batch, trees)
+        sampled = sample(logits_RV, rows) if rows.requests else None
+        results: list[EntryResult] = []
+        for b, entry in enumerate(batch.entries):
+            if sampled is None or not entry.samples:
+                results.append(EntryResult())
+                continue
+            first, last = int(offsets_B1[b]), int(offsets_B1[b + 1])
+            nodes = slice(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1]))
+            path = accept(
+                trees.tokens_N[nodes].tolist(),
+                trees.parents_N[nodes].tolist(),
+                sampled.tokens[first:last],
+            )
+            results.append(self._result(entry.request, sampled, first, path, last - first - 1))
+        return results
+
+    def _result(
+        self, request: Request, sampled: Sampled, first: int, path: list[int], drafted: int
+    ) -> EntryResult:
+        rows = [first, *(first + node for node in path)]
+        room = self.room_for(request)
+        token_ids = [sampled.tokens[row] for row in rows][:room]
+        kept, reason = request.stop_check.first_stop(token_ids)
+        if reason is None and kept == room:
+            reason = FinishReason.LENGTH
+        rows = rows[:kept]
+        return EntryResult(
+            token_ids=token_ids[:kept],
+            logprobs=[sampled.logprobs[row] for row in rows],
+            extras=_joined([sampled.extras[row] for row in rows]),
+            path=path[: kept - 1],
+            num_drafted=drafted,
+            finish_reason=reason,
+        )
+
+    def commit(self, batch: Batch, results: list[EntryResult]) -> None:
+        """Move each entry's state along its accepted path, once."""
+        for entry, result in zip(batch.entries, results, strict=True):
+            if result.path:
+                accepted = entry.draft_slots[[node - 1 for node in result.path]]
+                self.memory.commit_path(entry.request.row, entry.end, accepted)
+
+    @torch.inference_mode()
+    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+        """Logprobs of given tokens after the request's: bit for bit those generation reports.
+
+        Raises OutOfMemoryError when the KV slots cannot hold the sequence.
+        """
+        self.weights.require_whole()
+        rows = rows_of_continuation(request, output_ids)
+        first_row = len(request.tokens) - 1
+        parts = [
+            logits_TV[max(0, first_row - start) :]
+            for start, logits_TV in self._prefill(request, output_ids[:-1])
+        ]
+        scored = score(torch.cat(parts), rows, output_ids)
+        return scored.logprobs, _joined(scored.extras)
+
+    def _prefill(
+        self, request: Request, continuation: list[int]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Logits [T, V] of every row, chunk by chunk, with the position each chunk starts at."""
+        tokens = request.tokens + continuation
+        prompt = np.array(request.tokens, dtype=np.int32)
+        admitted = self.memory.admit(prompt, headroom=len(continuation))
+        if admitted is None:
+            raise OutOfMemoryError(
+                f"scoring {len(tokens)} tokens: only {self.memory.obtainable} KV slots can be had; "
+                "raise memory.kv_bytes or let requests finish"
+            )
+        row, start = admitted
+        computed = start
+        try:
+            self.memory.extend(row, len(tokens))
+            running = replace(request, tokens=tokens, row=row)
+            none = np.empty(0, dtype=np.int32)
+            while computed < len(tokens):
+                length = min(self._chunk_len, len(tokens) - computed)
+                entry = Scheduled(
+                    request=running, start=computed, run_len=length, draft_slots=none
+                )
+                batch = Batch(step=0, entries=[entry])
+                logits_TV = self.runner.forward(batch, only_roots(1), every_row=True)
+                yield computed, logits_TV
+                computed += length
+        finally:
+            self.memory.release(row, tokens[:computed])
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
+    ) -> None:
+        self.weights.update(named_tensors, weight_version)
+
+    def counters(self) -> dict[str, float]:
+        usage, counters = self.memory.usage, self.memory.counters
+        return {
+            "kv/used": usage.used,
+            "kv/cached": usage.cached,
+            "kv/free": usage.free,
+            "kv/looked_up": counters.looked_up,
+            "kv/hit": counters.hit,
+            "kv/evicted": counters.evicted,
+        }
+
+
+def _joined(extras: list[TokenExtras]) -> TokenExtras:
+    joined = TokenExtras()
+    for extra in extras:
+        joined.raw_logprobs += extra.raw_logprobs
+        joined.sampling_logprobs += extra.sampling_logprobs
+        joined.top_logprobs += extra.top_logprobs
+        joined.entropies += extra.entropies
+    return joined

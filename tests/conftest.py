@@ -1,0 +1,25 @@
+"""Fixtures shared by all tests: the demo model's folder and tiny random models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny_model import save_tiny_llama
+
+DEMO_MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> Path:
+    """The converted demo model; skips where it has not been fetched."""
+    if not (DEMO_MODEL / "config.json").exists():
+        pytest.skip("the demo model is not there: make demo-model")
+    return DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama of 97 tokens whose text repeats itself soon."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))

@@ -1,0 +1,223 @@
+"""The engine's calls on a real, tiny model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout import FinishReason, RolloutEngine, SamplingParams
+from rollout.errors import InvalidInputError, OutOfMemoryError, WeightUpdateError
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=3, n=2, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tiny_model_path):
+    return RolloutEngine.from_pretrained(tiny_model_path, max_running=4)
+
+
+def outcome(rollouts):
+    return [(r.token_ids, r.logprobs) for r in rollouts]
+
+
+def random_weights(engine, seed):
+    generator = torch.Generator().manual_seed(seed)
+    destinations = engine.worker.target.model.destinations()
+    return [
+        (name, torch.randn(d.shape, generator=generator) * 0.2) for name, d in destinations.items()
+    ]
+
+
+def test_generate_is_in_prompt_order_and_stream_as_they_finish(engine):
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    assert [(r.prompt_index, r.sample_index) for r in rollouts] == [
+        (p, s) for p in range(3) for s in range(2)
+    ]
+    assert [r.prompt_ids for r in rollouts[::2]] == PROMPTS
+    assert all(r.finish_reason is FinishReason.LENGTH for r in rollouts)
+    assert all(len(r.logprobs) == len(r.weight_versions) == 24 for r in rollouts)
+    lengths = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (30, 3, 12)]
+    assert [len(r.token_ids) for r in engine.stream(PROMPTS, lengths)] == [3, 12, 30]
+
+
+def test_leaving_a_stream_early_frees_its_requests(engine):
+    for _ in engine.stream(PROMPTS, PARAMS):
+        break
+    assert not engine.has_unfinished
+    engine.check_integrity()
+    assert engine.worker.memory.usage.used == 0
+
+
+def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
+    first = engine.generate(PROMPTS, PARAMS)
+    assert first[0].token_ids != first[1].token_ids
+    assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(first)
+    other = SamplingParams(temperature=0.9, max_new_tokens=24, seed=4, n=2, ignore_eos=True)
+    assert outcome(engine.generate(PROMPTS, other)) != outcome(first)
+
+
+def test_siblings_prefill_their_prompt_once(tiny_model_path):
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8)
+    prompt = np.random.default_rng(0).integers(3, 97, 100).tolist()
+    rollouts = engine.generate([prompt], SamplingParams(n=6, max_new_tokens=4, ignore_eos=True))
+    assert sorted(r.stats.cached_tokens for r in rollouts) == [0, 99, 99, 99, 99, 99]
+
+
+def test_abort_hands_out_what_there_is(engine):
+    request = engine.submit(PROMPTS[0], PARAMS)
+    waiting = engine.submit(PROMPTS[1], PARAMS)
+    engine.step()
+    engine.step()
+    engine.abort(request.request_id)
+    engine.abort(12345)
+    rollout = next(r for r in engine.step() if r.request_id == request.request_id)
+    assert rollout.finish_reason is FinishReason.ABORT
+    assert len(rollout.token_ids) >= 2
+    engine.abort(waiting.request_id)
+    assert [r.request_id for r in engine.step()] == [waiting.request_id]
+    assert not engine.has_unfinished
+
+
+def test_new_weights_change_the_samples_bump_the_version_and_keep_the_corpus(engine):
+    before = engine.generate(PROMPTS, PARAMS)
+    held = engine.worker.counters()
+    corpus_tokens = engine.worker.corpus.num_tokens
+    engine.update_weights_from_tensor(random_weights(engine, 1))
+    assert engine.weight_version == 1
+    assert engine.worker.corpus.num_tokens == corpus_tokens > 0
+    assert engine.worker.memory.usage.cached == 0 < held["kv/cached"]
+    after = engine.generate(PROMPTS, PARAMS)
+    assert outcome(after) != outcome(before)
+    assert {v for r in after for v in r.weight_versions} == {1}
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram"])
+def test_requests_in_flight_go_on_under_the_new_weights(tiny_model_path, spec):
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=4)
+    request = engine.submit(PROMPTS[0], PARAMS)
+    for _ in range(5):
+        engine.step()
+    done = len(request.token_ids)
+    engine.update_weights_from_tensor(random_weights(engine, 2))
+    rollouts = []
+    while engine.has_unfinished:
+        rollouts += engine.step()
+    versions = rollouts[0].weight_versions
+    assert versions == [0] * done + [1] * (24 - done)
+    # From the cut on it is what an engine with the new weights makes of the same beginning.
+    scored = engine.score(PROMPTS[0], rollouts[0].token_ids, PARAMS)
+    assert scored[done:] == rollouts[0].logprobs[done:]
+
+
+def test_a_bad_update_is_refused_before_a_byte_moves(engine):
+    before = engine.generate(PROMPTS, PARAMS)
+    good = random_weights(engine, 3)
+    for bad in (
+        [*good, ("model.layers.9.nonsense", torch.zeros(2))],
+        [*good[:-1], (good[-1][0], torch.zeros(3, 3))],
+        [*good[:-1], (good[-1][0], torch.zeros(good[-1][1].shape, dtype=torch.int32))],
+    ):
+        with pytest.raises(InvalidInputError, match="named_tensors"):
+            engine.update_weights_from_tensor(bad)
+    assert engine.weight_version == 0
+    assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(before)
+
+
+def test_a_torn_update_serves_nothing_until_a_full_one(engine):
+    good = random_weights(engine, 3)
+
+    def dies():
+        yield from good[:4]
+        raise ConnectionError("the trainer went away")
+
+    with pytest.raises(ConnectionError):
+        engine.update_weights_from_tensor(dies())
+    with pytest.raises(WeightUpdateError, match="after loading 4 tensors"):
+        engine.generate(PROMPTS, PARAMS)
+    with pytest.raises(InvalidInputError, match="missing"):
+        engine.update_weights_from_tensor(good[:4])
+    engine.update_weights_from_tensor(good)
+    mended = engine.generate(PROMPTS, PARAMS)
+    assert {v for r in mended for v in r.weight_versions} == {1}
+
+
+def test_a_fresh_engine_with_the_same_weights_gives_the_same(engine, tiny_model_path):
+    weights = random_weights(engine, 5)
+    engine.generate(PROMPTS, PARAMS)
+    engine.update_weights_from_tensor(weights)
+    fresh = RolloutEngine.from_pretrained(tiny_model_path, spec="none")
+    fresh.update_weights_from_tensor(iter(weights))
+    assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(fresh.generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        ([[1, 2], []], r"prompts\[1\].*empty"),
+        ([[1, 97]], r"prompts\[0\]=97.*\[0, 97\)"),
+        ([[-1]], r"prompts\[0\]=-1"),
+        ([[1, 2.5]], r"prompts\[0\].*integers"),
+        (["text"], r"prompts\[0\].*tokenizer"),
+        ([[1] * 512], r"prompts\[0\].*511"),
+        ([1, 2, 3], "list of prompts"),
+    ],
+)
+def test_bad_prompts_are_named_and_nothing_is_started(engine, prompts, says):
+    with pytest.raises(InvalidInputError, match=says):
+        engine.generate(prompts, PARAMS)
+    assert not engine.has_unfinished
+
+
+def test_a_prompt_that_memory_cannot_hold_is_refused(tiny_model_path):
+    engine = RolloutEngine.from_pretrained(tiny_model_path, max_kv_tokens=40)
+    with pytest.raises(OutOfMemoryError, match="memory"):
+        engine.generate([[1] * 41], PARAMS)
+    assert len(engine.generate([[1] * 20], PARAMS)) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_k", -2),
+        ("min_p", 1.0),
+        ("n", 0),
+        ("max_new_tokens", 0),
+        ("min_new_tokens", 300),
+        ("repetition_penalty", 0.0),
+        ("stop", [""]),
+        ("logit_bias", {1: float("inf")}),
+    ],
+)
+def test_bad_sampling_params_name_the_field(field, value):
+    with pytest.raises(InvalidInputError, match=f"sampling.{field}"):
+        SamplingParams(**{field: value})
+
+
+def test_unknown_names_list_the_known(tiny_model_path):
+    with pytest.raises(InvalidInputError, match="ngram"):
+        RolloutEngine.from_pretrained(tiny_model_path, spec="nonsense")
+    with pytest.raises(InvalidInputError, match="max_running"):
+        RolloutEngine.from_pretrained(tiny_model_path, max_runing=4)
+    with pytest.raises(InvalidInputError, match="num_draft_tokens"):
+        RolloutEngine.from_pretrained(tiny_model_path, spec_options={"draft": 4})
+    with pytest.raises(InvalidInputError, match="dtype"):
+        RolloutEngine.from_pretrained(tiny_model_path, dtype="int3")
+
+
+def test_metrics_add_up(engine):
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    metrics = engine.metrics()
+    assert metrics.generated_tokens == sum(len(r.token_ids) for r in rollouts)
+    assert metrics.target_forwards == sum(r.stats.verify_steps for r in rollouts)
+    assert metrics.accepted == sum(r.stats.accepted for r in rollouts)
+    assert metrics.generated_tokens == metrics.target_forwards + metrics.accepted
+    assert metrics.drafted == sum(r.stats.drafted for r in rollouts)
+    assert metrics.finished == 6
+    assert 0 < metrics.forward_ms < metrics.total_ms
+    engine.reset_metrics()
+    assert engine.metrics().steps == 0

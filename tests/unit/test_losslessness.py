@@ -1,0 +1,133 @@
+"""The distribution of what is emitted is the target's, whatever is drafted.
+
+A made-up target, a Markov chain whose logits depend on the last token alone, is sampled through
+the real rows, sampler and acceptance, with drafts of every kind; two emitted tokens are compared
+with the exact joint distribution.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from rollout.sampling.acceptance import accept
+from rollout.sampling.rows import sample_rows
+from rollout.sampling.sampler import sample
+from tests.helpers.requests import decode_batch, make_request, make_trees
+
+VOCAB = 12
+DRAWS = 20_000
+CHAIN = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 1.5
+
+
+def rare(token: int) -> int:
+    return int(CHAIN[token].argmin())
+
+
+def likely(token: int) -> int:
+    return int(CHAIN[token].argmax())
+
+
+ROOT = 3
+DRAFTS = {
+    "empty": ([], []),
+    "right": ([likely(ROOT), likely(likely(ROOT))], [0, 1]),
+    "wrong": ([rare(ROOT), rare(rare(ROOT))], [0, 1]),
+    "repeated": ([ROOT, ROOT, ROOT], [0, 1, 2]),
+    "token 0": ([0, 0, 0, 0], [0, 1, 2, 3]),
+    "siblings of low probability": ([rare(ROOT), 0, 1, 2], [0, 0, 0, 0]),
+    "equal siblings": ([likely(ROOT)] * 3, [0, 0, 0]),
+    "every token": (list(range(VOCAB)) + list(range(VOCAB)), [0] * VOCAB + [1] * VOCAB),
+}
+
+
+def emit(draft, params, draws=DRAWS):
+    """Two tokens of each of ``draws`` requests: by one tree verify, then by another if needed."""
+    requests = [make_request([5, ROOT], seed=seed, **params) for seed in range(draws)]
+    first = [0] * draws
+    pairs = np.zeros((draws, 2), dtype=np.int64)
+    for _ in range(2):
+        todo = [i for i in range(draws) if first[i] < 2]
+        trees = make_trees([draft] * len(todo))
+        batch = decode_batch([requests[i] for i in todo])
+        rows, offsets = sample_rows(batch, trees)
+        last = [
+            rows.drafted[r][-1] if rows.drafted[r] else rows.requests[r].tokens[-1]
+            for r in range(len(rows.requests))
+        ]
+        sampled = sample(CHAIN[last], rows)
+        for b, i in enumerate(todo):
+            own = sampled.tokens[offsets[b] : offsets[b + 1]]
+            path = accept(draft[0], draft[1], own)
+            for token in [own[0], *(own[node] for node in path)][: 2 - first[i]]:
+                pairs[i, first[i]] = token
+                requests[i].tokens.append(token)
+                first[i] += 1
+    return pairs
+
+
+def exact_joint(temperature, allowed=None):
+    def row(token):
+        logits = CHAIN[token].double() / temperature
+        if allowed is not None:
+            logits = torch.where(allowed(token), logits, float("-inf"))
+        return logits.softmax(0).numpy()
+
+    return np.stack([row(ROOT)[a] * row(a) for a in range(VOCAB)])
+
+
+def chi_square(pairs, joint):
+    counts = np.zeros((VOCAB, VOCAB))
+    np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
+    assert counts[joint == 0].sum() == 0, "a token of probability zero was emitted"
+    expected = (joint * len(pairs)).ravel()
+    counts = counts.ravel()
+    big = expected >= 5
+    observed = np.append(counts[big], counts[~big].sum())
+    wanted = np.append(expected[big], expected[~big].sum())
+    keep = wanted > 0
+    return stats.chisquare(observed[keep], wanted[keep]).pvalue
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_emitted_pairs_follow_the_target(name):
+    pairs = emit(DRAFTS[name], {"temperature": 0.8})
+    assert chi_square(pairs, exact_joint(0.8)) > 1e-4
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_cannot_be_seen_in_the_output(name):
+    params = {"temperature": 1.3, "top_p": 0.9}
+    plain = emit(DRAFTS["empty"], params, draws=500)
+    assert np.array_equal(emit(DRAFTS[name], params, draws=500), plain)
+
+
+def test_truncation_follows_the_exact_distribution():
+    def top4(token):
+        return CHAIN[token] >= CHAIN[token].sort(descending=True).values[3]
+
+    pairs = emit(DRAFTS["every token"], {"temperature": 0.8, "top_k": 4})
+    assert chi_square(pairs, exact_joint(0.8, top4)) > 1e-4
+
+    def nucleus(token):
+        probs, order = (CHAIN[token].double() / 0.8).softmax(0).sort(descending=True)
+        kept = (probs.cumsum(0) - probs) < 0.7
+        return torch.zeros(VOCAB, dtype=torch.bool).scatter(0, order[kept], True)
+
+    pairs = emit(DRAFTS["every token"], {"temperature": 0.8, "top_p": 0.7})
+    assert chi_square(pairs, exact_joint(0.8, nucleus)) > 1e-4
+
+    def above(token):
+        probs = (CHAIN[token].double() / 0.8).softmax(0)
+        return probs >= 0.2 * probs.max()
+
+    pairs = emit(DRAFTS["right"], {"temperature": 0.8, "min_p": 0.2})
+    assert chi_square(pairs, exact_joint(0.8, above)) > 1e-4
+
+
+def test_the_check_would_notice_a_biased_sampler():
+    biased = emit(DRAFTS["empty"], {"temperature": 0.8})
+    biased[: DRAWS // 20, 0] = 0
+    assert chi_square(biased, exact_joint(0.8)) < 1e-4

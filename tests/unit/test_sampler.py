@@ -1,0 +1,154 @@
+"""The sampler against a slow reading of its own definition, row by row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.errors import RolloutError
+from rollout.sampling.rows import rows_of_continuation, sample_rows
+from rollout.sampling.sampler import sample, score
+from tests.helpers.requests import decode_batch, make_request, make_trees
+
+VOCAB = 1500
+PARAMS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.4, "top_p": 0.8},
+    {"temperature": 2.0, "top_p": 0.999},  # a nucleus wider than any prefix
+    {"temperature": 1.0, "min_p": 0.1, "top_k": 1200},
+    {"temperature": 0.9, "repetition_penalty": 1.7},
+    {"temperature": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "logit_bias": {3: 8.0, 7: -100.0}},
+    {"temperature": 1.0, "min_new_tokens": 6, "max_new_tokens": 20},
+    {"temperature": 1.0, "top_p": 0.7, "repetition_penalty": 0.8, "min_new_tokens": 3},
+]
+
+
+def random_rows(seed=0):
+    rng = np.random.default_rng(seed)
+    requests = [
+        make_request(
+            rng.integers(0, 30, 9).tolist(), prompt_len=5, seed=int(rng.integers(2**60)),
+            eos=(3,), request_id=i, raw_logprobs=True, sampling_logprobs=True, top_logprobs=3,
+            entropy=True, **params,
+        )
+        for i, params in enumerate(PARAMS)
+    ]  # fmt: skip
+    trees = make_trees(
+        [(rng.integers(0, 30, 5).tolist(), [0, 0, 1, 3, 2]) for _ in requests]
+    )
+    rows, _ = sample_rows(decode_batch(requests), trees)
+    logits = torch.from_numpy(rng.normal(size=(len(rows.requests), VOCAB)) * 3).float()
+    return rows, logits
+
+
+def slow_logits(rows, row, logits_V):
+    """Penalties and bias, written for a reader: float64, token by token."""
+    request, params = rows.requests[row], rows.requests[row].params
+    logits = logits_V.double().tolist()
+    context = request.tokens + rows.drafted[row]
+    output = context[request.prompt_len :]
+    for token in set(context):
+        value = logits[token]
+        penalty = params.repetition_penalty
+        logits[token] = value / penalty if value > 0 else value * penalty
+    for token in set(output):
+        logits[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    return torch.tensor(logits, dtype=torch.float64)
+
+
+def slow_allowed(rows, row, logits_V):
+    request, params = rows.requests[row], rows.requests[row].params
+    allowed = torch.ones(VOCAB, dtype=torch.bool)
+    if request.generated_len + len(rows.drafted[row]) < params.min_new_tokens:
+        allowed[3] = False
+    scaled = logits_V / (params.temperature or 1.0)
+    scaled = torch.where(allowed, scaled, float("-inf"))
+    if params.top_k > 0:
+        scaled[scaled < scaled.sort(descending=True).values[params.top_k - 1]] = float("-inf")
+    probs, order = scaled.softmax(0).sort(descending=True)
+    dropped = order[(probs.cumsum(0) - probs) >= params.top_p]
+    if params.top_p < 1:
+        scaled[dropped] = float("-inf")
+    if params.min_p:
+        scaled[scaled < scaled.max() + math.log(params.min_p)] = float("-inf")
+    return scaled > float("-inf")
+
+
+def test_every_number_matches_the_slow_reading():
+    rows, logits = random_rows()
+    sampled = sample(logits, rows)
+    for row, request in enumerate(rows.requests):
+        temperature = request.params.temperature or 1.0
+        shaped = slow_logits(rows, row, logits[row])
+        allowed = slow_allowed(rows, row, shaped)
+        token, extras = sampled.tokens[row], sampled.extras[row]
+        assert allowed[token], request.params
+        logprobs = (shaped / temperature).log_softmax(0)
+        assert sampled.logprobs[row] == pytest.approx(float(logprobs[token]), abs=1e-4)
+        raw = logits[row].double().log_softmax(0)
+        assert extras.raw_logprobs == pytest.approx([float(raw[token])], abs=1e-4)
+        kept = torch.where(allowed, shaped / temperature, float("-inf")).log_softmax(0)
+        assert extras.sampling_logprobs == pytest.approx([float(kept[token])], abs=1e-4)
+        best = logprobs.topk(3)
+        assert [t for t, _ in extras.top_logprobs[0]] == best.indices.tolist()
+        assert [p for _, p in extras.top_logprobs[0]] == pytest.approx(
+            best.values.tolist(), abs=1e-4
+        )
+        entropy = -(logprobs.exp() * logprobs).sum()
+        assert extras.entropies == pytest.approx([float(entropy)], abs=1e-3)
+        if request.params.temperature == 0:
+            assert token == int(shaped.argmax())
+
+
+def test_a_row_is_the_same_alone_and_in_company():
+    rows, logits = random_rows()
+    together = sample(logits, rows)
+    order = np.random.default_rng(1).permutation(len(rows.requests))
+    for subset in ([3], [0, 8], order.tolist()):
+        part = type(rows)(
+            requests=[rows.requests[r] for r in subset],
+            positions_R=rows.positions_R[subset],
+            drafted=[rows.drafted[r] for r in subset],
+        )
+        alone = sample(logits[subset], part)
+        assert alone.tokens == [together.tokens[r] for r in subset]
+        assert alone.logprobs == [together.logprobs[r] for r in subset]
+        assert alone.extras == [together.extras[r] for r in subset]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_score_repeats_what_sampling_reported(params):
+    request = make_request([4, 5, 6, 7], prompt_len=2, seed=11, eos=(3,), entropy=True, **params)
+    output = [8, 4, 9, 9]
+    rows = rows_of_continuation(request, output)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    scored = score(logits, rows, output)
+    for k in range(4):
+        step = make_request(
+            [4, 5, 6, 7, *output[:k]], prompt_len=2, seed=11, eos=(3,), entropy=True, **params
+        )
+        again, _ = sample_rows(decode_batch([step]), make_trees([([], [])]))
+        assert again.positions_R[0] == rows.positions_R[k]
+        own = score(logits[k : k + 1], again, output[k : k + 1])
+        assert own.logprobs == scored.logprobs[k : k + 1]
+        assert own.extras == scored.extras[k : k + 1]
+        drawn = sample(logits[k : k + 1], again)
+        redone = score(logits[k : k + 1], again, drawn.tokens)
+        assert redone.logprobs == drawn.logprobs
+
+
+def test_nan_logits_name_the_request():
+    request = make_request([1, 2], request_id=42)
+    rows, _ = sample_rows(decode_batch([request]), make_trees([([], [])]))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 17] = float("nan")
+    with pytest.raises(RolloutError, match="request 42"):
+        sample(logits, rows)
