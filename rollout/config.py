@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rollout.errors import InvalidInputError
 
 
-class DType(str, enum.Enum):
+class DType(enum.StrEnum):
     AUTO = "auto"  # the checkpoint's, unless the device is slow in it
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

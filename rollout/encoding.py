@@ -28,9 +28,10 @@ class PromptEncoder:
     @classmethod
     def from_pretrained(cls, folder: str | Path, vocab_size: int) -> PromptEncoder:
         folder = Path(folder)
-        if not (folder / "tokenizer.json").exists() and not (
-            folder / "tokenizer_config.json"
-        ).exists():
+        if (
+            not (folder / "tokenizer.json").exists()
+            and not (folder / "tokenizer_config.json").exists()
+        ):
             return cls(None, vocab_size)
         from transformers import AutoTokenizer  # slow to import, and not needed without one
 
@@ -65,7 +66,9 @@ class PromptEncoder:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise InvalidInputError(field, message, "each message needs `role` and `content`")
         if not getattr(tokenizer, "chat_template", None):
-            raise InvalidInputError(field, messages, "the tokenizer has no chat template; send text")
+            raise InvalidInputError(
+                field, messages, "the tokenizer has no chat template; send text"
+            )
         rendered = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
@@ -74,7 +77,9 @@ class PromptEncoder:
     def _need_tokenizer(self, field: str, prompt: object) -> Any:
         if self.tokenizer is None:
             raise InvalidInputError(
-                field, prompt, "the model folder has no tokenizer; give token ids or model.tokenizer"
+                field,
+                prompt,
+                "the model folder has no tokenizer; give token ids or model.tokenizer",
             )
         return self.tokenizer
 

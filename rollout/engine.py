@@ -12,17 +12,15 @@ from typing import Any
 import torch
 
 from rollout.config import EngineConfig
-from rollout.encoding import PromptEncoder, prompt_group
+from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
 from rollout.errors import InvalidInputError
 from rollout.overrides import engine_config
-from rollout.sampling.noise import derive_seed
+from rollout.requests import RequestFactory
 from rollout.scheduler import Scheduler
 from rollout.specs import WorkerFactory, worker_factory
-from rollout.stopping import TokenStopCheck, cut_at_stop
 from rollout.types import (
     Batch,
-    FinishReason,
     Prompt,
     Request,
     Rollout,
@@ -45,8 +43,10 @@ class RolloutEngine:
         folder = config.model.tokenizer or config.model.path
         self.encoder = PromptEncoder.from_pretrained(folder, worker.vocab_size)
         self.scheduler = Scheduler(config.scheduler, worker.memory, lambda: worker.max_draft_tokens)
+        self._requests = RequestFactory(
+            self.encoder, worker.vocab_size, worker.eos_token_ids, self.scheduler.check_fits
+        )
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
-        self._next_request_id = 0
         self._ended: list[Rollout] = []  # ended between steps; the next step hands them out
 
     @classmethod
@@ -98,25 +98,28 @@ class RolloutEngine:
             raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise InvalidInputError("params", len(each), f"must be one, or {len(prompts)}: one each")
-        requests = [
-            self._request(self.encoder.encode(prompt, f"prompts[{index}]"), own, index, sample,
-                          field=f"prompts[{index}]")
-            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
-            for sample in range(own.n)
-        ]  # fmt: skip
+            raise InvalidInputError(
+                "params", len(each), f"must be one, or {len(prompts)}: one each"
+            )
+        requests: list[Request] = []
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            field = f"prompts[{index}]"
+            ids = self.encoder.encode(prompt, field)
+            requests += [
+                self._requests.make(ids, own, index, sample, field=field) for sample in range(own.n)
+            ]
         for request in requests:
             self.scheduler.add(request)
         mine = {request.request_id for request in requests}
         others: list[Rollout] = []
         try:
             while mine:
-                for rollout in self.step():
+                ended = self.step()
+                others += [rollout for rollout in ended if rollout.request_id not in mine]
+                for rollout in ended:
                     if rollout.request_id in mine:
                         mine.remove(rollout.request_id)
                         yield rollout
-                    else:
-                        others.append(rollout)
         finally:
             for request_id in mine:
                 self._drop(request_id)
@@ -145,7 +148,7 @@ class RolloutEngine:
                 "output_ids", len(output),
                 f"prompt and output must fit the context of {self.worker.max_context_len} tokens",
             )  # fmt: skip
-        request = self._request(prompt, params or SamplingParams(), 0, 0)
+        request = self._requests.make(prompt, params or SamplingParams(), 0, 0)
         return self.worker.score(request, output)
 
     # One step at a time, for servers
@@ -172,7 +175,7 @@ class RolloutEngine:
         """
         prompt_ids = self.encoder.encode(prompt)
         partial = self.encoder.encode(partial_ids, "partial_ids") if len(partial_ids) else []
-        request = self._request(
+        request = self._requests.make(
             prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
         )
         self.scheduler.add(request)
@@ -197,7 +200,7 @@ class RolloutEngine:
             raise
         stepped = time.perf_counter()
         finished = self.scheduler.commit(batch, result)
-        ended += [self._rollout(request) for request in finished]
+        ended += [self._end(request) for request in finished]
         now = time.perf_counter()
         result.times.schedule = (scheduled - started + now - stepped) * 1e3
         result.times.total = (now - started) * 1e3
@@ -208,7 +211,7 @@ class RolloutEngine:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
         request = self.scheduler.abort(request_id)
         if request is not None:
-            self._ended.append(self._rollout(request))
+            self._ended.append(self._end(request))
 
     def metrics(self) -> EngineMetrics:
         """Counters since the engine was made, or since `reset_metrics`."""
@@ -243,7 +246,7 @@ class RolloutEngine:
         half-way the engine refuses to run until an update that names every tensor succeeds.
         """
         if abort_all_requests:
-            self._ended += [self._rollout(request) for request in self.scheduler.abort_all()]
+            self._ended += [self._end(request) for request in self.scheduler.abort_all()]
         version = self.weight_version + 1 if weight_version is None else weight_version
         try:
             self.worker.update_weights(named_tensors, version)
@@ -260,73 +263,9 @@ class RolloutEngine:
         """Raises IntegrityError when a pool's books do not balance."""
         self.worker.memory.check_integrity()
 
-    # Between the nouns
-
-    def _request(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        prompt_index: int,
-        sample_index: int,
-        *,
-        partial: Sequence[int] = (),
-        seed: int | None = None,
-        field: str = "prompt",
-    ) -> Request:
-        self._check_params(params)
-        tokenizer = self.encoder.tokenizer
-        request = Request(
-            request_id=self._next_request_id,
-            tokens=[*prompt_ids, *partial],
-            prompt_len=len(prompt_ids) + len(partial),
-            partial_len=len(partial),
-            params=params,
-            seed=derive_seed(params.seed, prompt_index, sample_index) if seed is None else seed,
-            group=prompt_group(prompt_ids),
-            prompt_index=prompt_index,
-            sample_index=sample_index,
-            stop_check=TokenStopCheck(
-                params=params,
-                eos_token_ids=self.worker.eos_token_ids,
-                decode=None if tokenizer is None else self.encoder.decode,
-                generated=partial,
-            ),
-        )
-        self.scheduler.check_fits(request)
-        self._next_request_id += 1
-        return request
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if params.stop and self.encoder.tokenizer is None:
-            raise InvalidInputError("sampling.stop", params.stop, "stop strings need a tokenizer")
-        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids",
-                                                                 params.stop_token_ids)):  # fmt: skip
-            for token in tokens:
-                if not 0 <= token < self.worker.vocab_size:
-                    raise InvalidInputError(
-                        f"sampling.{name}", token, f"must be in [0, {self.worker.vocab_size})"
-                    )
-
-    def _rollout(self, request: Request) -> Rollout:
+    def _end(self, request: Request) -> Rollout:
         self.worker.release(request)
-        token_ids = request.token_ids
-        text = None
-        if self.encoder.tokenizer is not None:
-            text = cut_at_stop(self.encoder.decode(token_ids), request.params)
-        return Rollout(
-            request_id=request.request_id,
-            prompt_index=request.prompt_index,
-            sample_index=request.sample_index,
-            seed=request.seed,
-            prompt_ids=request.tokens[: request.prompt_len],
-            token_ids=token_ids,
-            logprobs=request.logprobs,
-            weight_versions=request.weight_versions,
-            finish_reason=request.finish_reason or FinishReason.ABORT,
-            text=text,
-            extras=request.extras,
-            stats=request.stats,
-        )
+        return self._requests.rollout(request)
 
     def _drop(self, request_id: int) -> None:
         request = self.scheduler.abort(request_id)

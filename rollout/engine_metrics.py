@@ -6,6 +6,8 @@ import resource
 import sys
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rollout.types import Batch, Rollout, StepResult
 
 
@@ -86,14 +88,8 @@ class PlainCost:
     def estimate(self, width: int) -> float | None:
         if not self.by_width:
             return None
-        below = max((w for w in self.by_width if w <= width), default=None)
-        above = min((w for w in self.by_width if w >= width), default=None)
-        if below is None or above is None:
-            return self.by_width[above if below is None else below]
-        if below == above:
-            return self.by_width[below]
-        share = (width - below) / (above - below)
-        return (1 - share) * self.by_width[below] + share * self.by_width[above]
+        widths = sorted(self.by_width)
+        return float(np.interp(width, widths, [self.by_width[w] for w in widths]))
 
 
 class MetricsRecorder:

@@ -32,7 +32,7 @@ class OutOfMemoryError(RolloutError):
 
 
 class WeightUpdateError(RolloutError):
-    """A weight update was refused, or an earlier one left half-way keeps the engine from serving."""
+    """A weight update was refused, or one left half-way keeps the engine from serving."""
 
 
 class ExactnessError(RolloutError):

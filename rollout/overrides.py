@@ -14,10 +14,14 @@ def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
 
     Raises InvalidInputError for a name no part has.
     """
-    parts = {"model": ModelConfig, "memory": MemoryConfig, "scheduler": SchedulerConfig}
+    parts: dict[str, type] = {
+        "model": ModelConfig,
+        "memory": MemoryConfig,
+        "scheduler": SchedulerConfig,
+    }
     owner = {f.name: part for part, cls in parts.items() for f in fields(cls)}
     own = {f.name for f in fields(EngineConfig)} - parts.keys()
-    chosen: dict[str, dict[str, Any]] = {part: {} for part in parts} | {"engine": {}}
+    chosen: dict[str, dict[str, Any]] = {part: {} for part in (*parts, "engine")}
     for name, value in overrides.items():
         if name in owner and name != "path":
             chosen[owner[name]][name] = value

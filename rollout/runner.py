@@ -53,9 +53,7 @@ class ModelRunner:
         self._device = device
 
     @torch.inference_mode()
-    def forward(
-        self, batch: Batch, trees: DraftTrees, *, every_row: bool = False
-    ) -> torch.Tensor:
+    def forward(self, batch: Batch, trees: DraftTrees, *, every_row: bool = False) -> torch.Tensor:
         """Logits [R, V] of each entry's root and draft nodes, in order; model dtype.
 
         With ``every_row``, of each run row and draft node instead. As a side effect the keys and

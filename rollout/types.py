@@ -23,7 +23,7 @@ ChatMessages = list[dict[str, str]]
 Prompt = str | Sequence[int] | ChatMessages
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_new_tokens, or the context is full
     ABORT = "abort"  # the caller's wish

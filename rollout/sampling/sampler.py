@@ -43,11 +43,9 @@ def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
             logprobs = token_logprobs(part.logits, part.temperature, tokens.clamp(min=0))
         tokens_R[part.index] = tokens
         logprobs_R[part.index] = logprobs
-    tokens = tokens_R.tolist()
-    _refuse_nan(tokens, rows)
-    return Sampled(
-        tokens=tokens, logprobs=logprobs_R.tolist(), extras=shaped.extras(tokens_R)
-    )
+    chosen = tokens_R.tolist()
+    _refuse_nan(chosen, rows)
+    return Sampled(tokens=chosen, logprobs=logprobs_R.tolist(), extras=shaped.extras(tokens_R))
 
 
 def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
@@ -58,9 +56,7 @@ def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sa
     for part in shaped.parts:
         chosen = tokens_R[part.index]
         logprobs_R[part.index] = token_logprobs(part.logits, part.temperature, chosen)
-    return Sampled(
-        tokens=token_ids, logprobs=logprobs_R.tolist(), extras=shaped.extras(tokens_R)
-    )
+    return Sampled(tokens=token_ids, logprobs=logprobs_R.tolist(), extras=shaped.extras(tokens_R))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,9 +128,7 @@ class _Shaped:
                 self._tensor([p.min_p for p in params], torch.float32),
             )
             sampled_from.masked_fill_(sampled_from < threshold[:, None], float("-inf"))
-        return _Part(
-            index=index, logits=logits, sampled_from=sampled_from, temperature=temperature
-        )
+        return _Part(index=index, logits=logits, sampled_from=sampled_from, temperature=temperature)
 
     def extras(self, tokens_R: torch.Tensor) -> list[TokenExtras]:
         """The extra numbers each row's request asked for, about the token chosen there."""

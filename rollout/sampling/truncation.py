@@ -50,7 +50,7 @@ def _threshold_in_prefix(
     top_p_R: torch.Tensor,
     prefix: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threshold by top_k and top_p from the ``prefix`` largest logits, and whether they sufficed."""
+    """Threshold by top_k and top_p from the ``prefix`` largest logits; whether those sufficed."""
     values_RC, indices_RC = logits_RV.topk(prefix, dim=1, sorted=True)
     rank_C = torch.arange(prefix, device=logits_RV.device)
     by_k_RC = (top_k_R[:, None] <= 0) | (rank_C < top_k_R[:, None])

@@ -45,9 +45,7 @@ class WeightTransaction:
                 "send an update that names every tensor of the model"
             )
 
-    def update(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
+    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """One whole transaction.
 
         A list or a tuple is checked through before anything is written; of any other iterable each

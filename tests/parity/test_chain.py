@@ -87,9 +87,7 @@ def test_company_chunks_cache_preemption_and_threads_cannot_be_seen(
 ):
     threads = torch.get_num_threads()
     try:
-        engine = RolloutEngine.from_pretrained(
-            tiny_model_path, spec="none", dtype=dtype, **options
-        )
+        engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", dtype=dtype, **options)
         rollouts = compare(engine, plain, name)
     finally:
         torch.set_num_threads(threads)
@@ -134,9 +132,7 @@ def test_score_is_what_generation_reported(tiny_model_path, dtype, plain, name):
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_rollout_cut_anywhere_goes_on_as_if_it_had_not_been(
-    tiny_model_path, dtype, plain, name
-):
+def test_a_rollout_cut_anywhere_goes_on_as_if_it_had_not_been(tiny_model_path, dtype, plain, name):
     engine = RolloutEngine.from_pretrained(tiny_model_path, dtype=dtype, max_running=4)
     wanted = {}
     for rollout in plain[name][::3]:

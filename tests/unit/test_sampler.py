@@ -39,9 +39,7 @@ def random_rows(seed=0):
         )
         for i, params in enumerate(PARAMS)
     ]  # fmt: skip
-    trees = make_trees(
-        [(rng.integers(0, 30, 5).tolist(), [0, 0, 1, 3, 2]) for _ in requests]
-    )
+    trees = make_trees([(rng.integers(0, 30, 5).tolist(), [0, 0, 1, 3, 2]) for _ in requests])
     rows, _ = sample_rows(decode_batch(requests), trees)
     logits = torch.from_numpy(rng.normal(size=(len(rows.requests), VOCAB)) * 3).float()
     return rows, logits

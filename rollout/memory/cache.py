@@ -1,0 +1,225 @@
+"""The index side of KV memory: free slots, rows and the prefix cache, under one set of rules.
+
+Who owns a slot. Every slot is in exactly one place: free; the null slot; a node of the prefix
+cache; a running request; reserved for the draft nodes of the step in flight. A running request's
+row, by position:
+
+    [0, shared_len)              the prefix cache's, locked at the row's node
+    [shared_len, allocated_len)  the request's own
+    [allocated_len, ...)         nobody's; what the table says there means nothing
+
+Only tokens whose KV has been computed enter the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.errors import IntegrityError
+from rollout.memory.prefix_cache import Node, PrefixCache
+from rollout.memory.req_to_token import ReqToToken
+from rollout.memory.slots import SlotAllocator
+
+
+@dataclass(slots=True)
+class _Row:
+    node: Node  # locked; where [0, shared_len) ends in the prefix cache
+    shared_len: int
+    allocated_len: int
+    stale: bool = False  # holds KV from before reset(): never shared
+
+
+@dataclass(slots=True, frozen=True)
+class MemoryUsage:
+    """Slots by state; they add up to all there are."""
+
+    free: int
+    cached: int  # in the prefix cache, evictable
+    used: int  # by running requests, shared prefixes included
+
+
+@dataclass(slots=True)
+class MemoryCounters:
+    """Tokens, over the memory's life."""
+
+    looked_up: int = 0  # of admitted requests
+    hit: int = 0  # of those, found in the prefix cache
+    evicted: int = 0
+
+
+class CacheMemory:
+    """Bundles the pools and moves slots between them."""
+
+    def __init__(
+        self, num_slots: int, max_rows: int, max_context_len: int, prefix_cache: bool
+    ) -> None:
+        self.slots = SlotAllocator(num_slots)
+        self.req_to_token = ReqToToken(max_rows, max_context_len)
+        self.prefix_cache = PrefixCache(self.slots)
+        self.shares_prefixes = prefix_cache
+        self.counters = MemoryCounters()
+        self._rows: dict[int, _Row] = {}
+        self._draft_slots = np.empty(0, dtype=np.int32)  # reserved for the step in flight
+        self._accepted = np.zeros(num_slots + 1, dtype=bool)  # of those, now in req_to_token
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Tokens a sequence can grow to, whatever else runs: the context, or all of the slots."""
+        return min(self.req_to_token.max_context_len, self.slots.num_slots)
+
+    @property
+    def obtainable(self) -> int:
+        """Slots that can be had without touching a running request: free or evictable."""
+        return self.slots.available + self.prefix_cache.evictable
+
+    @property
+    def usage(self) -> MemoryUsage:
+        free, cached = self.slots.available, self.prefix_cache.evictable
+        return MemoryUsage(free=free, cached=cached, used=self.slots.num_slots - free - cached)
+
+    def cached_len(self, tokens: np.ndarray) -> int:
+        """How many tokens admit() would find cached now: at most all but the last. int32 in."""
+        return self.prefix_cache.match_len(tokens[:-1])
+
+    def admit(self, tokens: np.ndarray, headroom: int) -> tuple[int, int] | None:
+        """Give a request a row with its cached prefix in it. Returns (row, cached length).
+
+        ``tokens``: int32, all of the request's. At least the last is left to run, since its logits
+        are wanted. None, and nothing changed, unless the other tokens' slots and ``headroom`` more
+        can be had besides.
+        """
+        slots, node = self.prefix_cache.match(tokens[:-1])
+        self.prefix_cache.lock(node)
+        cached_len = len(slots)
+        if len(tokens) - cached_len + headroom > self.obtainable:
+            self.prefix_cache.unlock(node)
+            return None
+        row = self.req_to_token.allocate_row()
+        self.req_to_token.table[row, :cached_len] = slots
+        self._rows[row] = _Row(node=node, shared_len=cached_len, allocated_len=cached_len)
+        self.counters.looked_up += len(tokens)
+        self.counters.hit += cached_len
+        return row, cached_len
+
+    def extend(self, row: int, end: int) -> int:
+        """Make the row's slots reach position ``end``, or as far as evicting carries.
+
+        Returns the position reached. Slots beyond ``end``, which a step that failed may have left,
+        are freed.
+        """
+        state, table = self._rows[row], self.req_to_token.table
+        begin = state.allocated_len
+        if end > begin:
+            slots = self._allocate(min(end - begin, self.obtainable))
+            state.allocated_len = begin + len(slots)
+            table[row, begin : state.allocated_len] = slots
+        elif end < begin:
+            assert end >= state.shared_len, "a shared prefix cannot be cut"
+            self.slots.free(table[row, end:begin])
+            state.allocated_len = end
+        return state.allocated_len
+
+    def reserve_drafts(self, counts: Sequence[int]) -> list[np.ndarray]:
+        """Slots for the draft nodes of one step: int32[counts[i]] for each i.
+
+        Evicts, never more than ``obtainable``: callers count first. They stay reserved until
+        end_step().
+        """
+        assert not len(self._draft_slots), "the drafts of the last step are still reserved"
+        self._draft_slots = self._allocate(sum(counts))
+        ends = np.cumsum(counts).tolist()
+        return [
+            self._draft_slots[end - count : end] for count, end in zip(counts, ends, strict=True)
+        ]
+
+    def commit_path(self, row: int, end: int, accepted_slots: np.ndarray) -> None:
+        """Accept draft nodes: their KV becomes the row's at positions [end, end + a).
+
+        ``end``: where the entry's run ended. ``accepted_slots``: int32[a], reserved slots of the
+        nodes on the accepted path, in order. Called by the worker, at most once per entry and
+        step; nothing is copied but slot ids.
+        """
+        state = self._rows[row]
+        assert state.allocated_len == end, f"run ended at {end}, slots at {state.allocated_len}"
+        state.allocated_len = end + len(accepted_slots)
+        self.req_to_token.table[row, end : state.allocated_len] = accepted_slots
+        self._accepted[accepted_slots] = True
+
+    def end_step(self) -> None:
+        """Free the reserved draft slots that no commit_path() took. May be called again."""
+        accepted = self._accepted[self._draft_slots]
+        self._accepted[self._draft_slots] = False
+        self.slots.free(self._draft_slots[~accepted])
+        self._draft_slots = self._draft_slots[:0]
+
+    def share(self, row: int, tokens: Sequence[int]) -> None:
+        """Let other requests use the KV of the row's first ``tokens``, all of them computed.
+
+        Where the tree holds some of them already, the row moves over to the tree's slots.
+        """
+        state = self._rows[row]
+        if not self.shares_prefixes or state.stale:
+            return
+        node = self._hand_over(row, state, tokens)
+        self.prefix_cache.lock(node)
+        self.prefix_cache.unlock(state.node)
+        self.req_to_token.table[row, : len(tokens)] = self.prefix_cache.path_slots(node)
+        state.node, state.shared_len = node, len(tokens)
+
+    def release(self, row: int, tokens: Sequence[int]) -> None:
+        """Take the row back. The KV of its first ``tokens``, all computed, stays cached."""
+        state = self._rows.pop(row)
+        owned_from = state.shared_len
+        if self.shares_prefixes and not state.stale and len(tokens) > owned_from:
+            self._hand_over(row, state, tokens)
+            owned_from = len(tokens)
+        self.slots.free(self.req_to_token.table[row, owned_from : state.allocated_len])
+        self.prefix_cache.unlock(state.node)
+        self.req_to_token.free_row(row)
+
+    def reset(self) -> None:
+        """Drop every cached prefix: the weights changed.
+
+        Rows still held (an update that keeps running requests' KV) keep their slots, but nothing
+        in them is shared with later requests.
+        """
+        self.prefix_cache.reset()
+        for state in self._rows.values():
+            state.stale = True
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every slot and row is in exactly one place. O(slots)."""
+        self.prefix_cache.check_integrity(state.node for state in self._rows.values())
+        self.req_to_token.check_integrity(self._rows)
+        for row, state in self._rows.items():
+            shared = self.req_to_token.table[row, : state.shared_len]
+            if not np.array_equal(shared, self.prefix_cache.path_slots(state.node)):
+                raise IntegrityError(f"row {row}'s shared prefix is not the prefix cache's")
+        self.slots.check_integrity(self._held_slots())
+
+    def _held_slots(self) -> Iterator[np.ndarray]:
+        yield from self.prefix_cache.held_slots()
+        for row, state in self._rows.items():
+            yield self.req_to_token.table[row, state.shared_len : state.allocated_len]
+        yield self._draft_slots[~self._accepted[self._draft_slots]]
+
+    def _allocate(self, count: int) -> np.ndarray:
+        missing = count - self.slots.available
+        if missing > 0:
+            self.counters.evicted += self.prefix_cache.evict(missing)
+        return self.slots.allocate(count)
+
+    def _hand_over(self, row: int, state: _Row, tokens: Sequence[int]) -> Node:
+        """Move [shared_len, len(tokens)) from the request to the prefix cache.
+
+        [shared_len, held) was there already: the request's copies are freed.
+        [held, len(tokens)) are the tree's from here on.
+        """
+        assert state.shared_len <= len(tokens) <= state.allocated_len
+        slots = self.req_to_token.table[row, : len(tokens)]
+        held, node = self.prefix_cache.insert(np.array(tokens, dtype=np.int32), slots)
+        self.slots.free(slots[state.shared_len : held])
+        return node

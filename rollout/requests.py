@@ -1,0 +1,104 @@
+"""From checked prompts and parameters to requests, and from ended requests to rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollout.encoding import PromptEncoder, prompt_group
+from rollout.errors import InvalidInputError
+from rollout.sampling.noise import derive_seed
+from rollout.stopping import TokenStopCheck, cut_at_stop
+from rollout.types import FinishReason, Request, Rollout, SamplingParams
+
+
+class RequestFactory:
+    """Numbers requests and refuses what could never run."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        check_fits: Callable[[Request, str], None],
+    ) -> None:
+        """``check_fits(request, field)`` raises when a prompt is too long to run even alone."""
+        self._encoder = encoder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._check_fits = check_fits
+        self._next_id = 0
+
+    def make(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        prompt_index: int = 0,
+        sample_index: int = 0,
+        *,
+        partial: Sequence[int] = (),
+        seed: int | None = None,
+        field: str = "prompt",
+    ) -> Request:
+        """One sample of one prompt.
+
+        Raises InvalidInputError or OutOfMemoryError, naming ``field`` where it is the prompt.
+        """
+        self._check_params(params)
+        if len(partial) >= params.max_new_tokens:
+            raise InvalidInputError(
+                "partial_ids",
+                f"{len(partial)} tokens",
+                f"must be fewer than max_new_tokens={params.max_new_tokens}",
+            )
+        decode = None if self._encoder.tokenizer is None else self._encoder.decode
+        request = Request(
+            request_id=self._next_id,
+            tokens=[*prompt_ids, *partial],
+            prompt_len=len(prompt_ids) + len(partial),
+            partial_len=len(partial),
+            params=params,
+            seed=derive_seed(params.seed, prompt_index, sample_index) if seed is None else seed,
+            group=prompt_group(prompt_ids),
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            stop_check=TokenStopCheck(
+                params=params,
+                eos_token_ids=self._eos_token_ids,
+                decode=decode,
+                generated=partial,
+            ),
+        )
+        self._check_fits(request, field)
+        self._next_id += 1
+        return request
+
+    def rollout(self, request: Request) -> Rollout:
+        """What an ended request has to show."""
+        text = None
+        if self._encoder.tokenizer is not None:
+            text = cut_at_stop(self._encoder.decode(request.token_ids), request.params)
+        return Rollout(
+            request_id=request.request_id,
+            prompt_index=request.prompt_index,
+            sample_index=request.sample_index,
+            seed=request.seed,
+            prompt_ids=request.tokens[: request.prompt_len],
+            token_ids=request.token_ids,
+            logprobs=request.logprobs,
+            weight_versions=request.weight_versions,
+            finish_reason=request.finish_reason or FinishReason.ABORT,
+            text=text,
+            extras=request.extras,
+            stats=request.stats,
+        )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self._encoder.tokenizer is None:
+            raise InvalidInputError("sampling.stop", params.stop, "stop strings need a tokenizer")
+        ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, tokens in ids.items():
+            for token in tokens:
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidInputError(
+                        f"sampling.{name}", token, f"must be in [0, {self._vocab_size})"
+                    )

@@ -1,0 +1,3 @@
+from rollout.scheduler.scheduler import Scheduler
+
+__all__ = ["Scheduler"]

@@ -1,0 +1,270 @@
+"""What runs in the next step: continuous batching with chunked prefill. Integers and lists only.
+
+A request waits, runs, and finishes; memory pressure or a weight update may send it back to wait.
+Every decision depends on the calls made so far and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rollout.config import SchedulerConfig
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.memory.cache import CacheMemory
+from rollout.scheduler.waiting import Ticket, WaitingQueue
+from rollout.types import (
+    MAX_TREE_NODES,
+    Batch,
+    EntryResult,
+    FinishReason,
+    Request,
+    Scheduled,
+    StepResult,
+)
+
+DECODE_HEADROOM = 16
+"""Slots left per running request at admission, so that it is not preempted right away."""
+
+DRAFT_SHARE = 4
+"""Draft nodes take at most one slot in so many, however much of the cache could be evicted."""
+
+
+class Scheduler:
+    """The waiting queue, the running requests, and the rules between them.
+
+    ``max_draft_tokens`` is asked each step how many draft nodes, the root not counted, one request
+    may use: the worker's property of that name.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, memory: CacheMemory, max_draft_tokens: Callable[[], int]
+    ) -> None:
+        assert memory.req_to_token.max_rows >= config.max_running
+        self.config = config
+        self.memory = memory
+        self.preemptions = 0
+        self._max_draft_tokens = max_draft_tokens
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []  # in the order of admission
+        self._prompts: dict[int, bytes] = {}  # of unfinished requests, by request_id
+        self._step = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """In the order of admission, oldest first."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        return tuple(ticket.request for ticket in self._waiting)
+
+    def check_fits(self, request: Request, field: str = "prompt") -> None:
+        """Raise unless the prompt leaves room for at least one token when it runs alone.
+
+        InvalidInputError: the context is too short for it. OutOfMemoryError: the KV slots are too
+        few.
+        """
+        length, max_context_len = len(request.tokens), self.memory.req_to_token.max_context_len
+        if not 0 < length < max_context_len:
+            remedy = (
+                f"must have 1 to {max_context_len - 1} tokens: the context is {max_context_len}"
+            )
+            raise InvalidInputError(f"len({field})", length, remedy)
+        if length >= self.memory.max_sequence_len:
+            raise OutOfMemoryError(
+                f"{field} of {length} tokens needs {length + 1} KV slots and there are "
+                f"{self.memory.max_sequence_len}: raise memory.kv_bytes or memory.max_kv_tokens"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a new request that check_fits() let pass."""
+        self._prompts[request.request_id] = _int32(request.tokens[: request.prompt_len]).tobytes()
+        self._waiting.push(self._ticket(request, first=True))
+
+    def schedule(self) -> Batch:
+        """The next step: decodes, then prefill chunks, then admissions; drafts from what is left.
+
+        Empty only when nothing is unfinished. A batch that fails may be dropped: the next call
+        schedules its runs again.
+        """
+        self.memory.end_step()
+        runs: dict[Request, int] = {}  # in batch order
+        decodes = [request for request in self._running if request.extend_len == 1]
+        prefills = [request for request in self._running if request.extend_len > 1]
+        for request in decodes + prefills:
+            self._run(request, runs)
+        self._admit(runs)
+        assert runs or not self.has_unfinished, "unfinished requests, and none can run"
+        self._step += 1
+        return Batch(step=self._step, entries=self._with_drafts(runs))
+
+    def commit(self, batch: Batch, result: StepResult) -> list[Request]:
+        """Book what a step gave: append tokens, advance KV lengths. Returns the finished requests.
+
+        The worker has already moved accepted drafts' slots (CacheMemory.commit_path).
+        """
+        self.memory.end_step()
+        finished = []
+        for entry, output in zip(batch.entries, result.entries, strict=True):
+            request = entry.request
+            self._append(request, output, result.weight_version)
+            prompt_was_computed = request.computed_len >= request.prompt_len
+            # A request that stopped inside its accepted path has KV beyond its last token.
+            computed_len = min(entry.end + len(output.path), len(request.tokens))
+            request.computed_len = computed_len
+            if request.finish_reason is not None:
+                self._finish(request)
+                finished.append(request)
+            elif not prompt_was_computed and computed_len >= request.prompt_len:
+                self.memory.share(request.row, request.tokens[: request.prompt_len])
+        if finished:
+            self._running = [r for r in self._running if r.finish_reason is None]
+        return finished
+
+    def abort(self, request_id: int) -> Request | None:
+        """End a request now, between two steps. None if it is not here (it may have finished)."""
+        request = self._waiting.remove(request_id)
+        if request is None:
+            request = next((r for r in self._running if r.request_id == request_id), None)
+            if request is None:
+                return None
+            self._running.remove(request)
+        request.finish_reason = FinishReason.ABORT
+        self._finish(request)
+        return request
+
+    def abort_all(self) -> list[Request]:
+        """End every request now, between two steps. Returns them, running ones first."""
+        self.memory.end_step()
+        requests = self._running + self._waiting.clear()
+        self._running = []
+        for request in requests:
+            request.finish_reason = FinishReason.ABORT
+            self._finish(request)
+        return requests
+
+    def retract_all(self) -> None:
+        """Send every running request back to wait, its KV forgotten: the weights will change.
+
+        Tokens and logprobs stay; the KV is computed again under the new weights. The prefix cache
+        is not touched: CacheMemory.reset() drops it.
+        """
+        self.memory.end_step()
+        for request in reversed(self._running):
+            self._retract(request, keep=False)
+        self._running = []
+
+    def _run(self, request: Request, runs: dict[Request, int]) -> None:
+        """Schedule the request's next tokens, preempting younger requests for room if it must."""
+        if request.row < 0:
+            return  # preempted for one that was asked before it
+        budget = self.config.max_step_tokens - sum(runs.values())
+        run_len = min(request.extend_len, self.config.chunk_len, budget)
+        while run_len > 0:
+            reached = self.memory.extend(request.row, request.computed_len + run_len)
+            if reached > request.computed_len:
+                runs[request] = reached - request.computed_len
+                return
+            # The oldest never gets here alone: max_sequence_len tokens fit once others are gone.
+            victim = self._running.pop()
+            runs.pop(victim, None)
+            self._retract(victim, keep=True)
+            self.preemptions += 1
+            victim.stats.preemptions += 1
+            if victim is request:
+                return
+
+    def _admit(self, runs: dict[Request, int]) -> None:
+        """Admit while there is a seat, tokens left in the step, and memory for the whole prompt.
+
+        Whoever is first and does not fit is waited for: smaller ones let past would starve it.
+        """
+        config, memory = self.config, self.memory
+        seats = config.max_running - len(self._running)
+        budget = config.max_step_tokens - sum(runs.values())
+        if not (self._waiting and seats and budget):
+            return
+        prefilling = {
+            self._prompts[request.request_id]
+            for request in self._running
+            if request.computed_len < request.prompt_len
+        }
+        for ticket in self._waiting.candidates(memory, prefilling)[:seats]:
+            request = ticket.request
+            unrun = sum(r.extend_len - runs.get(r, 0) for r in self._running)
+            headroom = unrun + DECODE_HEADROOM * len(self._running)
+            admitted = memory.admit(ticket.tokens, headroom) if budget else None
+            if admitted is None:
+                return
+            request.row, request.computed_len = admitted
+            if ticket.first:
+                request.stats.cached_tokens = request.computed_len
+            self._waiting.take(ticket)
+            self._running.append(request)
+            self._run(request, runs)
+            budget -= runs[request]
+
+    def _with_drafts(self, runs: dict[Request, int]) -> list[Scheduled]:
+        """Add draft slots to the runs that are sampled from, evenly where they are scarce."""
+        most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
+        wanted = [self._draft_room(request, run_len, most) for request, run_len in runs.items()]
+        room = min(self.memory.obtainable, self.memory.slots.num_slots // DRAFT_SHARE)
+        if sum(wanted) > room:
+            share = room // sum(count > 0 for count in wanted)
+            wanted = [min(count, share) for count in wanted]
+        drafts = self.memory.reserve_drafts(wanted)
+        return [
+            Scheduled(
+                request=request, start=request.computed_len, run_len=run_len, draft_slots=slots
+            )
+            for (request, run_len), slots in zip(runs.items(), drafts, strict=True)
+        ]
+
+    def _draft_room(self, request: Request, run_len: int, most: int) -> int:
+        """Draft nodes a run can use: no more than tokens it may still emit besides the target's."""
+        if run_len < request.extend_len:
+            return 0  # a prefill chunk is not sampled from
+        context_left = self.memory.max_sequence_len - len(request.tokens)
+        return max(0, min(most, request.remaining_len - 1, context_left - 1))
+
+    def _append(self, request: Request, output: EntryResult, weight_version: int) -> None:
+        request.tokens += output.token_ids
+        request.logprobs += output.logprobs
+        request.weight_versions += [weight_version] * len(output.token_ids)
+        extras = request.extras
+        extras.raw_logprobs += output.extras.raw_logprobs
+        extras.sampling_logprobs += output.extras.sampling_logprobs
+        extras.top_logprobs += output.extras.top_logprobs
+        extras.entropies += output.extras.entropies
+        request.finish_reason = output.finish_reason
+        if request.finish_reason is None and len(request.tokens) >= self.memory.max_sequence_len:
+            request.finish_reason = FinishReason.LENGTH
+
+    def _finish(self, request: Request) -> None:
+        del self._prompts[request.request_id]
+        if request.row >= 0:
+            self._release(request, keep=True)
+
+    def _retract(self, request: Request, keep: bool) -> None:
+        self._release(request, keep)
+        request.computed_len = 0
+        self._waiting.push_front(self._ticket(request, first=False))
+
+    def _release(self, request: Request, keep: bool) -> None:
+        computed = request.tokens[: request.computed_len] if keep else []
+        self.memory.release(request.row, computed)
+        request.row = -1
+
+    def _ticket(self, request: Request, first: bool) -> Ticket:
+        prompt = self._prompts[request.request_id]
+        return Ticket(request=request, tokens=_int32(request.tokens), prompt=prompt, first=first)
+
+
+def _int32(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)

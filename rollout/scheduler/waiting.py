@@ -1,0 +1,90 @@
+"""Requests that wait for a row, and the order in which they are offered one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.memory.cache import CacheMemory
+from rollout.types import Request
+
+MAX_OVERTAKEN = 16
+"""Requests that queued later but may be admitted first. After that many, it is this one's turn."""
+
+WINDOW = 64
+"""Requests compared for their cached prefix at a time: bounds the cost of one step."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's place in the queue."""
+
+    request: Request
+    tokens: np.ndarray  # int32, the request's, fixed while it waits
+    prompt: bytes  # of its prompt tokens: equal for samples of one prompt
+    first: bool  # never admitted before
+    overtaken: int = 0
+
+
+class WaitingQueue:
+    def __init__(self) -> None:
+        self._tickets: list[Ticket] = []
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets)
+
+    def push(self, ticket: Ticket) -> None:
+        self._tickets.append(ticket)
+
+    def push_front(self, ticket: Ticket) -> None:
+        """For a request that was running: it is next."""
+        ticket.overtaken = MAX_OVERTAKEN
+        self._tickets.insert(0, ticket)
+
+    def remove(self, request_id: int) -> Request | None:
+        for index, ticket in enumerate(self._tickets):
+            if ticket.request.request_id == request_id:
+                del self._tickets[index]
+                return ticket.request
+        return None
+
+    def clear(self) -> list[Request]:
+        requests = [ticket.request for ticket in self._tickets]
+        self._tickets.clear()
+        return requests
+
+    def candidates(self, memory: CacheMemory, prefilling: set[bytes]) -> list[Ticket]:
+        """Who may be admitted now, in order: longest cached prefix first, ties as they came.
+
+        Who has been overtaken too often comes before all others. A sample whose prompt is being
+        prefilled, by a running request (``prefilling``) or by one earlier in this list, is left
+        out: it waits to find that prefix cached.
+        """
+        prefilling = set(prefilling)
+        ranked: list[tuple[bool, int, Ticket]] = []
+        for ticket in self._tickets:
+            if memory.shares_prefixes and ticket.prompt in prefilling:
+                continue
+            cached_len = memory.cached_len(ticket.tokens)
+            if cached_len < ticket.request.prompt_len - 1:
+                prefilling.add(ticket.prompt)
+            in_turn = ticket.overtaken < MAX_OVERTAKEN
+            ranked.append((in_turn, -cached_len if in_turn else 0, ticket))
+            if len(ranked) == WINDOW:
+                break
+        ranked.sort(key=lambda rank: rank[:2])
+        return [ticket for *_, ticket in ranked]
+
+    def take(self, ticket: Ticket) -> None:
+        """``ticket`` was admitted: out of the queue, past everyone before it."""
+        for index, earlier in enumerate(self._tickets):
+            if earlier is ticket:
+                del self._tickets[index]
+                return
+            earlier.overtaken += 1
+        raise AssertionError("the ticket is not in the queue")

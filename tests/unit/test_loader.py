@@ -1,0 +1,295 @@
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from rollout.config import DType
+from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.layers.destination import mismatches
+from rollout.models.checkpoint import Checkpoint
+from rollout.models.dtype import cpu_features, resolve_dtype
+from rollout.models.loader import load_model, resolve_device
+from tests.helpers.dense_attention import logits_of
+from tests.helpers.tiny_model import save_tiny_llama
+
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+PROMPTS = [[5, 9, 11, 3, 70], [1], [96, 0, 2]]
+
+
+def load(folder, dtype=DType.AUTO, **options):
+    return load_model(folder, dtype, CPU, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_tiny_llama(tmp_path / "model")
+
+
+@pytest.fixture
+def sharded(folder):
+    """The same model in three shards."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for shard in range(3):
+        file = f"model-{shard + 1:05}-of-00003.safetensors"
+        names = sorted(tensors)[shard::3]
+        save_file({name: tensors[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def change(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def tie(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+
+def fails(folder, *parts):
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_every_tensor_is_where_its_name_says(folder, dtype):
+    model = load(folder, dtype)
+    stored = load_file(folder / "model.safetensors")
+    destinations = model.destinations()
+    assert destinations.keys() == stored.keys()
+    for name, destination in destinations.items():
+        assert destination.shape == tuple(stored[name].shape)
+        assert torch.equal(destination.read(), stored[name].to(model.dtype)), name
+
+
+def test_sharded_is_the_same_model(folder, sharded, tmp_path):
+    whole = load(save_tiny_llama(tmp_path / "whole"))
+    for ours, theirs in zip(
+        logits_of(load(sharded), PROMPTS), logits_of(whole, PROMPTS), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_progress_counts_bytes(sharded):
+    seen = []
+    load(sharded, progress=lambda done, total: seen.append((done, total)))
+    total = Checkpoint(sharded).num_bytes
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+def test_no_rows_is_a_forward_too(folder):
+    (logits,) = logits_of(load(folder), [[]])
+    assert logits.shape == (0, 97)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_updating_every_tensor_equals_loading_them(folder, tmp_path, tied, packing):
+    other = save_tiny_llama(tmp_path / "other", seed=1)
+    if tied:
+        for each in (folder, other):
+            tie(each)
+            change(each, lambda tensors: tensors.pop("lm_head.weight"))
+    model = load(folder, packing=packing)
+    before = logits_of(model, PROMPTS)
+    new = load_file(other / "model.safetensors")
+    if tied:
+        new["lm_head.weight"] = new["model.embed_tokens.weight"].clone()
+    destinations = model.destinations()
+    assert mismatches(destinations, {name: tensor.shape for name, tensor in new.items()}) == []
+    for name in sorted(new):
+        destinations[name].write(new[name])
+    model.finish_loading()
+    after, fresh = logits_of(model, PROMPTS), logits_of(load(other, packing=packing), PROMPTS)
+    for old, ours, theirs in zip(before, after, fresh, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.allclose(ours, old)
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_either_name_of_a_tied_table_is_enough(folder, kept):
+    tie(folder)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+    def edit(tensors):
+        del tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+        tensors[kept] = table
+
+    change(folder, edit)
+    destinations = load(folder).destinations()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(destinations[name].read(), table)
+        assert destinations[name].required == (name != "lm_head.weight")
+
+
+def test_tied_names_must_agree(folder):
+    tie(folder)
+    fails(folder, "model.embed_tokens.weight", "lm_head.weight", "tie_word_embeddings")
+
+
+def test_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    fails(folder, "no .safetensors", "config.json, pytorch_model.bin", "pickle")
+
+
+def test_missing_folder_and_config(folder, tmp_path):
+    fails(tmp_path / "nowhere", "nowhere", "no such folder")
+    (folder / "config.json").unlink()
+    fails(folder, "config.json", "no such file")
+
+
+def test_missing_shards_are_named(sharded):
+    for shard in (2, 3):
+        (sharded / f"model-{shard:05}-of-00003.safetensors").unlink()
+    fails(sharded, "2 of 3 shards", "model-00002-of-00003", "model-00003-of-00003")
+
+
+def test_shards_without_an_index(sharded):
+    (sharded / INDEX).unlink()
+    fails(sharded, "3 safetensors files", INDEX)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "{"])
+def test_a_broken_index(sharded, content):
+    (sharded / INDEX).write_text(content)
+    fails(sharded, INDEX)
+
+
+def test_an_index_may_not_lead_out_of_the_folder(sharded):
+    weight_map = {Q_PROJ: "../elsewhere.safetensors"}
+    (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    fails(sharded, Q_PROJ, "../elsewhere.safetensors")
+
+
+def test_an_index_that_names_what_its_shard_has_not(sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    file = index["weight_map"][Q_PROJ]
+    tensors = load_file(sharded / file)
+    del tensors[Q_PROJ]
+    save_file(tensors, sharded / file)
+    fails(sharded, file, Q_PROJ)
+
+
+def test_missing_tensors_are_listed(folder):
+    def edit(tensors):
+        del tensors[Q_PROJ], tensors["model.norm.weight"]
+
+    change(folder, edit)
+    fails(folder, f"missing: {Q_PROJ}", "missing: model.norm.weight")
+
+
+def test_unexpected_and_wrong_shaped_tensors_are_listed(folder):
+    def edit(tensors):
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+        tensors[Q_PROJ] = torch.zeros(48, 47)
+
+    change(folder, edit)
+    fails(
+        folder,
+        "unexpected: model.layers.0.self_attn.q_proj.bias",
+        f"wrong shape: {Q_PROJ} is [48, 47], the model has [48, 48]",
+    )
+
+
+def test_long_lists_are_cut(folder):
+    change(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "lay" in name])
+    fails(folder, "missing: model.layers.0.input_layernorm.weight", "and 6 more")
+
+
+def test_frequencies_of_old_checkpoints_are_passed_over(folder):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(folder, lambda tensors: tensors.update({name: torch.zeros(4)}))
+    assert name not in load(folder).destinations()
+
+
+def test_quantised_tensors_are_refused(folder):
+    change(folder, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)}))
+    fails(folder, Q_PROJ, "I8")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 300, -1])
+def test_a_truncated_file_is_named(folder, keep):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()[:keep]
+    file.write_bytes(content)
+    fails(folder, "model.safetensors", "truncated", f"{len(content)} bytes")
+
+
+def test_a_truncated_shard_is_named(sharded):
+    file = sharded / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    fails(sharded, file.name, "truncated")
+
+
+def test_a_git_lfs_pointer_is_called_that(folder):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
+    (folder / "model.safetensors").write_bytes(pointer)
+    fails(folder, "Git LFS pointer")
+
+
+def test_other_errors_keep_their_kind(folder):
+    with pytest.raises(InvalidInputError, match="max_context_len"):
+        load(folder, max_context_len=10_000)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(UnsupportedModelError, match="hidden_act='gelu'"):
+        load(folder)
+
+
+def test_tensors_come_as_they_are_stored(sharded):
+    for name, tensor in Checkpoint(sharded):
+        file = Checkpoint(sharded).tensors[name].file
+        with safe_open(file, framework="pt") as opened:
+            assert torch.equal(tensor, opened.get_tensor(name))
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("requested", "stored", "device", "features", "resolved"),
+    [
+        (DType.AUTO, BF16, "cpu", {"avx512_bf16"}, BF16),
+        (DType.AUTO, BF16, "cpu", {"amx_bf16"}, BF16),
+        (DType.AUTO, BF16, "cpu", {"avx512_f", "avx2"}, FP32),
+        (DType.AUTO, FP16, "cpu", {"avx512_bf16"}, FP32),
+        (DType.AUTO, FP16, "cpu", {"avx512_fp16"}, FP16),
+        (DType.AUTO, FP32, "cpu", {"avx512_bf16"}, FP32),
+        (DType.AUTO, torch.float64, "cpu", set(), FP32),
+        (DType.AUTO, FP16, "cuda", set(), FP16),
+        (DType.BFLOAT16, FP32, "cpu", set(), BF16),
+        (DType.FLOAT32, BF16, "cuda", set(), FP32),
+    ],
+)
+def test_dtype(requested, stored, device, features, resolved):
+    features = frozenset(features)
+    assert resolve_dtype(requested, stored, torch.device(device), features) == resolved
+
+
+def test_both_ways_to_ask_the_processor_agree(monkeypatch):
+    asked = cpu_features()
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    read = cpu_features()
+    names = {"avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "bf16"}
+    assert asked & names == read & names
+
+
+def test_device():
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type in ("cpu", "cuda")
+    for name in ("gpu", "cuda:99", "mps"):
+        with pytest.raises(InvalidInputError, match=r"model\.device"):
+            resolve_device(name)

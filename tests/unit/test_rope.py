@@ -1,0 +1,96 @@
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from rollout.layers.rope import RopeSpec, RopeType, cos_sin_table
+from rollout.models.rope_config import context_limit, rope_spec
+
+CPU = torch.device("cpu")
+POSITIONS = 256
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {
+    "default": {"rope_theta": 1e6},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn untruncated": {
+        "factor": 40.0,
+        "original_max_position_embeddings": 128,
+        "truncate": False,
+        "beta_fast": 16,
+        "beta_slow": 2,
+    },
+    "yarn mscale": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.2,
+    },
+    "yarn attention": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 0.9,
+    },
+}
+
+
+@pytest.mark.parametrize("head_dim", [2 * 9, 64, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_table_is_that_of_transformers(name, head_dim):
+    params = {"rope_type": name.split()[0], "rope_theta": 10_000.0, **ROPES[name]}
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=POSITIONS,
+        rope_parameters=params,
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(POSITIONS)[None])
+    half = head_dim // 2
+    theirs = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
+    rope = rope_spec({"rope_parameters": params}, POSITIONS)
+    ours = cos_sin_table(rope, head_dim, POSITIONS, CPU)
+    assert ours.dtype == torch.float32
+    # One unit of rounding in a frequency grows with the position it is multiplied by.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=POSITIONS * 1e-7)
+
+
+def test_dynamic_base_is_that_of_the_longest_context_and_a_row_depends_on_its_position_alone():
+    rope = rope_spec({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 64)
+    within, beyond = (cos_sin_table(rope, 32, length, CPU) for length in (64, 128))
+    default = cos_sin_table(RopeSpec(), 32, 64, CPU)
+    torch.testing.assert_close(within, default, rtol=0, atol=0)
+    assert not torch.allclose(beyond[:64], default, atol=1e-3)
+    config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=1,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+    )
+    cos, _ = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(128)[None])
+    torch.testing.assert_close(beyond[:, :16], cos[0, :, :16], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "limit"),
+    [
+        ({}, 100),
+        ({"rope_type": "linear", "factor": 2.5}, 250),
+        ({"rope_type": "dynamic", "factor": 2.0}, 200),
+        ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 10}, 100),
+        ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 100}, 400),
+        ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 25}, 100),
+    ],
+)
+def test_context_limit(params, limit):
+    assert context_limit(rope_spec({"rope_parameters": params}, 100), 100) == limit
+
+
+def test_yarn_factor_follows_from_the_two_context_lengths():
+    params = {"rope_type": "yarn", "original_max_position_embeddings": 25}
+    assert rope_spec({"rope_parameters": params}, 100).factor == 4.0
+
+
+def test_every_type_is_covered_above():
+    assert {name.split()[0] for name in ROPES} == set(RopeType)

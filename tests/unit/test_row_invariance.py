@@ -1,0 +1,113 @@
+import time
+
+import pytest
+import torch
+
+from rollout.errors import ExactnessError
+from rollout.layers.linear import Linear
+from rollout.layers.row_invariance import LARGEST_PADDING, minimum_rows
+
+CPU = torch.device("cpu")
+
+
+def random_linear(inputs, outputs, dtype=torch.float32, packing=True, bias=False):
+    generator = torch.Generator().manual_seed(3)
+    linear = Linear(inputs, outputs, bias=bias, dtype=dtype, device=CPU, packing=packing)
+    linear.unpack().copy_(torch.randn(outputs, inputs, generator=generator))
+    if linear.bias_O is not None:
+        linear.bias_O.copy_(torch.randn(outputs, generator=generator))
+    linear.pack()
+    return linear
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_rows_do_not_change_from_the_minimum_on(dtype, packing):
+    """Every row count, place and thread count, with the model's own weights this time."""
+    linears = [
+        random_linear(*shape, dtype, packing, bias=shape[0] == 48)
+        for shape in [(48, 80), (37, 49), (192, 64), (576, 960)]
+    ]
+    most = 150
+    least = minimum_rows(linears, most)
+    assert 1 <= least <= LARGEST_PADDING
+    threads = torch.get_num_threads()
+    try:
+        for linear in linears:
+            x = torch.randn(most, linear.in_features).to(dtype)
+            whole = linear(x)
+            for count in range(least, most):
+                torch.set_num_threads(1 + count % 2)
+                assert torch.equal(linear(x[-count:].clone()), whole[-count:]), count
+                assert torch.equal(linear(x[:count]), whole[:count]), count
+    finally:
+        torch.set_num_threads(threads)
+
+
+def summed_backwards_where(differs):
+    """A product that adds its terms in the other order where ``differs(rows, threads)``."""
+
+    def call(self: Linear, x):
+        features = range(x.shape[1])
+        if differs(x.shape[0], torch.get_num_threads()):
+            features = reversed(features)
+        weight, x_f32 = self.unpack().float(), x.float()
+        y = torch.zeros(x.shape[0], weight.shape[0])
+        for feature in features:
+            y.addcmul_(x_f32[:, feature, None], weight[:, feature])
+        return y.to(x.dtype)
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("least", [1, 2, 4, 7])
+def test_padding_is_the_least_that_holds(least, dtype, monkeypatch):
+    linear = random_linear(64, 96, dtype)
+    otherwise = summed_backwards_where(lambda rows, threads: rows < least)
+    monkeypatch.setattr(Linear, "__call__", otherwise)
+    assert minimum_rows([linear], 64) == least
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "differs",
+    [lambda rows, threads: rows == 33, lambda rows, threads: threads == 1],
+    ids=["33 rows", "one thread"],
+)
+def test_a_product_that_no_padding_mends_is_named(differs, dtype, monkeypatch):
+    linear = random_linear(96, 160, dtype)
+    monkeypatch.setattr(Linear, "__call__", summed_backwards_where(differs))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ExactnessError, match=r"96 -> 160.*exact=false"):
+            minimum_rows([linear], 64)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_shapes_are_tried_once_each(monkeypatch):
+    calls = []
+    call = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda self, x: calls.append(1) or call(self, x))
+    minimum_rows([random_linear(16, 24)], 32)
+    once = len(calls)
+    minimum_rows([random_linear(16, 24) for _ in range(5)], 32)
+    assert len(calls) == 2 * once
+    assert minimum_rows([], 32) == 1
+
+
+def test_a_small_model_takes_well_under_a_second():
+    shapes = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
+    linears = [random_linear(*shape, torch.bfloat16) for shape in shapes] * 30
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for a busy core spin, and count as work
+    try:
+        start = time.process_time()
+        minimum_rows(linears, 512)
+        assert time.process_time() - start < 1.0
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,393 @@
+"""One rule of the scheduler per test; test_scheduler_simulation.py checks them all together."""
+
+import pytest
+
+from rollout.config import SchedulerConfig
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.memory.cache import CacheMemory
+from rollout.scheduler import Scheduler
+from rollout.scheduler.waiting import MAX_OVERTAKEN
+from rollout.types import (
+    Batch,
+    EntryResult,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepResult,
+    TokenExtras,
+)
+
+EMITTED = 999
+
+
+class NoStopCheck:
+    def first_stop(self, new_token_ids):
+        raise AssertionError("the scheduler does not decide where text ends")
+
+
+class Bench:
+    """A scheduler, its memory, and a worker that accepts the first ``accept`` drafts of each."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 1000,
+        context: int = 200,
+        running: int = 4,
+        step_tokens: int = 64,
+        chunk: int = 16,
+        drafts: int = 0,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.memory = CacheMemory(slots, running, context, prefix_cache)
+        config = SchedulerConfig(max_running=running, max_step_tokens=step_tokens, chunk_len=chunk)
+        self.scheduler = Scheduler(config, self.memory, lambda: drafts)
+        self.submitted = 0
+
+    def request(self, tokens: list[int], max_new_tokens: int = 100) -> Request:
+        request = Request(
+            request_id=self.submitted,
+            tokens=list(tokens),
+            prompt_len=len(tokens),
+            params=SamplingParams(max_new_tokens=max_new_tokens),
+            seed=0,
+            group=hash(tuple(tokens)),
+            stop_check=NoStopCheck(),
+        )
+        self.submitted += 1
+        return request
+
+    def add(self, tokens: list[int], max_new_tokens: int = 100) -> Request:
+        request = self.request(tokens, max_new_tokens)
+        self.scheduler.check_fits(request)
+        self.scheduler.add(request)
+        return request
+
+    def work(
+        self, batch: Batch, accept: int = 0, finish: tuple[Request, ...] = (), version: int = 0
+    ) -> list[Request]:
+        results = []
+        for entry in batch.entries:
+            if not entry.samples:
+                results.append(EntryResult())
+                continue
+            slots = entry.draft_slots[:accept]
+            self.memory.commit_path(entry.request.row, entry.end, slots)
+            emitted = 1 + len(slots)
+            results.append(
+                EntryResult(
+                    token_ids=[EMITTED] * emitted,
+                    logprobs=[-0.5] * emitted,
+                    path=list(range(1, emitted)),
+                    finish_reason=FinishReason.STOP if entry.request in finish else None,
+                )
+            )
+        finished = self.scheduler.commit(batch, StepResult(entries=results, weight_version=version))
+        self.memory.check_integrity()
+        return finished
+
+    def step(self, **worker) -> list[tuple[Request, int, int]]:
+        batch = self.scheduler.schedule()
+        self.memory.check_integrity()
+        entries = [(entry.request, entry.start, entry.run_len) for entry in batch.entries]
+        self.work(batch, **worker)
+        return entries
+
+
+def test_prompts_that_could_never_run_are_refused():
+    bench = Bench(slots=20, context=40)
+    with pytest.raises(InvalidInputError, match=r"len\(prompt\)=0"):
+        bench.scheduler.check_fits(bench.request([]))
+    with pytest.raises(InvalidInputError, match=r"len\(prompt\)=40: must have 1 to 39 tokens"):
+        bench.scheduler.check_fits(bench.request([1] * 40))
+    with pytest.raises(OutOfMemoryError, match="20 tokens needs 21 KV slots and there are 20"):
+        bench.scheduler.check_fits(bench.request([1] * 20))
+    bench.scheduler.check_fits(bench.request([1] * 19))
+
+
+def test_decodes_go_first_then_chunks_then_admissions():
+    bench = Bench(step_tokens=20, chunk=16)
+    short, long = bench.add([1] * 4), bench.add([2] * 30)
+    assert bench.step() == [(short, 0, 4), (long, 0, 16)]
+    late = bench.add([3] * 30)
+    assert bench.step() == [(short, 4, 1), (long, 16, 14), (late, 0, 5)]
+    assert bench.step() == [(short, 5, 1), (long, 30, 1), (late, 5, 16)]
+    assert bench.step() == [(short, 6, 1), (long, 31, 1), (late, 21, 9)]
+    assert bench.step() == [(short, 7, 1), (long, 32, 1), (late, 30, 1)]
+
+
+def test_nobody_is_admitted_without_tokens_left_in_the_step():
+    bench = Bench(step_tokens=16, chunk=16)
+    bench.add([1] * 30)
+    bench.add([2] * 30)
+    bench.step()
+    assert len(bench.scheduler.running) == 1
+
+
+def test_an_idle_scheduler_makes_an_empty_batch():
+    bench = Bench()
+    assert not bench.scheduler.has_unfinished
+    assert bench.scheduler.schedule().entries == []
+
+
+def test_samples_of_one_prompt_prefill_it_once():
+    bench = Bench(running=4, chunk=16)
+    prompt = list(range(40))
+    samples = [bench.add(prompt) for _ in range(4)]
+    other = bench.add([7] * 5)
+    assert bench.step() == [(samples[0], 0, 16), (other, 0, 5)]
+    assert bench.step() == [(other, 5, 1), (samples[0], 16, 16)]
+    assert bench.step() == [(other, 6, 1), (samples[0], 32, 8)]
+    assert bench.step() == [
+        (samples[0], 40, 1),
+        (other, 7, 1),
+        (samples[1], 39, 1),
+        (samples[2], 39, 1),
+    ]
+    assert [sample.stats.cached_tokens for sample in samples] == [0, 39, 39, 0]
+    # 40 prompt slots once, one generated for the leader, three for the other prompt's.
+    assert bench.memory.usage.used == 40 + 1 + 5 + 3
+
+
+def test_samples_do_not_wait_where_prefixes_are_not_kept():
+    bench = Bench(prefix_cache=False)
+    samples = [bench.add([1] * 10) for _ in range(3)]
+    assert bench.step() == [(sample, 0, 10) for sample in samples]
+
+
+def test_a_sample_waits_no_longer_when_its_leader_is_aborted():
+    bench = Bench(chunk=8)
+    leader, follower = bench.add([1] * 20), bench.add([1] * 20)
+    assert bench.step() == [(leader, 0, 8)]
+    bench.scheduler.abort(leader.request_id)
+    assert bench.step() == [(follower, 8, 8)]
+
+
+def test_longest_cached_prefix_is_admitted_first():
+    bench = Bench(running=1, chunk=32)
+    seen = list(range(20))
+    first = bench.add(seen)
+    bench.step(finish=(first,))
+    cold, warm, warmer = bench.add([50] * 9), bench.add([*seen[:5], 60]), bench.add([*seen, 70])
+    colder = bench.add([51] * 9)
+    order = []
+    while bench.scheduler.has_unfinished:
+        batch = bench.scheduler.schedule()
+        order.append(batch.entries[0].request)
+        bench.work(batch, finish=(order[-1],))
+    assert order == [warmer, warm, cold, colder]
+
+
+def test_a_request_is_overtaken_only_so_often():
+    bench = Bench(running=1, chunk=32)
+    seen = list(range(20))
+    bench.step(finish=(bench.add(seen),))
+    cold = bench.add([50] * 9)
+    served = []
+    for number in range(2 * MAX_OVERTAKEN):
+        bench.add([*seen, 100 + number])
+        batch = bench.scheduler.schedule()
+        served.append(batch.entries[0].request)
+        bench.work(batch, finish=(served[-1],))
+    assert served.index(cold) == MAX_OVERTAKEN
+
+
+def test_admission_waits_for_memory_for_the_whole_prompt():
+    bench = Bench(slots=80, chunk=16, step_tokens=64)
+    first, second = bench.add([1] * 40), bench.add([2] * 40)
+    assert bench.step() == [(first, 0, 16)]
+    assert list(bench.scheduler.waiting) == [second]
+    while first in bench.scheduler.running:
+        bench.step(finish=(first,))
+    assert bench.step() == [(second, 0, 16)]
+
+
+def test_the_youngest_is_preempted_and_comes_back_first():
+    bench = Bench(slots=80, running=2)
+    old, young = bench.add([1] * 20), bench.add([2] * 20)
+    late = bench.add([3] * 3)
+    while young.row >= 0 or not young.token_ids:
+        bench.step()
+    assert bench.scheduler.preemptions == young.stats.preemptions == 1
+    assert old.stats.preemptions == 0
+    assert bench.scheduler.waiting[:2] == (young, late)
+    kept = list(young.token_ids)
+    assert kept == [EMITTED] * len(young.logprobs)
+    assert young.computed_len == 0
+    while young.row < 0:
+        bench.step(finish=(old,))
+    assert young.token_ids[: len(kept)] == kept
+    assert young.computed_len > 20, "its KV was still cached"
+    assert young.stats.cached_tokens == 0, "counted at first admission"
+
+
+def test_a_decode_already_scheduled_gives_way_to_an_older_prefill():
+    bench = Bench(slots=65, chunk=1)
+    old, young = bench.add([1] * 40), bench.add([2])
+    for _ in range(32):
+        assert [run_len for _, _, run_len in bench.step()] == [1, 1]
+    assert bench.memory.slots.available == 1
+    assert bench.step() == [(old, 32, 1)]
+    assert list(bench.scheduler.waiting) == [young]
+
+
+def test_a_retracted_request_is_next_whatever_is_cached():
+    bench = Bench(running=1, chunk=32)
+    seen = list(range(20))
+    bench.step(finish=(bench.add(seen),))
+    request = bench.add([50] * 9)
+    bench.step()
+    bench.add([*seen, 1])
+    bench.scheduler.retract_all()
+    assert bench.step() == [(request, 9, 1)]
+
+
+def test_a_request_that_fills_every_slot_alone_ends_there():
+    bench = Bench(slots=30, context=200, drafts=5)
+    request = bench.add([1] * 20, max_new_tokens=100)
+    while bench.scheduler.has_unfinished:
+        bench.step(accept=2)
+    assert request.finish_reason is FinishReason.LENGTH
+    assert len(request.tokens) == 30
+    assert bench.memory.usage.used == 0
+
+
+def test_a_request_that_fills_the_context_ends_there():
+    bench = Bench(slots=300, context=30, drafts=5)
+    request = bench.add([1] * 20, max_new_tokens=100)
+    while bench.scheduler.has_unfinished:
+        bench.step(accept=3)
+    assert request.finish_reason is FinishReason.LENGTH
+    assert len(request.tokens) == 30
+
+
+def test_accepted_drafts_advance_the_kv_with_the_tokens():
+    bench = Bench(drafts=4)
+    request = bench.add([1, 2, 3])
+    bench.step(accept=2)
+    assert request.tokens == [1, 2, 3, EMITTED, EMITTED, EMITTED]
+    assert request.computed_len == 5
+    assert bench.step(accept=4) == [(request, 5, 1)]
+    assert request.computed_len == 10
+    assert len(request.tokens) == 11
+    assert bench.memory.usage.used == 10
+
+
+def test_kv_beyond_an_early_stop_is_freed():
+    bench = Bench(slots=50, drafts=4)
+    request = bench.add([1, 2, 3])
+    batch = bench.scheduler.schedule()
+    [entry] = batch.entries
+    bench.memory.commit_path(request.row, entry.end, entry.draft_slots[:3])
+    output = EntryResult(
+        token_ids=[7], logprobs=[0.0], path=[1, 2, 3], finish_reason=FinishReason.STOP
+    )
+    assert bench.scheduler.commit(batch, StepResult(entries=[output], weight_version=0))
+    bench.memory.check_integrity()
+    assert request.tokens == [1, 2, 3, 7]
+    assert request.computed_len == 4
+    assert (bench.memory.usage.cached, bench.memory.usage.used) == (4, 0)
+
+
+def test_results_are_appended_with_their_weight_version():
+    bench = Bench()
+    request = bench.add([1])
+    for version in (3, 4):
+        output = EntryResult(
+            token_ids=[7], logprobs=[-1.0], extras=TokenExtras(raw_logprobs=[-2.0], entropies=[0.1])
+        )
+        batch = bench.scheduler.schedule()
+        bench.scheduler.commit(batch, StepResult(entries=[output], weight_version=version))
+    assert request.weight_versions == [3, 4]
+    assert request.extras.raw_logprobs == [-2.0, -2.0]
+    assert request.extras.entropies == [0.1, 0.1]
+    assert request.extras.top_logprobs == []
+
+
+def test_draft_slots_go_to_runs_that_are_sampled_from():
+    bench = Bench(drafts=5, chunk=16)
+    bench.add([1] * 4)
+    bench.add([2] * 30)
+    bench.add([3] * 4, max_new_tokens=3)
+    batch = bench.scheduler.schedule()
+    assert [len(entry.draft_slots) for entry in batch.entries] == [5, 0, 2]
+
+
+def test_scarce_draft_slots_are_dealt_evenly():
+    bench = Bench(slots=40, drafts=63, running=3)
+    for token in (1, 2, 3):
+        bench.add([token])
+    batch = bench.scheduler.schedule()
+    # A quarter of forty, over three.
+    assert [len(entry.draft_slots) for entry in batch.entries] == [3, 3, 3]
+
+
+def test_drafts_never_preempt():
+    bench = Bench(slots=24, drafts=8, running=2)
+    request = bench.add([1] * 20)
+    while request.finish_reason is None:
+        batch = bench.scheduler.schedule()
+        [entry] = batch.entries
+        assert len(entry.draft_slots) <= 24 - entry.end
+        bench.work(batch)
+    assert bench.scheduler.preemptions == 0
+
+
+def test_retract_all_keeps_order_tokens_and_logprobs():
+    bench = Bench(running=2)
+    first, second, third = bench.add([1] * 3), bench.add([2] * 3), bench.add([3] * 3)
+    bench.step(version=0)
+    bench.scheduler.retract_all()
+    bench.memory.reset()
+    assert bench.memory.usage.free == 1000
+    assert list(bench.scheduler.waiting) == [first, second, third]
+    assert (first.computed_len, first.row, first.token_ids) == (0, -1, [EMITTED])
+    assert bench.step(version=1) == [(first, 0, 4), (second, 0, 4)]
+    assert first.logprobs == [-0.5, -0.5]
+    assert first.weight_versions == [0, 1]
+
+
+def test_retracted_samples_share_their_prompt_again():
+    bench = Bench(chunk=8)
+    prompt = list(range(20))
+    leader, follower = bench.add(prompt), bench.add(prompt)
+    while len(follower.token_ids) < 2:
+        bench.step()
+    bench.scheduler.retract_all()
+    bench.memory.reset()
+    follower_starts = [start for _ in range(6) for r, start, _ in bench.step() if r is follower]
+    assert follower_starts[0] == 20
+    assert leader.tokens[:20] == prompt
+
+
+def test_abort_ends_waiting_and_running_requests():
+    bench = Bench(running=1)
+    running, waiting = bench.add([1] * 3), bench.add([2] * 3)
+    bench.step()
+    assert bench.scheduler.abort(waiting.request_id) is waiting
+    assert bench.scheduler.abort(running.request_id) is running
+    assert bench.scheduler.abort(running.request_id) is None
+    assert waiting.finish_reason is running.finish_reason is FinishReason.ABORT
+    assert not bench.scheduler.has_unfinished
+    assert bench.memory.usage.used == 0
+
+
+def test_abort_all_after_a_failed_step_gives_every_slot_back():
+    bench = Bench(running=2, drafts=3)
+    requests = [bench.add([token] * 3) for token in range(3)]
+    bench.scheduler.schedule()
+    assert bench.memory.usage.used > 6
+    assert bench.scheduler.abort_all() == requests
+    assert bench.memory.usage.used == 0
+    bench.memory.check_integrity()
+
+
+def test_a_step_that_failed_is_scheduled_again():
+    bench = Bench(drafts=3)
+    request = bench.add([1, 2, 3])
+    bench.step()
+    batch = bench.scheduler.schedule()
+    [entry] = batch.entries
+    bench.memory.commit_path(request.row, entry.end, entry.draft_slots[:2])
+    assert bench.step() == [(request, 3, 1)]
+    assert bench.memory.usage.used == 4

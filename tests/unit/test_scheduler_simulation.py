@@ -1,0 +1,374 @@
+"""The scheduler against a worker that knows, slot by slot, which prefix the KV there belongs to.
+
+The fake model's next token is a function of the whole prefix and the request's seed, so what a
+request must emit is known beforehand, whatever runs beside it. Each step the worker writes its KV,
+scribbles over draft slots, and then demands that every entry finds its own prefix through
+req_to_token.
+"""
+
+import functools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from rollout.config import SchedulerConfig
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.memory.cache import CacheMemory
+from rollout.scheduler import Scheduler
+from rollout.scheduler.waiting import MAX_OVERTAKEN
+from rollout.types import (
+    Batch,
+    EntryResult,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Scheduled,
+    StepResult,
+)
+
+GARBAGE = 0  # no prefix has this key
+
+
+@functools.cache
+def prefix_key(before: int, token: int) -> int:
+    """Names a prefix by the prefix before its last token: one number per position."""
+    return ((before ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % 2**61 + 1
+
+
+class NoStopCheck:
+    def first_stop(self, new_token_ids):
+        raise AssertionError("the scheduler does not decide where text ends")
+
+
+@dataclass
+class Expected:
+    """What one request must emit: found by running it alone, token by token."""
+
+    tokens: list[int]
+    reason: FinishReason
+    keys: list[int]  # of every prefix of prompt + tokens
+
+
+def run_alone(request: Request, vocabulary: int, max_sequence_len: int) -> Expected:
+    tokens, keys = list(request.tokens), []
+    for token in tokens:
+        keys.append(prefix_key(keys[-1] if keys else 1, token))
+    while True:
+        sample = (keys[-1] ^ request.seed) * 0x2545F4914F6CDD1D % 2**61
+        tokens.append(sample // 7 % vocabulary)
+        keys.append(prefix_key(keys[-1], tokens[-1]))
+        emitted = len(tokens) - request.prompt_len
+        if sample % 61 == 0:
+            reason = FinishReason.STOP
+        elif emitted == request.params.max_new_tokens or len(tokens) == max_sequence_len:
+            reason = FinishReason.LENGTH
+        else:
+            continue
+        return Expected(tokens[request.prompt_len :], reason, keys)
+
+
+class StepFailedError(Exception):
+    pass
+
+
+class FakeWorker:
+    def __init__(self, memory: CacheMemory, rng: np.random.Generator) -> None:
+        self.memory = memory
+        self.rng = rng
+        self.expected: dict[int, Expected] = {}
+        self.kv = np.zeros(memory.slots.num_slots + 1, dtype=np.int64)
+        self.kv_version = np.zeros(memory.slots.num_slots + 1, dtype=np.int64)
+        self.version = 0
+        self.oldest_allowed: dict[int, int] = {}  # version at admission, by request_id
+        self.fails = False
+
+    def step(self, batch: Batch) -> StepResult:
+        self.memory.check_integrity()
+        results = [self.result(entry) for entry in batch.entries]
+        for entry, result in zip(batch.entries, results, strict=True):
+            self.write(entry, result.path)
+        for entry, result in zip(batch.entries, results, strict=True):
+            self.read(entry)
+            if result.path:
+                accepted = entry.draft_slots[np.array(result.path) - 1]
+                self.memory.commit_path(entry.request.row, entry.end, accepted)
+                self.read(entry, accepted=len(accepted))
+        if self.fails:
+            self.memory.check_integrity()
+            raise StepFailedError
+        return StepResult(entries=results, weight_version=self.version)
+
+    def result(self, entry: Scheduled) -> EntryResult:
+        if not entry.samples:
+            return EntryResult()
+        expected, request = self.expected[entry.request.request_id], entry.request
+        left = expected.tokens[len(request.token_ids) :]
+        drafts = len(entry.draft_slots)
+        # Now and then the path outlives the request: the stop was inside it.
+        a = int(self.rng.integers(min(drafts, len(left)) + 1))
+        path = (np.sort(self.rng.permutation(drafts)[:a]) + 1).tolist()
+        emitted = left[: a + 1]
+        return EntryResult(
+            token_ids=emitted,
+            logprobs=[float(token) for token in emitted],
+            path=path,
+            num_drafted=drafts,
+            finish_reason=self.reason(request, expected, len(left) == len(emitted)),
+        )
+
+    def reason(self, request: Request, expected: Expected, ends: bool) -> FinishReason | None:
+        """Where the context or the memory is full it is the scheduler who must notice."""
+        full = len(expected.tokens) < request.params.max_new_tokens
+        if not ends or (expected.reason is FinishReason.LENGTH and full):
+            return None
+        return expected.reason
+
+    def write(self, entry: Scheduled, path: list[int]) -> None:
+        keys = self.expected[entry.request.request_id].keys
+        table = self.memory.req_to_token.table[entry.request.row]
+        run, drafts = table[entry.start : entry.end], entry.draft_slots
+        assert 0 not in run
+        assert 0 not in drafts
+        self.kv[drafts] = GARBAGE
+        self.kv[run] = keys[entry.start : entry.end]
+        on_path = drafts[np.array(path, dtype=int) - 1]
+        self.kv[on_path] = keys[entry.end : entry.end + len(path)]
+        self.kv_version[run] = self.kv_version[drafts] = self.version
+
+    def read(self, entry: Scheduled, accepted: int = 0) -> None:
+        request, end = entry.request, entry.end + accepted
+        slots = self.memory.req_to_token.table[request.row, :end]
+        keys = self.expected[request.request_id].keys[:end]
+        assert self.kv[slots].tolist() == keys, "KV of another prefix"
+        oldest = self.kv_version[slots].min()
+        assert oldest >= self.oldest_allowed[request.request_id], "KV of older weights"
+
+
+@dataclass
+class Tracked:
+    """What the simulation knows of one request."""
+
+    request: Request
+    arrival: int
+    admitted: bool = False
+    overtaken_by: set[int] = field(default_factory=set)
+
+
+class Simulation:
+    """One seed: sizes, arrivals and disturbances drawn from it, and every rule checked per step."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        self.context = int(rng.integers(4, rng.choice([60, 150])))
+        max_running = int(rng.integers(1, 8))
+        self.config = SchedulerConfig(
+            max_running=max_running,
+            max_step_tokens=max_running + int(rng.integers(0, 40)),
+            chunk_len=int(rng.integers(1, 20)),
+        )
+        tight = rng.random() < 0.75
+        slots = int(rng.integers(4, 200)) if tight else 2000
+        self.memory = CacheMemory(slots, max_running, self.context, bool(rng.random() < 0.85))
+        self.most_drafts = int(rng.choice([0, 1, 3, 8, 80]))
+        self.scheduler = Scheduler(self.config, self.memory, lambda: self.most_drafts)
+        self.worker = FakeWorker(self.memory, rng)
+        self.disturbed = rng.random() < 0.5  # aborts, weight updates, failing steps
+        self.to_arrive = int(rng.integers(1, 40))
+        self.tracked: dict[int, Tracked] = {}
+        self.finished: dict[int, Request] = {}
+        self.preambles = [self.tokens(0, 25) for _ in range(2)]
+
+    def tokens(self, low: int, high: int) -> list[int]:
+        return self.rng.integers(0, 5, size=self.rng.integers(low, high)).tolist()
+
+    def run(self) -> None:
+        steps = 0
+        while self.to_arrive or self.scheduler.has_unfinished:
+            if self.to_arrive and self.rng.random() < 0.4:
+                self.arrive()
+            if self.disturbed and self.rng.random() < 0.1:
+                self.disturb()
+            self.step()
+            steps += 1
+            assert steps < 20_000, "no end in sight"
+        self.memory.end_step()
+        self.memory.check_integrity()
+        assert self.memory.usage.used == 0, "slots lost"
+        assert self.finished.keys() == self.tracked.keys()
+
+    def arrive(self) -> None:
+        """A prompt group, some of them with a preamble in common; what cannot fit is refused."""
+        size = min(int(self.rng.integers(1, 6)), self.to_arrive)
+        self.to_arrive -= size
+        preamble = self.preambles[self.rng.integers(2)] if self.rng.random() < 0.5 else []
+        prompt = preamble + self.tokens(1, 30)
+        group = int(self.rng.integers(2**63))
+        for sample_index in range(size):
+            request = Request(
+                request_id=len(self.tracked),
+                tokens=list(prompt),
+                prompt_len=len(prompt),
+                params=SamplingParams(max_new_tokens=int(self.rng.integers(1, 100))),
+                seed=int(self.rng.integers(2**61)),
+                group=group,
+                sample_index=sample_index,
+                stop_check=NoStopCheck(),
+            )
+            try:
+                self.scheduler.check_fits(request)
+            except (InvalidInputError, OutOfMemoryError):
+                assert len(prompt) >= min(self.context, self.memory.slots.num_slots)
+                continue
+            limit = min(self.context, self.memory.slots.num_slots)
+            self.worker.expected[request.request_id] = run_alone(request, 5, limit)
+            self.tracked[request.request_id] = Tracked(request, arrival=len(self.tracked))
+            self.scheduler.add(request)
+
+    def disturb(self) -> None:
+        match self.rng.choice(["abort", "retract", "in_place", "fail", "abort_all"]):
+            case "abort" if self.tracked:
+                request_id = int(self.rng.integers(len(self.tracked)))
+                request = self.scheduler.abort(request_id)
+                assert (request is None) == (request_id in self.finished)
+                self.end([request] if request else [])
+            case "retract":
+                queue = [*self.scheduler.running, *self.scheduler.waiting]
+                self.scheduler.retract_all()
+                assert list(self.scheduler.waiting) == queue
+                assert not self.scheduler.running
+                self.memory.reset()
+                assert self.memory.usage.free == self.memory.slots.num_slots
+                self.worker.version += 1
+            case "in_place":
+                self.memory.reset()
+                self.worker.version += 1
+            case "fail":
+                self.worker.fails = True
+            case "abort_all" if self.rng.random() < 0.2:
+                self.end(self.scheduler.abort_all())
+                assert not self.scheduler.has_unfinished
+        self.memory.check_integrity()
+
+    def step(self) -> None:
+        before = self.scheduler.running
+        waiting = self.scheduler.waiting
+        batch = self.scheduler.schedule()
+        self.check_batch(batch, before, waiting)
+        for request in self.scheduler.running:
+            if request not in before:
+                self.worker.oldest_allowed[request.request_id] = self.worker.version
+        try:
+            result = self.worker.step(batch)
+        except StepFailedError:
+            self.worker.fails = False
+            return
+        self.end(self.scheduler.commit(batch, result))
+        self.memory.check_integrity()
+        for request in self.scheduler.running:
+            assert 0 <= request.computed_len < len(request.tokens)
+
+    def check_batch(self, batch: Batch, before: tuple, waiting: tuple) -> None:
+        config, running = self.config, self.scheduler.running
+        requests = [entry.request for entry in batch.entries]
+        assert len(set(requests)) == len(requests) <= config.max_running
+        assert set(requests) <= set(running)
+        assert len(running) <= config.max_running
+        assert 0 < batch.num_run_tokens <= config.max_step_tokens or not running
+        for entry in batch.entries:
+            assert entry.start == entry.request.computed_len
+            assert 1 <= entry.run_len <= config.chunk_len
+            assert entry.end <= len(entry.request.tokens)
+            drafts = len(entry.draft_slots)
+            assert entry.draft_slots.dtype == np.int32
+            assert drafts <= min(self.most_drafts, 63)
+            assert drafts == 0 or entry.samples
+        if before:
+            assert before[0] in requests, "the oldest request made no progress"
+        decodes = [r for r in before if r in running and r.extend_len == 1]
+        assert requests[: len(decodes)] == decodes, "a decode did not go first"
+        self.check_fairness(before, waiting)
+
+    def check_fairness(self, before: tuple, waiting: tuple) -> None:
+        admitted = [r for r in self.scheduler.running if r not in before]
+        for request in admitted:
+            self.tracked[request.request_id].admitted = True
+        if {r.request_id for r in waiting} - {r.request_id for r in admitted}:
+            for request in waiting:
+                tracked = self.tracked[request.request_id]
+                if not tracked.admitted:
+                    later = {r.request_id for r in admitted if r.request_id > request.request_id}
+                    tracked.overtaken_by |= later
+
+    def end(self, requests: list[Request]) -> None:
+        for request in requests:
+            assert request.request_id not in self.finished
+            self.finished[request.request_id] = request
+            assert request.row == -1
+            assert request.computed_len <= len(request.tokens)
+            expected = self.worker.expected[request.request_id]
+            got = request.token_ids
+            assert request.logprobs == [float(token) for token in got]
+            assert len(request.weight_versions) == len(got)
+            assert request.weight_versions == sorted(request.weight_versions)
+            if request.finish_reason is FinishReason.ABORT:
+                assert got == expected.tokens[: len(got)]
+            else:
+                assert got == expected.tokens
+                assert request.finish_reason is expected.reason
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_everyone_gets_exactly_what_they_would_get_alone(block: int):
+    for seed in range(40 * block, 40 * block + 40):
+        simulation = Simulation(seed)
+        try:
+            simulation.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        for tracked in simulation.tracked.values():
+            most = MAX_OVERTAKEN + simulation.config.max_running
+            assert len(tracked.overtaken_by) <= most, f"seed {seed}: starved"
+
+
+def test_the_simulation_reaches_what_it_is_for():
+    """Else a change of sizes could leave the test above with nothing to check."""
+    preemptions = evicted = hits = full = 0
+    for seed in range(60):
+        simulation = Simulation(seed)
+        simulation.run()
+        preemptions += simulation.scheduler.preemptions
+        evicted += simulation.memory.counters.evicted
+        hits += simulation.memory.counters.hit
+        full += sum(
+            len(request.tokens) == simulation.memory.slots.num_slots
+            for request in simulation.finished.values()
+        )
+    assert preemptions > 20
+    assert evicted > 1000
+    assert hits > 1000
+    assert full > 20
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_the_same_calls_give_the_same_batches(seed: int, monkeypatch):
+    def batches() -> list:
+        simulation, log = Simulation(seed), []
+        schedule = simulation.scheduler.schedule
+
+        def logged() -> Batch:
+            batch = schedule()
+            log.append(
+                [
+                    (e.request.request_id, e.start, e.run_len, e.draft_slots.tolist())
+                    for e in batch.entries
+                ]
+            )
+            return batch
+
+        monkeypatch.setattr(simulation.scheduler, "schedule", logged)
+        simulation.run()
+        return log
+
+    assert batches() == batches()
