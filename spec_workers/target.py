@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,6 @@ from rollout.types import (
     EntryResult,
     FinishReason,
     Request,
-    SamplingParams,
     Scheduled,
     TokenExtras,
 )
@@ -49,9 +48,7 @@ class TargetWorker:
         self.eos_token_ids = spec.eos_token_ids
         self.weights = WeightTransaction(self.model)
         longest_step = config.scheduler.max_step_tokens
-        self.minimum_rows = (
-            minimum_rows(self.model.linears(), longest_step) if config.exact else 1
-        )
+        self.minimum_rows = minimum_rows(self.model.linears(), longest_step) if config.exact else 1
         num_slots = num_kv_slots(config.memory, spec, self.model.dtype, device)
         # One row more than requests may run: scoring borrows it between steps.
         self.memory = CacheMemory(
@@ -90,9 +87,7 @@ class TargetWorker:
         return self.runner.forward(batch, trees)
 
     @torch.inference_mode()
-    def accept(
-        self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor
-    ) -> list[EntryResult]:
+    def accept(self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> list[EntryResult]:
         """Sample every node and walk each tree; stops and limits cut what a walk emits."""
         rows, offsets_B1 = sample_rows(batch, trees)
         sampled = sample(logits_RV, rows) if rows.requests else None
@@ -173,9 +168,7 @@ class TargetWorker:
             none = np.empty(0, dtype=np.int32)
             while computed < len(tokens):
                 length = min(self._chunk_len, len(tokens) - computed)
-                entry = Scheduled(
-                    request=running, start=computed, run_len=length, draft_slots=none
-                )
+                entry = Scheduled(request=running, start=computed, run_len=length, draft_slots=none)
                 batch = Batch(step=0, entries=[entry])
                 logits_TV = self.runner.forward(batch, only_roots(1), every_row=True)
                 yield computed, logits_TV

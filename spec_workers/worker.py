@@ -76,9 +76,7 @@ class SpecWorker:
             entries=results,
             weight_version=self.weight_version,
             num_query_tokens=batch.num_run_tokens + trees.num_nodes,
-            times=StepTimes(
-                draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms
-            ),
+            times=StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms),
         )
 
     def propose(self, batch: Batch) -> DraftTrees:
