@@ -1,0 +1,104 @@
+"""Destination: where one tensor of a checkpoint, or of a trainer, goes in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """One named tensor of a model, wherever its values really live.
+
+    ``write`` takes any floating dtype and any device and needs the exact shape: callers ask
+    ``mismatches`` before the first byte moves. ``read`` gives a copy.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    write: Callable[[torch.Tensor], None]
+    read: Callable[[], torch.Tensor]
+    alias_of: str | None = None  # this is a second name of that tensor
+
+    @property
+    def required(self) -> bool:
+        """Whether a full load must name it; one name of a tied pair is enough."""
+        return self.alias_of is None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Destination:
+        """A plain tensor, written in place."""
+        return Destination(
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            write=lambda values: fill(tensor, values),
+            read=tensor.clone,
+        )
+
+
+@torch.inference_mode()
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy in place, converting dtype and device. Inference mode lets any tensor be the target."""
+    assert values.shape == target.shape, f"{tuple(values.shape)} into {tuple(target.shape)}"
+    target.copy_(values)
+
+
+def with_alias(name: str, alias: str, destination: Destination) -> dict[str, Destination]:
+    """Two names of one tensor, as tied embedding and head are.
+
+    Whichever is written first fills it; the other must then carry the same values, and raises
+    CheckpointError where it does not. What was written is remembered by the returned pair only.
+    """
+    written_as: list[str] = []
+
+    def write(name_written: str, values: torch.Tensor) -> None:
+        if name_written in written_as or not written_as:
+            written_as.append(name_written)
+            destination.write(values)
+            return
+        filled = destination.read()
+        if not torch.equal(values.to(filled), filled):
+            raise CheckpointError(
+                f"{name} and {alias} are tied by the config but differ in value; "
+                "set tie_word_embeddings to false or send one of them"
+            )
+
+    def named(which: str, alias_of: str | None) -> Destination:
+        return Destination(
+            shape=destination.shape,
+            dtype=destination.dtype,
+            write=lambda values: write(which, values),
+            read=destination.read,
+            alias_of=alias_of,
+        )
+
+    return {name: named(name, None), alias: named(alias, name)}
+
+
+def mismatches(
+    destinations: Mapping[str, Destination],
+    offered: Mapping[str, Sequence[int]],
+    *,
+    partial: bool = False,
+) -> list[str]:
+    """What keeps ``offered`` (name to shape) from filling ``destinations``: one line per tensor.
+
+    Empty when all is well. ``partial`` lets names be missing.
+    """
+    lines = [f"unexpected: {name}" for name in offered if name not in destinations]
+    for name, shape in offered.items():
+        wanted = destinations[name].shape if name in destinations else tuple(shape)
+        if tuple(shape) != wanted:
+            lines.append(f"wrong shape: {name} is {list(shape)}, the model has {list(wanted)}")
+    if not partial:
+        filled = {destinations[name].alias_of or name for name in offered if name in destinations}
+        lines += [
+            f"missing: {name}"
+            for name, destination in destinations.items()
+            if destination.required and name not in filled
+        ]
+    return lines

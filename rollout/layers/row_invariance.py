@@ -1,0 +1,128 @@
+"""Do the rows of a matrix product depend on how many there are? Asked once, at start.
+
+Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
+Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
+the least number of rows from which all counts agree.
+
+Legend: M rows, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rollout.errors import ExactnessError
+from rollout.layers.linear import Linear
+
+LARGEST_PADDING = 16
+# Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
+_ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257)
+_ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
+_AFFORDABLE = 2**30  # multiply-adds of one product: a few milliseconds
+_DISTINCT_OUTPUTS = 512
+
+
+@torch.inference_mode()
+def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
+    """The least M0 such that all sampled row counts in [M0, max_rows] give bitwise equal rows.
+
+    Rows are compared across counts, places, orders and, on the CPU, one thread against all, for
+    every distinct shape among ``linears``. Raises ExactnessError, naming the shape, where no M0 up
+    to LARGEST_PADDING holds.
+    """
+    shapes = {_signature(linear): linear for linear in linears}
+    return max((_minimum_rows(linear, max_rows) for linear in shapes.values()), default=1)
+
+
+def _minimum_rows(linear: Linear, max_rows: int) -> int:
+    most = max(max_rows, LARGEST_PADDING)
+    probe = _cancelling_probe(linear)
+    x_MI = _cancelling_rows(most, linear)
+    y_MO = probe(x_MI)
+
+    affordable = max(LARGEST_PADDING, _AFFORDABLE // (linear.in_features * linear.out_features))
+    order_M = torch.randperm(most, generator=torch.Generator().manual_seed(0)).to(linear.device)
+
+    def differing_among(counts: tuple[int, ...]) -> set[int]:
+        differing = set()
+        for count in counts:
+            rows = order_M[:count]
+            if count <= min(most, affordable) and not torch.equal(probe(x_MI[rows]), y_MO[rows]):
+                differing.add(count)
+        return differing
+
+    differing = differing_among(_ROW_COUNTS)
+    if linear.device.type == "cpu" and torch.get_num_threads() > 1:
+        with _one_thread():
+            differing |= differing_among(_ONE_THREAD_ROW_COUNTS)
+
+    least = max(differing, default=0) + 1
+    if least > LARGEST_PADDING:
+        raise ExactnessError(
+            f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
+            f"{linear.dtype} on {linear.device} differ between {sorted(differing)} and {most} rows"
+            "; set exact=false"
+        )
+    return least
+
+
+def _signature(linear: Linear) -> tuple[object, ...]:
+    """What kernels are chosen by; values are not among it."""
+    return (
+        linear.in_features,
+        linear.out_features,
+        linear.bias_O is not None,
+        linear.dtype,
+        linear.device,
+        linear.is_packed,
+    )
+
+
+def _cancelling_probe(linear: Linear) -> Linear:
+    """A Linear of the same kind whose every sum cancels: what is left is rounding alone.
+
+    So a changed order of summation shows in every output, where with random weights the last
+    step's rounding to bfloat16 would hide it from nearly all. The second half of a weight row is
+    the first half negated and reversed; an odd last feature is zero.
+    """
+    half = linear.in_features // 2
+    outputs = min(linear.out_features, _DISTINCT_OUTPUTS)
+    first = torch.randn(outputs, half, generator=torch.Generator().manual_seed(1))
+    odd = first.new_zeros(outputs, linear.in_features % 2)
+    block = torch.cat([first, -first.flip(1), odd], dim=1).to(linear.device, linear.dtype)
+    probe = Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias_O is not None,
+        dtype=linear.dtype,
+        device=linear.device,
+        packing=linear.is_packed,
+    )
+    weight_OI = probe.unpack()
+    for start in range(0, linear.out_features, outputs):
+        rows = weight_OI[start : start + outputs]
+        rows.copy_(block[: rows.shape[0]])
+    if probe.bias_O is not None:
+        probe.bias_O.zero_()
+    probe.pack()
+    return probe
+
+
+def _cancelling_rows(count: int, linear: Linear) -> torch.Tensor:
+    half = linear.in_features // 2
+    first = torch.randn(count, half, generator=torch.Generator().manual_seed(2))
+    odd = first.new_zeros(count, linear.in_features % 2)
+    return torch.cat([first, first.flip(1), odd], dim=1).to(linear.device, linear.dtype)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,157 @@
+"""Checkpoint: the tensors of a safetensors folder, one at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rollout.errors import CheckpointError
+from rollout.models.spec import read_json
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Checkpoint:
+    """A folder with model.safetensors, or with shards and their index.
+
+    Opening reads the headers only. Raises CheckpointError, naming the file, where there are no
+    weights, a shard is missing or truncated, the index names a tensor its shard has not, or a
+    tensor is of no floating dtype. Rotary frequencies, which old checkpoints hold and every model
+    computes, are passed over.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        for file, names in _files(folder).items():
+            self._read_header(file, names)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that holds most bytes."""
+        bytes_of: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            bytes_of[tensor.dtype] += tensor.num_bytes
+        return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, file by file, memory-mapped: a tensor is valid until the next."""
+        by_file: dict[Path, list[str]] = {}
+        for name, stored in self.tensors.items():
+            by_file.setdefault(stored.file, []).append(name)
+        for file, names in by_file.items():
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                for name in names:
+                    yield name, opened.get_tensor(name)
+
+    def _read_header(self, file: Path, names: list[str] | None) -> None:
+        """Take the named tensors of one file, or all of them."""
+        try:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                present = sorted(opened.keys())
+                wanted = present if names is None else names
+                absent = sorted(set(wanted).difference(present))
+                if absent:
+                    raise CheckpointError(
+                        f"{file}: {_INDEX} names tensors that are not in it: {listed(absent)}"
+                    )
+                for name in wanted:
+                    header = opened.get_slice(name)
+                    self._add(name, file, header.get_shape(), header.get_dtype())
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: {_damage(file)} ({error})") from error
+
+    def _add(self, name: str, file: Path, shape: list[int], dtype: str) -> None:
+        if name.endswith("rotary_emb.inv_freq"):
+            return
+        if dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{file}: {name} is stored as {dtype}; only {', '.join(_DTYPES)} are read "
+                "(quantised weights are not)"
+            )
+        self.tensors[name] = StoredTensor(file, tuple(shape), _DTYPES[dtype])
+
+
+def listed(items: list[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
+    return ", ".join(items[:_LISTED]) + more
+
+
+def _files(folder: Path) -> dict[Path, list[str] | None]:
+    """Each weight file with the tensors to take from it; None means all."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    single, index = folder / "model.safetensors", folder / _INDEX
+    if single.exists():
+        return {single: None}
+    if index.exists():
+        return dict(_shards(folder, index))
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return {found[0]: None}
+    if found:
+        raise CheckpointError(
+            f"{folder}: {len(found)} safetensors files but no {_INDEX} to say which tensor is where"
+        )
+    names = sorted(path.name for path in folder.iterdir())
+    raise CheckpointError(
+        f"{folder}: no .safetensors file among {listed(names) or 'no files at all'}; weights are "
+        "read from safetensors only (.bin and .pt are pickles, which can run code)"
+    )
+
+
+def _shards(folder: Path, index: Path) -> dict[Path, list[str]]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
+    shards: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: {name} is in {file!r}, which is no file of the folder")
+        shards.setdefault(folder / file, []).append(name)
+    missing = [shard.name for shard in shards if not shard.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(shards)} shards missing: {listed(missing)}"
+        )
+    return shards
+
+
+def _damage(file: Path) -> str:
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the weights themselves; run git lfs pull"
+    return f"truncated or damaged safetensors file of {file.stat().st_size} bytes; fetch it again"

@@ -1,0 +1,81 @@
+"""From a model folder to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rollout.config import DType
+from rollout.errors import CheckpointError, InvalidInputError
+from rollout.layers.destination import mismatches
+from rollout.models.causal_lm import CausalLM
+from rollout.models.checkpoint import Checkpoint, listed
+from rollout.models.dtype import resolve_dtype
+from rollout.models.registry import MODEL_CLASSES
+from rollout.models.spec import ModelSpec
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes in all, after every tensor."""
+
+
+def load_model(
+    path: str | Path,
+    dtype: DType,
+    device: torch.device,
+    max_context_len: int | None = None,
+    *,
+    packing: bool = True,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Read config.json and safetensors into a model ready to run.
+
+    Tensors go one by one from the mapped file to their place, converted on the way: there is no
+    second copy of the model. ``packing=False`` keeps weights at stable addresses on the CPU too.
+
+    Raises CheckpointError for an incomplete, damaged or mismatching folder, UnsupportedModelError
+    for a model not implemented here, InvalidInputError for a ``max_context_len`` out of reach.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"model.path={str(path)!r}: no such folder")
+    spec = ModelSpec.read(folder, max_context_len)
+    checkpoint = Checkpoint(folder)
+    model = MODEL_CLASSES[spec.architecture](
+        spec,
+        dtype=resolve_dtype(dtype, spec.dtype or checkpoint.dtype, device),
+        device=device,
+        packing=packing,
+    )
+    read_into(model, checkpoint, progress)
+    return model
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is cuda where there is one, else cpu. Raises InvalidInputError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidInputError("model.device", name, "must be auto, cpu or cuda[:n]") from None
+    available = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) >= available:
+        raise InvalidInputError("model.device", name, f"there are {available} such devices here")
+    return device
+
+
+def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
+    """Fill every tensor of a model, or raise CheckpointError before the first is touched."""
+    destinations = model.destinations()
+    problems = mismatches(destinations, checkpoint.shapes())
+    if problems:
+        raise CheckpointError(f"{checkpoint.folder}: {listed(problems)}")
+    total, done = checkpoint.num_bytes, 0
+    for name, tensor in checkpoint:
+        destinations[name].write(tensor)
+        done += checkpoint.tensors[name].num_bytes
+        if progress is not None:
+            progress(done, total)
+    model.finish_loading()

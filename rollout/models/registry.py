@@ -1,0 +1,29 @@
+"""Which class runs which architecture. ModelSpec.read has refused all others by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from rollout.models.causal_lm import CausalLM
+from rollout.models.llama import Llama
+from rollout.models.spec import ModelSpec
+
+
+class ModelClass(Protocol):
+    def __call__(
+        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, packing: bool
+    ) -> CausalLM: ...
+
+
+MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Llama,
+        "MistralForCausalLM": Llama,
+        "Qwen2ForCausalLM": Llama,
+        "Qwen3ForCausalLM": Llama,
+    }
+)

@@ -1,0 +1,83 @@
+"""Reads the rotary embedding out of config.json, in its layout before and since transformers 5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.layers.rope import RopeSpec, RopeType
+
+_REQUIRED: Mapping[RopeType, frozenset[str]] = {
+    RopeType.DEFAULT: frozenset(),
+    RopeType.LINEAR: frozenset({"factor"}),
+    RopeType.DYNAMIC: frozenset({"factor"}),
+    RopeType.LLAMA3: frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    RopeType.YARN: frozenset(),  # factor follows from the two context lengths where absent
+}
+_YARN = frozenset(
+    {"factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
+)
+_COMMON = frozenset(
+    {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"}
+)
+
+
+def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSpec:
+    """``rope_parameters`` holds everything since transformers 5; before, ``rope_theta`` stood
+    beside ``rope_scaling``.
+
+    Raises UnsupportedModelError for a type or parameter not implemented, CheckpointError for a
+    missing or malformed one.
+    """
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    given: Mapping[str, Any] = config.get(field) or {}
+    params = {name: value for name, value in given.items() if value is not None}
+    if params.pop("partial_rotary_factor", 1) != 1:
+        raise UnsupportedModelError(
+            f"config.json: {field}.partial_rotary_factor={given['partial_rotary_factor']!r} "
+            "is not implemented; only 1 is"
+        )
+    name = params.get("rope_type", params.get("type", "default"))
+    if name not in list(RopeType):
+        raise UnsupportedModelError(
+            f"config.json: {field}.rope_type={name!r} is not implemented; only "
+            f"{', '.join(RopeType)} are"
+        )
+    rope_type = RopeType(name)
+    own = _REQUIRED[rope_type] | (_YARN if rope_type is RopeType.YARN else frozenset())
+    for key in sorted(params.keys() - own - _COMMON):
+        raise UnsupportedModelError(
+            f"config.json: {field}.{key}={params[key]!r} is not implemented for {name} rope"
+        )
+    for key in sorted(_REQUIRED[rope_type] - params.keys()):
+        raise CheckpointError(f"config.json: {field}.{key} is missing for {name} rope")
+    for key in sorted(own & params.keys() - {"truncate"}):
+        if not isinstance(params[key], int | float) or params[key] <= 0:
+            raise CheckpointError(f"config.json: {field}.{key}={params[key]!r} must be > 0")
+
+    original = config.get("original_max_position_embeddings") or params.get(
+        "original_max_position_embeddings", max_position_embeddings
+    )
+    if rope_type is RopeType.YARN:
+        params.setdefault("factor", max_position_embeddings / original)
+    if rope_type is RopeType.DYNAMIC:
+        original = max_position_embeddings
+    return RopeSpec(
+        rope_type=rope_type,
+        rope_theta=float(params.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        original_max_position_embeddings=original,
+        **{key: params[key] for key in own & params.keys()},
+    )
+
+
+def context_limit(rope: RopeSpec, max_position_embeddings: int) -> int:
+    """The furthest context the embedding was meant to reach, in tokens."""
+    match rope.rope_type:
+        case RopeType.LINEAR | RopeType.DYNAMIC:
+            return int(max_position_embeddings * rope.factor)
+        case RopeType.YARN:
+            stretched = int(rope.original_max_position_embeddings * rope.factor)
+            return max(max_position_embeddings, stretched)
+        case _:
+            return max_position_embeddings

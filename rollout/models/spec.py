@@ -1,0 +1,219 @@
+"""ModelSpec: what config.json says of a model, checked against what is implemented."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.layers.rope import RopeSpec
+from rollout.models.rope_config import context_limit, rope_spec
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+# Fields that change the arithmetic, with the values that leave it as implemented.
+_IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "dual_chunk_attention_config": (None,),
+    "partial_rotary_factor": (None, 1),
+    "rope_interleaved": (None, False),
+    "clip_qkv": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    max_context_len: int  # positions there are: the caller's wish, else the checkpoint's
+    tied_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype | None  # None: config.json does not say
+
+    @staticmethod
+    def read(folder: Path, max_context_len: int | None = None) -> ModelSpec:
+        """From config.json, and the end-of-sequence tokens of generation_config.json.
+
+        Raises CheckpointError where a file or field is missing or malformed,
+        UnsupportedModelError where a field asks for what is not implemented, InvalidInputError
+        where the checkpoint's positions do not reach ``max_context_len``.
+        """
+        config = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        extra_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+        return _spec(config, extra_eos, max_context_len)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; a model folder needs one")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds a {type(values).__name__}, not an object")
+    return values
+
+
+def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | None) -> ModelSpec:
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    qkv_bias, o_bias, mlp_bias = _biases(architecture, config)
+    for name, values in _IMPLEMENTED.items():
+        if name in config and config[name] not in values:
+            raise UnsupportedModelError(
+                f"config.json: {name}={config[name]!r} is not implemented; "
+                f"only {' or '.join(map(repr, values))}"
+            )
+
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    hidden_size = _size(config, "hidden_size")
+    # Qwen3's own default where the field is absent; elsewhere the heads share the hidden size.
+    default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+    head_dim = _size(config, "head_dim", default_head_dim)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={num_heads} is no multiple of "
+            f"num_key_value_heads={num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim={head_dim} must be even to be rotated")
+
+    positions = _size(config, "max_position_embeddings")
+    rope = rope_spec(config, positions)
+    limit = context_limit(rope, positions)
+    max_context_len = positions if wished_context is None else wished_context
+    if not 1 <= max_context_len <= limit:
+        raise InvalidInputError(
+            "model.max_context_len", max_context_len, f"the checkpoint's positions end at {limit}"
+        )
+    num_layers = _size(config, "num_hidden_layers")
+    _refuse_sliding_window(config, architecture, num_layers, max_context_len)
+
+    return ModelSpec(
+        architecture=str(architecture),
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=_size(config, "intermediate_size"),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        max_context_len=max_context_len,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        eos_token_ids=_token_ids(config.get("eos_token_id"), extra_eos),
+        dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
+    )
+
+
+def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Of the qkv, output and MLP projections."""
+    attention = bool(config.get("attention_bias", False))
+    match architecture:
+        case "LlamaForCausalLM":
+            return attention, attention, bool(config.get("mlp_bias", False))
+        case "MistralForCausalLM":
+            return False, False, False
+        case "Qwen2ForCausalLM":
+            return True, False, False
+        case "Qwen3ForCausalLM":
+            return attention, attention, False
+    raise UnsupportedModelError(
+        f"config.json: architectures={config.get('architectures')!r} is not implemented; only "
+        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are"
+    )
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"config.json: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name}={value!r} must be a whole number >= 1")
+    return value
+
+
+def _refuse_sliding_window(
+    config: Mapping[str, Any], architecture: object, num_layers: int, max_context_len: int
+) -> None:
+    """A window as long as the context hides nothing; a shorter one in use is refused."""
+    layer_types = config.get("layer_types")
+    for kind in layer_types or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        slides = bool(config.get("use_sliding_window", False))
+        slides &= config.get("max_window_layers", 28) < num_layers
+        default: int | None = 4096
+    else:
+        slides = True
+        default = 4096 if architecture == "MistralForCausalLM" else None
+    if layer_types is not None:
+        slides &= "sliding_attention" in layer_types
+    window = config.get("sliding_window", default)
+    if slides and window is not None and window < max_context_len:
+        raise UnsupportedModelError(
+            f"config.json: sliding_window={window} is not implemented; with "
+            f"model.max_context_len <= {window} it hides nothing and the model can be used"
+        )
+
+
+def _token_ids(*fields: object) -> tuple[int, ...]:
+    """The union of fields that are null, a token or a list of tokens; first mention first."""
+    ids: dict[int, None] = {}
+    for field in fields:
+        values: Iterable[object] = field if isinstance(field, list) else [field]
+        for value in values:
+            if isinstance(value, int):
+                ids[value] = None
+            elif value is not None:
+                raise CheckpointError(
+                    f"eos_token_id={field!r} must be a token id or a list of them"
+                )
+    return tuple(ids)
+
+
+def _dtype(name: object) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = _DTYPES.get(str(name).removeprefix("torch."))
+    if dtype is None:
+        raise UnsupportedModelError(
+            f"config.json: dtype={name!r} is not implemented; only {', '.join(_DTYPES)}"
+        )
+    return dtype
