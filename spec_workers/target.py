@@ -20,6 +20,7 @@ from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import rows_of_continuation, sample_rows
 from rollout.sampling.sampler import Sampled, sample, score
 from rollout.types import (
+    MAX_TREE_NODES,
     Batch,
     DraftTrees,
     EntryResult,
@@ -47,7 +48,8 @@ class TargetWorker:
         self.max_context_len = spec.max_context_len
         self.eos_token_ids = spec.eos_token_ids
         self.weights = WeightTransaction(self.model)
-        longest_step = config.scheduler.max_step_tokens
+        scheduler = config.scheduler
+        longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = minimum_rows(self.model.linears(), longest_step) if config.exact else 1
         num_slots = num_kv_slots(config.memory, spec, self.model.dtype, device)
         # One row more than requests may run: scoring borrows it between steps.

@@ -1,0 +1,13 @@
+void test_token_log();
+void test_chained_log();
+void test_calibration();
+void test_corpus();
+void test_serialisation();
+
+int main() {
+  test_token_log();
+  test_chained_log();
+  test_calibration();
+  test_corpus();
+  test_serialisation();
+}
