@@ -27,7 +27,9 @@ class NgramWorker(SpecWorker):
         *,
         num_draft_tokens: int,
         min_probability: float,
+        row_cost: float,
     ) -> None:
+        """See `build` for the options."""
         super().__init__(target)
         if not 0 <= num_draft_tokens < MAX_TREE_NODES:
             raise InvalidInputError(
@@ -35,9 +37,12 @@ class NgramWorker(SpecWorker):
             )
         if not 0 <= min_probability <= 1:
             raise InvalidInputError("spec.min_probability", min_probability, "must be in [0, 1]")
+        if not 0 <= row_cost <= 1:
+            raise InvalidInputError("spec.row_cost", row_cost, "must be in [0, 1]")
         self.corpus = corpus
         self._num_draft_tokens = num_draft_tokens
         self._min_probability = min_probability
+        self._row_cost = row_cost
         self._open: set[int] = set()
         self._weight_version = target.weight_version
 
@@ -56,7 +61,7 @@ class NgramWorker(SpecWorker):
             self._ensure_open(batch.entries[b].request)
         ids = np.array([batch.entries[b].request.request_id for b in drafting], dtype=np.int64)
         budgets = np.array([self._budget(batch, b) for b in drafting], dtype=np.int32)
-        proposal = self.corpus.propose(ids, budgets, self._min_probability)
+        proposal = self.corpus.propose(ids, budgets, self._floor(len(drafting)))
         counts = np.zeros(len(batch.entries) + 1, dtype=np.int64)
         counts[np.array(drafting) + 1] = np.diff(proposal.offsets_B1)
         return DraftTrees(
@@ -67,6 +72,14 @@ class NgramWorker(SpecWorker):
             masks_N=proposal.masks_N,
             probs_N=proposal.probabilities_N,
         )
+
+    def _floor(self, width: int) -> float:
+        """The least probability of acceptance at which a node pays in a step of so many requests.
+
+        A node adds at most its probability to the ``width`` tokens the step emits anyway, and
+        ``row_cost`` to the time the step takes anyway.
+        """
+        return min(1.0, max(self._min_probability, self._row_cost * width))
 
     def _budget(self, batch: Batch, b: int) -> int:
         """Nodes worth asking for: the last token a request may emit needs no draft below it."""
@@ -107,14 +120,24 @@ class NgramWorker(SpecWorker):
 def build(
     config: EngineConfig,
     *,
-    num_draft_tokens: int = 8,
-    min_probability: float = 0.3,
+    num_draft_tokens: int = 16,
+    min_probability: float = 0.05,
+    row_cost: float = 0.02,
     corpus_bytes: int = 256 << 20,
 ) -> NgramWorker:
-    """A worker with an empty corpus of at most ``corpus_bytes`` bytes."""
+    """A worker with an empty corpus.
+
+    Args:
+        num_draft_tokens: most draft nodes per request and step.
+        min_probability: nodes less likely to be accepted are never drafted.
+        row_cost: share of a step's time that one more row of it costs; the more requests share
+            a step, the likelier a node must be to pay for its row.
+        corpus_bytes: bound on the corpus and its index.
+    """
     return NgramWorker(
         TargetWorker(config),
         Corpus(max_bytes=corpus_bytes),
         num_draft_tokens=num_draft_tokens,
         min_probability=min_probability,
+        row_cost=row_cost,
     )

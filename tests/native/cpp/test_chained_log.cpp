@@ -16,7 +16,7 @@ void append_all(ChainedLog& log, Cursor& cursor, Context& context, std::vector<T
 }
 
 void follow_goes_through_branches() {
-  ChainedLog log({{2, true}}, 64, 8);
+  ChainedLog log({{2, true}}, 64, 16);
   std::vector<Token> prompt(40);
   std::iota(prompt.begin(), prompt.end(), 0);
   Cursor first{.group = 9, .has_group = true};
@@ -41,7 +41,7 @@ void follow_goes_through_branches() {
 }
 
 void walks_lead_from_newest_to_oldest() {
-  ChainedLog log({{1, false}}, 64, 10);
+  ChainedLog log({{1, false}}, 64, 64);
   Cursor cursor;
   Context context;
   for (Token t = 0; t < 6; ++t) append_all(log, cursor, context, {77, t});
@@ -56,7 +56,7 @@ void walks_lead_from_newest_to_oldest() {
 }
 
 void matches_end_with_the_document() {
-  ChainedLog log({{1, false}}, 64, 10);
+  ChainedLog log({{1, false}}, 64, 64);
   Context context;
   Cursor cursor;
   append_all(log, cursor, context, {1, 2, 3});

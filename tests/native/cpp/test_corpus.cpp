@@ -12,7 +12,7 @@ namespace {
 using namespace ngram;
 
 const Options kSmall{
-    .max_bytes = 64 << 10, .max_external_bytes = 1 << 20, .max_candidates = 8, .max_steps = 32};
+    .max_bytes = 256 << 10, .max_external_bytes = 1 << 20, .max_candidates = 8, .max_steps = 32};
 
 std::vector<Token> random_tokens(std::mt19937& random, std::size_t most) {
   std::vector<Token> tokens(random() % (most + 1));
@@ -98,7 +98,7 @@ void survives_anything(std::uint32_t seed) {
       }
     }
     if (round % 100 == 0) CHECK(corpus.check().empty());
-    CHECK(corpus.num_bytes() < (64 << 10) + (1 << 20));
+    CHECK(corpus.num_bytes() < (256 << 10) + (1 << 20));
   }
   CHECK(corpus.check().empty());
   CHECK(corpus.counters().at("dropped_tokens") > 0);

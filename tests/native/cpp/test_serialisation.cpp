@@ -13,7 +13,7 @@ namespace {
 using namespace ngram;
 
 const Options kOptions{
-    .max_bytes = 128 << 10, .max_external_bytes = 1 << 20, .max_candidates = 8, .max_steps = 32};
+    .max_bytes = 512 << 10, .max_external_bytes = 1 << 20, .max_candidates = 8, .max_steps = 32};
 
 using Bytes = std::vector<unsigned char>;
 

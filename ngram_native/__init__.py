@@ -1,0 +1,5 @@
+"""Drafts from what was said before. Knows nothing of models or engines."""
+
+from ngram_native.corpus import MAX_BUDGET, Corpus, Proposal
+
+__all__ = ["MAX_BUDGET", "Corpus", "Proposal"]

@@ -1,0 +1,156 @@
+#include "chained_log.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace ngram {
+
+ChainedLog::ChainedLog(std::vector<Chain> chains, std::uint32_t capacity_pages,
+                       std::uint32_t part_slots)
+    : chains_(std::move(chains)),
+      log_(capacity_pages, static_cast<std::uint32_t>(chains_.size())),
+      part_slots_(part_slots),
+      heads_(static_cast<std::uint32_t*>(std::calloc(num_heads(), sizeof(std::uint32_t)))) {
+  if (!heads_) throw std::bad_alloc();
+}
+
+std::size_t ChainedLog::num_parts(const std::vector<Chain>& chains) {
+  const bool groups =
+      std::any_of(chains.begin(), chains.end(), [](const Chain& chain) { return chain.per_group; });
+  return chains.size() + (groups ? 1 : 0);
+}
+
+std::uint32_t ChainedLog::part_slots_for(const std::vector<Chain>& chains, std::uint64_t bytes) {
+  const std::uint64_t slots = bytes / sizeof(Position) / num_parts(chains);
+  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(slots, 16, 1u << 28));
+}
+
+std::uint64_t ChainedLog::table_bytes(const std::vector<Chain>& chains, std::uint32_t part_slots) {
+  return std::uint64_t{part_slots} * num_parts(chains) * sizeof(Position);
+}
+
+PageNumber ChainedLog::begin_page(Cursor& cursor, std::uint32_t policy) {
+  const bool continues = cursor.page != kNoPage && log_.alive(cursor.page);
+  const Position parent = log_.holds(cursor.last) ? cursor.last : kNoPosition;
+  const PageNumber page = log_.begin_page(PageHeader{.group = cursor.group,
+                                                     .parent = parent,
+                                                     .next = kNoPage,
+                                                     .number = 0,
+                                                     .policy = policy,
+                                                     .sibling = kNoPosition,
+                                                     .used = 0,
+                                                     .has_group = cursor.has_group,
+                                                     .starts_segment = !continues});
+  // The new page may have taken the slot of the one it continues.
+  if (continues && log_.alive(cursor.page)) log_.header(cursor.page).next = page;
+  if (!continues && cursor.has_group) {
+    log_.header(page).sibling =
+        exchange_head(segment_slot(cursor.group, parent), page * kPageTokens);
+  }
+  cursor.page = page;
+  return page;
+}
+
+void ChainedLog::append(Cursor& cursor, Token token, const Context& context, std::uint32_t policy) {
+  PageNumber page = cursor.page;
+  if (page == kNoPage || !log_.alive(page) || log_.header(page).used == kPageTokens) {
+    page = begin_page(cursor, policy);
+  }
+  const Position position = log_.push(page, token);
+  cursor.last = position;
+  for (std::uint32_t which = 0; which < chains_.size(); ++which) {
+    const Chain chain = chains_[which];
+    const bool linked = context.size() >= chain.order && (!chain.per_group || cursor.has_group);
+    log_.link(position, which) =
+        linked ? exchange_head(slot(which, context, cursor.group), position) : kNoPosition;
+  }
+}
+
+std::size_t ChainedLog::follow(Cursor& cursor, std::span<const Token> tokens) const {
+  // Depth first over the tree of segments: straight on as far as it goes, then from the deepest
+  // place where another segment branches off.
+  struct Branch {
+    Position last;     // segments that follow this token
+    std::size_t held;  // tokens up to and with it
+  };
+  std::vector<Branch> branches = {{kNoPosition, 0}};
+  std::size_t longest = 0;
+  std::size_t compared = 0;
+  while (!branches.empty() && longest < tokens.size() && compared < kMaxFollowed) {
+    const Branch branch = branches.back();
+    branches.pop_back();
+    Position start = head(segment_slot(cursor.group, branch.last));
+    for (std::uint32_t step = 0; step < kMaxSegments && log_.holds(start); ++step) {
+      const PageHeader& page = log_.header(start / kPageTokens);
+      // Else the head is of a page number long ago.
+      if (start % kPageTokens != 0 || !page.starts_segment) break;
+      std::size_t held = branch.held;
+      if (page.has_group && page.group == cursor.group && page.parent == branch.last) {
+        for (Position p = start;
+             p != kNoPosition && held < tokens.size() && log_.token(p) == tokens[held];
+             p = log_.after(p)) {
+          branches.push_back({p, ++held});
+          if (held > longest) {
+            longest = held;
+            cursor.last = p;
+          }
+        }
+      }
+      compared += held - branch.held + 1;
+      start = page.sibling;
+    }
+  }
+  return longest;
+}
+
+std::uint32_t ChainedLog::match_length(Position position, const Context& context) const {
+  std::uint32_t length = 0;
+  Position p = position;
+  while (length < context.size()) {
+    p = log_.before(p);
+    if (p == kNoPosition || log_.token(p) != context.back(length)) break;
+    ++length;
+  }
+  return length;
+}
+
+void ChainedLog::prefetch(Position position, std::uint32_t which) const {
+  if (!log_.holds(position)) return;
+  const PageNumber page = position / kPageTokens;
+  __builtin_prefetch(&log_.header(page));
+  __builtin_prefetch(log_.tokens(page) + position % kPageTokens);
+  __builtin_prefetch(log_.link_address(position, which));
+}
+
+std::string ChainedLog::check() const {
+  std::uint64_t tokens = 0;
+  PageNumber page = log_.oldest_page();
+  for (std::uint32_t i = 0; i < log_.num_pages(); ++i, page = log_.successor(page)) {
+    const PageHeader& header = log_.header(page);
+    const std::string name = "page " + std::to_string(page) + ": ";
+    if (header.number != page) return name + "its slot holds page " + std::to_string(header.number);
+    if (header.used == 0 || header.used > kPageTokens) {
+      return name + "holds " + std::to_string(header.used) + " tokens";
+    }
+    if (header.next != kNoPage) {
+      if (header.used != kPageTokens) return name + "continues before it is full";
+      if (!log_.alive(header.next)) return name + "continues in a page that is gone";
+      const PageHeader& next = log_.header(header.next);
+      if (next.parent != page * kPageTokens + kPageTokens - 1 || next.starts_segment) {
+        return name + "its continuation does not lead back to it";
+      }
+    }
+    for (std::uint32_t offset = 0; offset < header.used; ++offset) {
+      if (log_.tokens(page)[offset] < 0) return name + "holds a negative token";
+    }
+    tokens += header.used;
+  }
+  if (tokens != log_.num_tokens()) {
+    return "the pages hold " + std::to_string(tokens) + " tokens, the count says " +
+           std::to_string(log_.num_tokens());
+  }
+  return {};
+}
+
+}  // namespace ngram

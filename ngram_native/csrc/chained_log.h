@@ -1,0 +1,110 @@
+// A token log whose positions are linked by context: the positions that may follow what was said.
+#ifndef NGRAM_NATIVE_CHAINED_LOG_H_
+#define NGRAM_NATIVE_CHAINED_LOG_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "context.h"
+#include "token_log.h"
+#include "types.h"
+
+namespace ngram {
+
+// One hash chain per position: earlier positions that follow the same last `order` tokens.
+struct Chain {
+  std::uint8_t order;
+  bool per_group;  // of the same group only
+};
+
+// Where the next token of a document goes.
+struct Cursor {
+  std::uint64_t group = 0;
+  bool has_group = false;
+  Position last = kNoPosition;  // the document's last token here, maybe dropped since
+  PageNumber page = kNoPage;    // the page it writes to: its own, never one it branched from
+};
+
+// Hash chains as in LZ77 match finders (Ziv and Lempel 1977; zlib's `prev` array): a table of chain
+// heads and one back-link per position and chain. Contexts that share a slot share a chain, and a
+// head may name a dropped page; every step of a walk therefore compares the tokens themselves. Each
+// chain has a part of the table to itself, for a slot shared by two of them would cut both short.
+class ChainedLog {
+ public:
+  // part_slots: chain heads of each part of the table.
+  ChainedLog(std::vector<Chain> chains, std::uint32_t capacity_pages, std::uint32_t part_slots);
+
+  // The largest part_slots of a table within so many bytes.
+  static std::uint32_t part_slots_for(const std::vector<Chain>& chains, std::uint64_t bytes);
+  static std::uint64_t table_bytes(const std::vector<Chain>& chains, std::uint32_t part_slots);
+
+  // Appends one token of the cursor's document; `context` ends just before it.
+  void append(Cursor& cursor, Token token, const Context& context, std::uint32_t policy);
+
+  // The longest run of `tokens` that the group holds from a document's beginning, through whatever
+  // branches. Leaves the cursor at its end, ready to branch, and returns its length.
+  std::size_t follow(Cursor& cursor, std::span<const Token> tokens) const;
+
+  // A walk goes from the head of a chain to ever earlier positions; each must be checked: it may be
+  // dropped, of another group or of another context.
+  std::size_t slot(std::uint32_t which, const Context& context, std::uint64_t group) const {
+    const std::uint64_t hash = context.hash(chains_[which].order);
+    return slot_in_part(which, chains_[which].per_group ? mix(hash, group) : hash);
+  }
+  Position head(std::size_t slot) const { return ~heads_[slot]; }
+  void prefetch_head(std::size_t slot) const { __builtin_prefetch(&heads_[slot]); }
+  // Asks for the memory a walk along chain `which` reads at `position`.
+  void prefetch(Position position, std::uint32_t which) const;
+
+  // Tokens before `position` that agree with the end of `context`, at most kMaxMatch.
+  std::uint32_t match_length(Position position, const Context& context) const;
+
+  const TokenLog& log() const { return log_; }
+  TokenLog& log() { return log_; }
+  const std::vector<Chain>& chains() const { return chains_; }
+  std::uint32_t part_slots() const { return part_slots_; }
+  std::size_t num_heads() const { return part_slots_ * num_parts(chains_); }
+  std::uint32_t* heads() { return heads_.get(); }
+  const std::uint32_t* heads() const { return heads_.get(); }
+  std::size_t num_bytes() const { return log_.num_bytes() + num_heads() * sizeof(std::uint32_t); }
+
+  // Empty when the books balance, else what does not.
+  std::string check() const;
+
+ private:
+  struct Free {
+    void operator()(std::uint32_t* memory) const { std::free(memory); }
+  };
+
+  std::size_t segment_slot(std::uint64_t group, Position parent) const {
+    return slot_in_part(chains_.size(), mix(mix(kHashSeed, group), parent));
+  }
+  std::size_t slot_in_part(std::size_t part, std::uint64_t hash) const {
+    return part * part_slots_ + static_cast<std::size_t>((hash >> 32) * part_slots_ >> 32);
+  }
+  // One for each chain and, where there are groups, one for their segments.
+  static std::size_t num_parts(const std::vector<Chain>& chains);
+  Position exchange_head(std::size_t slot, Position position) {
+    const Position previous = ~heads_[slot];
+    heads_[slot] = ~position;
+    return previous;
+  }
+  PageNumber begin_page(Cursor& cursor, std::uint32_t policy);
+
+  static constexpr std::uint32_t kMaxSegments = 1024;   // looked at per branching point
+  static constexpr std::size_t kMaxFollowed = 1 << 20;  // tokens compared by one follow()
+
+  std::vector<Chain> chains_;
+  TokenLog log_;
+  std::uint32_t part_slots_;
+  std::unique_ptr<std::uint32_t[], Free> heads_;  // complemented, so that zeroed memory is empty
+};
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_CHAINED_LOG_H_

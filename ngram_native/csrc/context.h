@@ -1,0 +1,57 @@
+// The last tokens of a sequence, and the hashes that name a context of each order.
+#ifndef NGRAM_NATIVE_CONTEXT_H_
+#define NGRAM_NATIVE_CONTEXT_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "types.h"
+
+namespace ngram {
+
+inline constexpr std::uint64_t kHashSeed = 0xD1B54A32D192ED03ull;
+
+inline std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+  hash = (hash ^ value) * 0x9E3779B97F4A7C15ull;
+  return hash ^ (hash >> 29);
+}
+
+// A sliding window over the last kMaxMatch tokens.
+class Context {
+ public:
+  void push(Token token) {
+    if (end_ == buffer_.size()) {
+      std::memmove(buffer_.data(), buffer_.data() + kMaxMatch, kMaxMatch * sizeof(Token));
+      end_ = kMaxMatch;
+    }
+    buffer_[end_++] = token;
+    if (size_ < kMaxMatch) ++size_;
+  }
+
+  void push(std::span<const Token> tokens) {
+    const std::size_t skipped = tokens.size() > kMaxMatch ? tokens.size() - kMaxMatch : 0;
+    for (const Token token : tokens.subspan(skipped)) push(token);
+  }
+
+  std::uint32_t size() const { return size_; }
+  Token back(std::uint32_t distance) const { return buffer_[end_ - 1 - distance]; }  // 0: the last
+
+  // Hash of the last `order` tokens; requires order <= size().
+  std::uint64_t hash(std::uint32_t order) const {
+    std::uint64_t hash = kHashSeed;
+    for (std::uint32_t i = 0; i < order; ++i) hash = mix(hash, static_cast<std::uint32_t>(back(i)));
+    return hash;
+  }
+
+ private:
+  std::array<Token, 2 * kMaxMatch> buffer_;
+  std::uint32_t end_ = 0;
+  std::uint32_t size_ = 0;
+};
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_CONTEXT_H_

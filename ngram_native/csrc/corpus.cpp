@@ -1,0 +1,309 @@
+#include "corpus.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "validation.h"
+
+namespace ngram {
+
+namespace {
+
+// Trees are grown to at least this size, whatever the budget, and judged in full: estimates that
+// sank below the caller's floor must be able to rise again.
+constexpr std::int32_t kJudgedNodes = 8;
+
+constexpr std::uint64_t kMinReserve = 64 << 10;
+
+// Sequences of a batch whose searches wait for memory together.
+constexpr std::size_t kTogether = 8;
+
+}  // namespace
+
+Corpus::Corpus(const Options& options)
+    : options_(checked(options)),
+      live_(make_live()),
+      externals_(options.max_external_bytes),
+      matcher_(options.max_candidates, options.max_steps) {}
+
+std::unique_ptr<ChainedLog> Corpus::make_live() const {
+  const auto& chains = Matcher::live_chains();
+  const std::uint32_t slots = ChainedLog::part_slots_for(chains, options_.max_bytes / 8);
+  const std::uint64_t reserve =
+      std::max(options_.max_bytes / 32, kMinReserve) + sizeof(Corpus);  // for open sequences
+  const std::uint64_t pages =
+      (options_.max_bytes - ChainedLog::table_bytes(chains, slots) - reserve) /
+      TokenLog::page_bytes(static_cast<std::uint32_t>(chains.size()));
+  return std::make_unique<ChainedLog>(
+      chains,
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(pages, TokenLog::kMaxCapacityPages)),
+      slots);
+}
+
+Sequence& Corpus::find(std::int64_t sequence_id) {
+  const auto found = sequences_.find(sequence_id);
+  if (found == sequences_.end()) {
+    refuse("sequence_id", std::to_string(sequence_id), "is not open; open() it first");
+  }
+  return *found->second;
+}
+
+std::vector<Sequence*> Corpus::find_all(std::span<const std::int64_t> sequence_ids) {
+  ++calls_;
+  std::vector<Sequence*> sequences;
+  sequences.reserve(sequence_ids.size());
+  for (const std::int64_t id : sequence_ids) {
+    sequences.push_back(&find(id));
+    if (std::exchange(sequences.back()->named_by, calls_) == calls_) {
+      refuse("sequence_ids", std::to_string(id), "is named twice in one call");
+    }
+  }
+  return sequences;
+}
+
+void Corpus::insert(std::span<const Token> tokens, std::optional<std::uint64_t> group) {
+  check_tokens(tokens);
+  const std::scoped_lock lock(mutex_);
+  Cursor cursor{.group = group.value_or(0), .has_group = group.has_value()};
+  Context context;
+  for (const Token token : tokens) {
+    live_->append(cursor, token, context, policy_);
+    context.push(token);
+  }
+  totals_.inserted_tokens += tokens.size();
+}
+
+void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens) {
+  check_tokens(tokens);
+  const std::scoped_lock lock(mutex_);
+  if (sequences_.contains(sequence_id)) {
+    refuse("sequence_id", std::to_string(sequence_id), "is open already; close() it first");
+  }
+  auto sequence = std::make_unique<Sequence>();
+  sequence->cursor = Cursor{.group = group, .has_group = true};
+  const std::size_t held = live_->follow(sequence->cursor, tokens);
+  sequence->context.push(tokens.first(held));
+  for (const Token token : tokens.subspan(held)) {
+    live_->append(sequence->cursor, token, sequence->context, policy_);
+    sequence->context.push(token);
+  }
+  totals_.inserted_tokens += tokens.size() - held;
+  sequences_.emplace(sequence_id, std::move(sequence));
+}
+
+void Corpus::judge(Sequence& sequence, std::span<const Token> tokens) {
+  // A node was tried when its parent lies on the committed path and a token came after it.
+  const std::vector<Guess>& guesses = sequence.guesses;
+  std::size_t on_path = 0;
+  for (const Token token : tokens) {
+    std::size_t matched = 0;
+    for (std::size_t j = 0; j < guesses.size(); ++j) {
+      if (guesses[j].parent != on_path) continue;
+      const bool right = guesses[j].token == token;
+      calibration_.observe(guesses[j].cell, guesses[j].prior, right);
+      if (right) matched = j + 1;
+    }
+    if (matched == 0) break;
+    ++totals_.matched_nodes;
+    on_path = matched;
+  }
+  sequence.guesses.clear();
+}
+
+void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
+                    std::span<const std::int64_t> offsets) {
+  check_tokens(tokens);
+  check_offsets(offsets, sequence_ids.size(), tokens.size());
+  const std::scoped_lock lock(mutex_);
+  const std::vector<Sequence*> sequences = find_all(sequence_ids);
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    Sequence& sequence = *sequences[b];
+    const auto fresh = tokens.subspan(static_cast<std::size_t>(offsets[b]),
+                                      static_cast<std::size_t>(offsets[b + 1] - offsets[b]));
+    if (fresh.empty()) continue;
+    judge(sequence, fresh);
+    for (const Token token : fresh) {
+      live_->append(sequence.cursor, token, sequence.context, policy_);
+      sequence.context.push(token);
+    }
+  }
+  totals_.inserted_tokens += tokens.size();
+}
+
+const std::vector<DraftNode>& Corpus::grow(const std::vector<Candidate>& candidates,
+                                           std::int32_t budget) {
+  return builder_.build(candidates, std::max(budget, kJudgedNodes), calibration_);
+}
+
+Proposal Corpus::propose(std::span<const std::int64_t> sequence_ids,
+                         std::span<const std::int32_t> budgets, double min_probability) {
+  check_min_probability(min_probability);
+  if (budgets.size() != sequence_ids.size()) {
+    refuse("len(budgets)", std::to_string(budgets.size()),
+           "must be len(sequence_ids)=" + std::to_string(sequence_ids.size()));
+  }
+  for (std::size_t b = 0; b < budgets.size(); ++b) {
+    check_budget("budgets[" + std::to_string(b) + "]", budgets[b]);
+  }
+  const std::scoped_lock lock(mutex_);
+  const std::vector<Sequence*> sequences = find_all(sequence_ids);
+  Proposal out;
+  for (std::size_t begin = 0; begin < sequences.size(); begin += kTogether) {
+    const std::size_t end = std::min(begin + kTogether, sequences.size());
+    queries_.clear();
+    for (std::size_t b = begin; b < end; ++b) {
+      if (budgets[b] > 0) {
+        queries_.push_back(Query{&sequences[b]->context, sequences[b]->cursor.group});
+      }
+    }
+    auto candidates = matcher_.gather(scopes(), queries_).begin();
+    for (std::size_t b = begin; b < end; ++b) {
+      std::vector<Guess>& guesses = sequences[b]->guesses;
+      guesses.clear();
+      if (budgets[b] == 0) {
+        out.add({}, 0, min_probability);
+        continue;
+      }
+      const std::vector<DraftNode>& nodes = grow(*candidates++, budgets[b]);
+      for (const DraftNode& node : nodes) {
+        guesses.push_back(
+            Guess{node.token, node.cell, static_cast<std::uint8_t>(node.parent), node.prior});
+      }
+      out.add(nodes, budgets[b], min_probability);
+    }
+  }
+  totals_.proposals += sequences.size();
+  totals_.proposed_nodes += out.tokens.size();
+  return out;
+}
+
+Proposal Corpus::query(std::uint64_t group, std::span<const Token> tokens, std::int32_t budget,
+                       double min_probability) {
+  check_tokens(tokens);
+  check_budget("budget", budget);
+  check_min_probability(min_probability);
+  Context context;
+  context.push(tokens);
+  const Query query{&context, group};
+  Proposal out;
+  const std::scoped_lock lock(mutex_);
+  out.add(grow(matcher_.gather(scopes(), {&query, 1}).front(), budget), budget, min_probability);
+  return out;
+}
+
+void Corpus::close(std::int64_t sequence_id) {
+  const std::scoped_lock lock(mutex_);
+  find(sequence_id);
+  sequences_.erase(sequence_id);
+}
+
+void Corpus::set_weight_version(std::int64_t version) {
+  const std::scoped_lock lock(mutex_);
+  if (version == weight_version_) return;
+  weight_version_ = version;
+  ++policy_;
+  calibration_.decay();
+}
+
+void Corpus::add_external(const std::string& name, std::span<const Token> tokens,
+                          std::span<const std::int64_t> offsets) {
+  check_tokens(tokens);
+  if (offsets.empty()) refuse("len(offsets)", "0", "must be at least 1");
+  check_offsets(offsets, offsets.size() - 1, tokens.size());
+  const std::uint64_t bytes = ExternalCorpora::bytes_needed(offsets);
+  {
+    const std::scoped_lock lock(mutex_);
+    externals_.admit(name, bytes);
+  }
+  auto corpus = ExternalCorpora::build(tokens, offsets);
+  const std::scoped_lock lock(mutex_);
+  externals_.admit(name, bytes);  // again: others may have come first
+  externals_.add(name, std::move(corpus));
+}
+
+void Corpus::remove_external(const std::string& name) {
+  std::unique_ptr<ChainedLog> removed;  // outlives the lock, so that nobody waits while it is freed
+  const std::scoped_lock lock(mutex_);
+  removed = externals_.remove(name);
+}
+
+std::vector<std::string> Corpus::external_names() const {
+  const std::scoped_lock lock(mutex_);
+  return externals_.names();
+}
+
+void Corpus::detach_sequences() {
+  for (auto& [id, sequence] : sequences_) {
+    sequence->guesses.clear();
+    sequence->cursor.last = kNoPosition;
+    sequence->cursor.page = kNoPage;
+  }
+}
+
+void Corpus::reset() {
+  auto empty = make_live();
+  const std::scoped_lock lock(mutex_);
+  live_.swap(empty);
+  calibration_ = Calibration();
+  detach_sequences();
+}
+
+std::string Corpus::check() const {
+  const std::scoped_lock lock(mutex_);
+  if (std::string reason = live_->check(); !reason.empty()) return "live: " + reason;
+  for (const auto& [name, external] : externals_.by_name()) {
+    if (std::string reason = external->check(); !reason.empty()) {
+      return "external '" + name + "': " + reason;
+    }
+  }
+  for (const auto& [id, sequence] : sequences_) {
+    const Cursor& cursor = sequence->cursor;
+    if (cursor.page == kNoPage || !live_->log().alive(cursor.page)) continue;
+    const PageHeader& page = live_->log().header(cursor.page);
+    if (cursor.last != cursor.page * kPageTokens + page.used - 1 || page.group != cursor.group) {
+      return "sequence " + std::to_string(id) + ": does not end where its page does";
+    }
+  }
+  return {};
+}
+
+std::uint64_t Corpus::bookkeeping_bytes() const {
+  std::uint64_t bytes = sizeof(Corpus) + sequences_.bucket_count() * sizeof(void*);
+  for (const auto& [id, sequence] : sequences_) {
+    // A map node holds its value and a link; each block has a word of the allocator's own.
+    bytes += sizeof(Sequence) + 5 * sizeof(void*) + sequence->guesses.capacity() * sizeof(Guess);
+  }
+  return bytes;
+}
+
+std::uint64_t Corpus::num_tokens() const {
+  const std::scoped_lock lock(mutex_);
+  return live_->log().num_tokens() + externals_.num_tokens();
+}
+
+std::uint64_t Corpus::num_bytes() const {
+  const std::scoped_lock lock(mutex_);
+  return live_->num_bytes() + externals_.num_bytes() + bookkeeping_bytes();
+}
+
+std::map<std::string, double> Corpus::counters() const {
+  const std::scoped_lock lock(mutex_);
+  const auto number = [](auto value) { return static_cast<double>(value); };
+  return {
+      {"live_tokens", number(live_->log().num_tokens())},
+      {"live_bytes", number(live_->num_bytes())},
+      {"dropped_tokens", number(live_->log().dropped_tokens())},
+      {"inserted_tokens", number(totals_.inserted_tokens)},
+      {"external_corpora", number(externals_.by_name().size())},
+      {"external_tokens", number(externals_.num_tokens())},
+      {"external_bytes", number(externals_.num_bytes())},
+      {"open_sequences", number(sequences_.size())},
+      {"bookkeeping_bytes", number(bookkeeping_bytes())},
+      {"weight_version", number(weight_version_)},
+      {"proposals", number(totals_.proposals)},
+      {"proposed_nodes", number(totals_.proposed_nodes)},
+      {"matched_nodes", number(totals_.matched_nodes)},
+  };
+}
+
+}  // namespace ngram

@@ -1,0 +1,100 @@
+// The corpus: what was said so far, and from it what may come next.
+#ifndef NGRAM_NATIVE_CORPUS_H_
+#define NGRAM_NATIVE_CORPUS_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "calibration.h"
+#include "chained_log.h"
+#include "external_corpora.h"
+#include "fork_guard.h"
+#include "matcher.h"
+#include "options.h"
+#include "proposal.h"
+#include "sequence.h"
+#include "tree_builder.h"
+#include "types.h"
+
+namespace ngram {
+
+class ByteReader;
+class ByteWriter;
+
+// Every public method may be called from any thread: one mutex, held for the call. A call that
+// throws has changed nothing; what the caller got wrong is a std::invalid_argument.
+class Corpus {
+ public:
+  explicit Corpus(const Options& options);
+
+  void insert(std::span<const Token> tokens, std::optional<std::uint64_t> group);
+  void open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens);
+  void extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
+              std::span<const std::int64_t> offsets);
+  Proposal propose(std::span<const std::int64_t> sequence_ids,
+                   std::span<const std::int32_t> budgets, double min_probability);
+  // What a sequence of that context would be offered; nothing is inserted or remembered.
+  Proposal query(std::uint64_t group, std::span<const Token> tokens, std::int32_t budget,
+                 double min_probability);
+  void close(std::int64_t sequence_id);
+  void set_weight_version(std::int64_t version);
+
+  void add_external(const std::string& name, std::span<const Token> tokens,
+                    std::span<const std::int64_t> offsets);
+  void remove_external(const std::string& name);
+  std::vector<std::string> external_names() const;
+
+  void reset();
+  void save(ByteWriter& writer) const;
+  void load(ByteReader& reader);
+
+  std::string check() const;  // empty when the books balance
+  std::uint64_t num_tokens() const;
+  std::uint64_t num_bytes() const;
+  std::map<std::string, double> counters() const;
+
+ private:
+  struct Totals {
+    std::uint64_t inserted_tokens = 0;
+    std::uint64_t proposals = 0;
+    std::uint64_t proposed_nodes = 0;
+    std::uint64_t matched_nodes = 0;
+  };
+
+  // All of these run under the mutex.
+  Sequence& find(std::int64_t sequence_id);
+  std::vector<Sequence*> find_all(std::span<const std::int64_t> sequence_ids);
+  void judge(Sequence& sequence, std::span<const Token> tokens);
+  const std::vector<DraftNode>& grow(const std::vector<Candidate>& candidates, std::int32_t budget);
+  Scopes scopes() const { return Scopes{*live_, externals_, policy_}; }
+  void detach_sequences();
+  std::uint64_t bookkeeping_bytes() const;
+
+  std::unique_ptr<ChainedLog> make_live() const;
+
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::unique_ptr<ChainedLog> live_;
+  ExternalCorpora externals_;
+  std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
+  Calibration calibration_;
+  std::int64_t weight_version_ = 0;
+  std::uint32_t policy_ = 0;  // counts changes of the weight version
+  std::uint64_t calls_ = 0;
+  Totals totals_;
+  Matcher matcher_;
+  std::vector<Query> queries_;
+  TreeBuilder builder_;
+  ForkGuard fork_guard_{mutex_};
+};
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_CORPUS_H_

@@ -1,0 +1,28 @@
+// The draft nodes of a batch, as they go out.
+#ifndef NGRAM_NATIVE_PROPOSAL_H_
+#define NGRAM_NATIVE_PROPOSAL_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "tree_builder.h"
+#include "types.h"
+
+namespace ngram {
+
+// Flat: entry b owns nodes [offsets[b], offsets[b + 1]).
+struct Proposal {
+  std::vector<std::int64_t> offsets{0};
+  std::vector<Token> tokens;
+  std::vector<std::int32_t> parents;
+  std::vector<std::int32_t> depths;
+  std::vector<std::uint64_t> masks;
+  std::vector<float> probabilities;
+
+  // Appends an entry: the first nodes, as many as the budget and the floor allow.
+  void add(const std::vector<DraftNode>& nodes, std::int32_t budget, double min_probability);
+};
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_PROPOSAL_H_

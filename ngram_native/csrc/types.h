@@ -1,0 +1,29 @@
+// The words every file here shares.
+#ifndef NGRAM_NATIVE_TYPES_H_
+#define NGRAM_NATIVE_TYPES_H_
+
+#include <cstdint>
+
+namespace ngram {
+
+using Token = std::int32_t;
+
+// A token's place in one log: page number * kPageTokens + offset. Page numbers count up and are not
+// reused before 2^27 of them went by, so a position of a dropped page is known to be stale.
+using Position = std::uint32_t;
+using PageNumber = std::uint32_t;
+
+inline constexpr Position kNoPosition = 0xFFFFFFFFu;
+inline constexpr PageNumber kNoPage = 0xFFFFFFFFu;
+
+inline constexpr std::uint32_t kPageTokens = 32;
+
+// Longest context compared: beyond it a longer match predicts no better.
+inline constexpr std::uint32_t kMaxMatch = 32;
+
+// Nodes of one tree, root included: an ancestor mask is one 64-bit word.
+inline constexpr std::int32_t kMaxTreeNodes = 64;
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_TYPES_H_

@@ -1,0 +1,90 @@
+"""Saved and loaded again, a corpus proposes the same; a bad file is refused whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ngram_native import Corpus
+
+I32, I64 = np.int32, np.int64
+
+
+def filled(seed=0, max_bytes=256 << 10):
+    rng = np.random.default_rng(seed)
+    corpus = Corpus(max_bytes=max_bytes)
+    corpus.open(1, 1, rng.integers(0, 5, 30).astype(I32))
+    for version in range(300):
+        corpus.set_weight_version(version)
+        corpus.insert(rng.integers(0, 5, 40).astype(I32), group=version % 3)
+        corpus.propose(np.array([1], I64), np.array([9], I32), 0.0)
+        corpus.extend(np.array([1], I64), rng.integers(0, 5, 2).astype(I32), np.array([0, 2], I64))
+    corpus.add_external("notes", [rng.integers(0, 5, 100).astype(I32) for _ in range(3)])
+    corpus.close(1)
+    return corpus
+
+
+def answers(corpus):
+    rng = np.random.default_rng(1)
+    return [
+        [array.tolist() for array in corpus.query(g, rng.integers(0, 5, 20).astype(I32), 30, 0.0)]
+        for g in range(4)
+    ]
+
+
+def test_loaded_proposes_the_same(tmp_path):
+    corpus, copy = filled(), Corpus(max_bytes=256 << 10)
+    assert corpus.counters()["dropped_tokens"] > 0
+    corpus.save(tmp_path / "corpus")
+    copy.load(tmp_path / "corpus")
+    assert answers(copy) == answers(corpus)
+    assert copy.external_names() == ["notes"]
+    assert copy.num_tokens == corpus.num_tokens
+    copy.check_integrity()
+    for both in (corpus, copy):  # and goes on the same
+        both.set_weight_version(300)
+        both.insert(np.arange(5, dtype=I32).repeat(9), group=1)
+    assert answers(copy) == answers(corpus)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_bad_file_changes_nothing(tmp_path):
+    corpus = filled(seed=2)
+    before = answers(corpus)
+    filled().save(tmp_path / "good")
+    good = (tmp_path / "good").read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 1
+    bad = {
+        "empty": b"",
+        "truncated": good[:-1],
+        "half": good[: len(good) // 2],
+        "foreign": b"\x89PNG" * 1000,
+        "flipped": bytes(flipped),
+        "longer": good + b"x",
+    }
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"path=.*{name}"):
+            corpus.load(tmp_path / name)
+        assert answers(corpus) == before
+    with pytest.raises(FileNotFoundError):
+        corpus.load(tmp_path / "none")
+    with pytest.raises(ValueError, match="max_bytes=262144"):
+        Corpus(max_bytes=512 << 10).load(tmp_path / "good")
+    corpus.load(tmp_path / "good")
+    assert answers(corpus) != before
+    corpus.check_integrity()
+
+
+def test_failed_save_leaves_the_old_file(tmp_path):
+    corpus = filled()
+    corpus.save(tmp_path / "corpus")
+    old = (tmp_path / "corpus").read_bytes()
+    with pytest.raises(OSError, match="none"):
+        corpus.save(tmp_path / "none" / "corpus")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        corpus.save(tmp_path / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "folder"]
+    assert (tmp_path / "corpus").read_bytes() == old
