@@ -20,7 +20,7 @@ help:  ## list the targets
 # an editable install needs the build requirements in the environment.
 $(STAMP): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(TORCH) "scikit-build-core>=1.1" "nanobind>=3.1" "cmake>=3.25" ninja
+	$(BIN)/python -m pip install -q $(TORCH) "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.25" ninja
 	$(BIN)/python -m pip install -q $(TORCH) --no-build-isolation -e ".[dev]"
 	touch $@
 
