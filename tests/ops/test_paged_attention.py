@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from rollout.errors import InvalidInputError
 from rollout.ops.paged_attention import AttentionPlan, native, paged_attention, reference
 
 
@@ -301,3 +302,12 @@ def test_one_plan_serves_models_of_different_shapes() -> None:
         out = paged_attention(q[:, :heads], case.k_pool, case.v_pool, plan, 0.25)
         expected = reference.paged_attention(q[:, :heads], case.k_pool, case.v_pool, plan, 0.25)
         torch.testing.assert_close(out, expected, rtol=0, atol=5e-6)
+
+
+def test_a_plan_of_other_dtypes_is_refused() -> None:
+    _, plan = batch(make_case([Entry(3, 2)]).requests)
+    fields = {name: getattr(plan, name) for name in plan.__slots__ if name != "schedule"}
+    with pytest.raises(InvalidInputError, match="starts_B"):
+        AttentionPlan(**fields | {"starts_B": plan.starts_B.long()})
+    with pytest.raises(InvalidInputError, match="req_to_token"):
+        AttentionPlan(**fields | {"req_to_token": plan.req_to_token.t()})

@@ -76,3 +76,10 @@ def test_a_weight_of_another_width_is_refused() -> None:
 
 def test_no_rows() -> None:
     assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+
+
+def test_a_weight_of_another_dtype_is_left_to_torch() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 16).bfloat16(), torch.randn(16)
+    assert not native.supports(x, weight)
+    assert torch.equal(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))

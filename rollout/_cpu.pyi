@@ -1,0 +1,154 @@
+"""
+The engine's ops on CPU tensors, by address. See rollout.ops for what they compute.
+"""
+
+from collections.abc import Sequence
+
+FLOAT32: int = 0
+
+BFLOAT16: int = 1
+
+FLOAT16: int = 2
+
+def instruction_set() -> str:
+    """Which kernels run: avx512, avx2 or generic."""
+
+def set_gomp_parallel(address: int) -> None:
+    """Hand over GOMP_parallel of the OpenMP runtime to run on; 0 is serial."""
+
+def rms_norm(
+    dtype: int,
+    x: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    weight: int,
+    weight_len: int,
+    eps: float,
+    out: int,
+    threads: int,
+) -> None: ...
+def add_rms_norm(
+    dtype: int,
+    x: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    residual: int,
+    residual_shape: Sequence[int],
+    residual_strides: Sequence[int],
+    weight: int,
+    weight_len: int,
+    eps: float,
+    out: int,
+    threads: int,
+) -> None: ...
+def rotary(
+    dtype: int,
+    q: int,
+    q_shape: Sequence[int],
+    q_strides: Sequence[int],
+    k: int,
+    k_shape: Sequence[int],
+    k_strides: Sequence[int],
+    positions: int,
+    positions_len: int,
+    wide_positions: bool,
+    cos_sin: int,
+    cos_sin_shape: Sequence[int],
+    threads: int,
+) -> None: ...
+def store_kv(
+    dtype: int,
+    shape: Sequence[int],
+    k: int,
+    k_strides: Sequence[int],
+    v: int,
+    v_shape: Sequence[int],
+    v_strides: Sequence[int],
+    pool_shape: Sequence[int],
+    k_pool: int,
+    k_pool_strides: Sequence[int],
+    v_pool: int,
+    v_pool_shape: Sequence[int],
+    v_pool_strides: Sequence[int],
+    slots: int,
+    slots_len: int,
+    wide_slots: bool,
+    threads: int,
+) -> None: ...
+def silu_mul(
+    dtype: int, gate_up: int, shape: Sequence[int], strides: Sequence[int], out: int, threads: int
+) -> None: ...
+
+class AttentionSchedule:
+    """An AttentionPlan checked and cut into tiles; it borrows the arrays."""
+
+    def __init__(
+        self,
+        req_to_token: int,
+        table_shape: Sequence[int],
+        table_row_stride: int,
+        entries: int,
+        nodes: int,
+        rows: int,
+        q_offsets: int,
+        starts: int,
+        run_lens: int,
+        node_offsets: int,
+        node_masks: int,
+        node_slots: int,
+        q_shape: Sequence[int],
+        pool_shape: Sequence[int],
+    ) -> None: ...
+    def fits(self, q_shape: Sequence[int], pool_shape: Sequence[int]) -> bool: ...
+
+def paged_attention(
+    schedule: AttentionSchedule,
+    dtype: int,
+    q: int,
+    q_shape: Sequence[int],
+    q_strides: Sequence[int],
+    pool_shape: Sequence[int],
+    k_pool: int,
+    k_strides: Sequence[int],
+    v_pool: int,
+    v_shape: Sequence[int],
+    v_strides: Sequence[int],
+    scale: float,
+    out: int,
+    threads: int,
+) -> None: ...
+def categorical(
+    dtype: int,
+    logits: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    temperature: int,
+    temperatures: int,
+    uniform: int,
+    uniforms: int,
+    tokens: int,
+    logprobs: int,
+    threads: int,
+) -> None: ...
+def token_logprobs(
+    dtype: int,
+    logits: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    temperature: int,
+    temperatures: int,
+    tokens: int,
+    tokens_len: int,
+    logprobs: int,
+    threads: int,
+) -> None: ...
+def entropy(
+    dtype: int,
+    logits: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    temperature: int,
+    temperatures: int,
+    out: int,
+    threads: int,
+) -> None: ...

@@ -1,0 +1,156 @@
+// Attention of one tile of query rows over one kv head.
+#pragma once
+
+#include "attention_blocks.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace rollout::ROLLOUT_ISA {
+namespace {
+
+template <typename T>
+class TileAttention {
+ public:
+  TileAttention(const AttentionArgs& args, const AttentionTile& tile, int64_t kv_head,
+                float* scratch)
+      : args_(args),
+        tile_(tile),
+        kv_head_(kv_head),
+        group_(args.group),
+        row_heads_(tile.rows * args.group),
+        dim_stride_(round_up(args.head_dim, kLanes)),
+        score_stride_(round_up(tile.shared_len + tile.tail_len, kKeyBlock) + 16),
+        block_(scratch),
+        q_(block_ + kMaxTailKeys * dim_stride_),
+        out_(q_ + row_heads_ * dim_stride_),
+        scores_(out_ + row_heads_ * dim_stride_),
+        tail_scores_(scores_ + row_heads_ * score_stride_),
+        inverse_sums_(tail_scores_ + row_heads_ * kMaxTailKeys) {
+    static_assert(kMaxTailKeys % kKeyBlock == 0 && kValueBlock <= kMaxTailKeys);
+  }
+
+  void run() {
+    load_queries();
+    score(tile_.shared_slots, tile_.shared_len, scores_, score_stride_);
+    score(tile_.tail_slots, tile_.tail_len, tail_scores_, kMaxTailKeys);
+    exponentiate_scores();
+    clear(out_, row_heads_);
+    sum_shared_values();
+    if (tile_.tail_len > 0) sum_tail_values();
+    store_out();
+  }
+
+ private:
+  static constexpr int64_t kValueBlock = 32;
+
+  void clear(float* rows, int64_t count) const {
+    std::memset(rows, 0, static_cast<size_t>(count * dim_stride_) * sizeof(float));
+  }
+
+  PoolRows<T> key_rows(const int32_t* slots, int64_t count) const {
+    const T* pool = static_cast<const T*>(args_.k_pool) + kv_head_ * args_.k_head_stride;
+    return {pool, args_.k_slot_stride, slots, count, args_.head_dim};
+  }
+
+  PoolRows<T> value_rows_of(const int32_t* slots, int64_t count) const {
+    const T* pool = static_cast<const T*>(args_.v_pool) + kv_head_ * args_.v_head_stride;
+    return {pool, args_.v_slot_stride, slots, count, args_.head_dim};
+  }
+
+  void load_queries() {
+    const T* rows = static_cast<const T*>(args_.q) + tile_.first_row * args_.q_row_stride +
+                    kv_head_ * group_ * args_.q_head_stride;
+    for (int64_t m = 0; m < row_heads_; ++m) {
+      const T* from = rows + m / group_ * args_.q_row_stride + m % group_ * args_.q_head_stride;
+      float* to = q_ + m * dim_stride_;
+      for_each_vector(args_.head_dim,
+                      [&](int64_t d, auto load_at, auto) { store(to + d, load_at(from + d)); });
+    }
+  }
+
+  void score(const int32_t* slots, int64_t count, float* to, int64_t stride) {
+    const PoolRows<T> rows = key_rows(slots, count);
+    for (int64_t first = 0; first < count; first += kKeyBlock) {
+      load_keys(rows, first, block_);
+      score_rows(q_, dim_stride_, row_heads_, block_, count - first, args_.head_dim, args_.scale,
+                 to + first, stride);
+    }
+  }
+
+  void exponentiate_scores() {
+    for (int64_t m = 0; m < row_heads_; ++m) {
+      float* row = scores_ + m * score_stride_;
+      const float* tail = tail_scores_ + m * kMaxTailKeys;
+      int64_t len = tile_.shared_len;
+      for (uint64_t mask = tile_.tail_masks[m / group_]; mask != 0; mask &= mask - 1) {
+        row[len++] = tail[__builtin_ctzll(mask)];
+      }
+      inverse_sums_[m] = exponentiate(row, len);
+    }
+  }
+
+  void sum_shared_values() {
+    const PoolRows<T> rows = value_rows_of(tile_.shared_slots, tile_.shared_len);
+    if (row_heads_ <= kBlockRows && dim_stride_ == args_.head_dim) {
+      // One register block uses each value once, so it is widened on the way.
+      const auto value = [&](int64_t key) {
+        rows.prefetch(key + kPrefetchRows);
+        return rows.row(key);
+      };
+      value_rows(scores_, score_stride_, row_heads_, value, rows.count, out_, dim_stride_);
+      return;
+    }
+    clear(block_, kMaxTailKeys);
+    const auto value = [&](int64_t key) { return block_ + key * dim_stride_; };
+    for (int64_t first = 0; first < rows.count; first += kValueBlock) {
+      const int64_t left = rows.count - first;
+      const int64_t count = left < kValueBlock ? left : kValueBlock;
+      load_values(rows, first, count, block_, dim_stride_);
+      value_rows(scores_ + first, score_stride_, row_heads_, value, count, out_, dim_stride_);
+    }
+  }
+
+  void sum_tail_values() {
+    clear(block_, kMaxTailKeys);
+    load_values(value_rows_of(tile_.tail_slots, tile_.tail_len), 0, tile_.tail_len, block_,
+                dim_stride_);
+    for (int64_t row = 0; row < tile_.rows; ++row) {
+      const float* probs = scores_ + row * group_ * score_stride_ + tile_.shared_len;
+      for (uint64_t mask = tile_.tail_masks[row]; mask != 0; mask &= mask - 1, ++probs) {
+        const float* values_of_key = block_ + __builtin_ctzll(mask) * dim_stride_;
+        const auto value = [&](int64_t) { return values_of_key; };
+        value_rows(probs, score_stride_, group_, value, 1, out_ + row * group_ * dim_stride_,
+                   dim_stride_);
+      }
+    }
+  }
+
+  void store_out() const {
+    for (int64_t m = 0; m < row_heads_; ++m) {
+      const int64_t row = tile_.first_row + m / group_;
+      const int64_t head = kv_head_ * group_ + m % group_;
+      T* to = static_cast<T*>(args_.out) + (row * args_.kv_heads * group_ + head) * args_.head_dim;
+      const float* from = out_ + m * dim_stride_;
+      const Vec inverse_sum = broadcast(inverse_sums_[m]);
+      for_each_vector(args_.head_dim, [&](int64_t d, auto, auto store_at) {
+        // Adding zero turns -0 into +0, the one trace a key of weight zero could leave.
+        store_at(to + d, load(from + d) * inverse_sum + 0.0f);
+      });
+    }
+  }
+
+  const AttentionArgs& args_;
+  const AttentionTile& tile_;
+  const int64_t kv_head_, group_;
+  const int64_t row_heads_;  // query heads of the tile's rows, those of a row adjacent
+  const int64_t dim_stride_, score_stride_;
+  float* const block_;  // a block of keys, transposed; then of values
+  float* const q_;
+  float* const out_;
+  float* const scores_;  // by position; then their exponentials
+  float* const tail_scores_;
+  float* const inverse_sums_;
+};
+
+}  // namespace
+}  // namespace rollout::ROLLOUT_ISA

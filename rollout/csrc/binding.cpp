@@ -1,0 +1,281 @@
+// Python's view of the ops. Tensors come as address, shape and strides in elements: a tensor
+// exchange would cost more than a small op. The callers, rollout/ops/*/native.py, have checked
+// device, dtype and that the last dimension is adjacent; what is checked here is that sizes agree.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "attention_schedule.h"
+#include "ops.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using rollout::DType;
+using Address = uintptr_t;
+using Dims2 = std::array<int64_t, 2>;
+using Dims3 = std::array<int64_t, 3>;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+template <typename T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <typename T>
+std::span<const T> view(Address address, int64_t count) {
+  return {at<const T>(address), static_cast<size_t>(count)};
+}
+
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+void rms_norm(int dtype, Address x, Dims3 shape, Dims3 strides, Address weight, int64_t weight_len,
+              float eps, Address out, int threads) {
+  require(weight_len == shape[2], "weight_E: its length must be x's last dimension");
+  rollout::rms_norm({.dtype = DType{dtype},
+                     .x = at(x),
+                     .x_row_stride = strides[0],
+                     .x_head_stride = strides[1],
+                     .residual = nullptr,
+                     .residual_row_stride = 0,
+                     .weight = at(weight),
+                     .out = at(out),
+                     .rows = shape[0] * shape[1],
+                     .heads = shape[1],
+                     .width = shape[2],
+                     .eps = eps},
+                    threads);
+}
+
+void add_rms_norm(int dtype, Address x, Dims2 shape, Dims2 strides, Address residual,
+                  Dims2 residual_shape, Dims2 residual_strides, Address weight, int64_t weight_len,
+                  float eps, Address out, int threads) {
+  require(weight_len == shape[1], "weight_E: its length must be x's last dimension");
+  require(residual_shape == shape, "residual_TE: must have x's shape");
+  rollout::rms_norm({.dtype = DType{dtype},
+                     .x = at(x),
+                     .x_row_stride = strides[0],
+                     .x_head_stride = 0,
+                     .residual = at(residual),
+                     .residual_row_stride = residual_strides[0],
+                     .weight = at(weight),
+                     .out = at(out),
+                     .rows = shape[0],
+                     .heads = 1,
+                     .width = shape[1],
+                     .eps = eps},
+                    threads);
+}
+
+void rotary(int dtype, Address q, Dims3 q_shape, Dims3 q_strides, Address k, Dims3 k_shape,
+            Dims3 k_strides, Address positions, int64_t positions_len, bool wide_positions,
+            Address cos_sin, Dims2 cos_sin_shape, int threads) {
+  require(k_shape[0] == q_shape[0] && k_shape[2] == q_shape[2],
+          "k_TKD: must have q's rows and head_dim");
+  require(positions_len == q_shape[0], "positions_T: must have one position per row");
+  require(cos_sin_shape[1] % 2 == 0 && cos_sin_shape[1] <= q_shape[2],
+          "cos_sin_PR: R must be even and at most head_dim");
+  rollout::rotary({.dtype = DType{dtype},
+                   .q = at(q),
+                   .k = at(k),
+                   .q_row_stride = q_strides[0],
+                   .q_head_stride = q_strides[1],
+                   .k_row_stride = k_strides[0],
+                   .k_head_stride = k_strides[1],
+                   .rows = q_shape[0],
+                   .q_heads = q_shape[1],
+                   .k_heads = k_shape[1],
+                   .positions = {at(positions), wide_positions},
+                   .cos_sin = at<const float>(cos_sin),
+                   .max_positions = cos_sin_shape[0],
+                   .half = cos_sin_shape[1] / 2},
+                  threads);
+}
+
+void store_kv(int dtype, Dims3 shape, Address k, Dims3 k_strides, Address v, Dims3 v_shape,
+              Dims3 v_strides, Dims3 pool_shape, Address k_pool, Dims3 k_pool_strides,
+              Address v_pool, Dims3 v_pool_shape, Dims3 v_pool_strides, Address slots,
+              int64_t slots_len, bool wide_slots, int threads) {
+  require(v_shape == shape, "v_TKD: must have k's shape");
+  require(v_pool_shape == pool_shape, "v_pool_SKD: must have k_pool's shape");
+  require(pool_shape[1] == shape[1] && pool_shape[2] == shape[2],
+          "k_pool_SKD: must have k's heads and head_dim");
+  require(slots_len == shape[0], "slots_T: must have one slot per row");
+  rollout::store_kv({.dtype = DType{dtype},
+                     .k = at(k),
+                     .v = at(v),
+                     .k_row_stride = k_strides[0],
+                     .k_head_stride = k_strides[1],
+                     .v_row_stride = v_strides[0],
+                     .v_head_stride = v_strides[1],
+                     .k_pool = at(k_pool),
+                     .v_pool = at(v_pool),
+                     .k_slot_stride = k_pool_strides[0],
+                     .k_pool_head_stride = k_pool_strides[1],
+                     .v_slot_stride = v_pool_strides[0],
+                     .v_pool_head_stride = v_pool_strides[1],
+                     .rows = shape[0],
+                     .heads = shape[1],
+                     .head_dim = shape[2],
+                     .num_slots = pool_shape[0],
+                     .slots = {at(slots), wide_slots}},
+                    threads);
+}
+
+void silu_mul(int dtype, Address gate_up, Dims2 shape, Dims2 strides, Address out, int threads) {
+  require(shape[1] % 2 == 0, "gate_up_T2F: its last dimension must be even");
+  rollout::silu_mul({.dtype = DType{dtype},
+                     .gate_up = at(gate_up),
+                     .row_stride = strides[0],
+                     .out = at(out),
+                     .rows = shape[0],
+                     .width = shape[1] / 2},
+                    threads);
+}
+
+void make_schedule(rollout::AttentionSchedule* self, Address req_to_token, Dims2 table_shape,
+                   int64_t table_row_stride, int64_t entries, int64_t nodes, Address rows,
+                   Address q_offsets, Address starts, Address run_lens, Address node_offsets,
+                   Address node_masks, Address node_slots, Dims3 q_shape, Dims3 pool_shape) {
+  new (self) rollout::AttentionSchedule({.req_to_token = at<const int32_t>(req_to_token),
+                                         .table_rows = table_shape[0],
+                                         .max_context = table_shape[1],
+                                         .table_row_stride = table_row_stride,
+                                         .rows = view<int32_t>(rows, entries),
+                                         .q_offsets = view<int32_t>(q_offsets, entries + 1),
+                                         .starts = view<int32_t>(starts, entries),
+                                         .run_lens = view<int32_t>(run_lens, entries),
+                                         .node_offsets = view<int32_t>(node_offsets, entries + 1),
+                                         .node_masks = view<int64_t>(node_masks, nodes),
+                                         .node_slots = view<int32_t>(node_slots, nodes)},
+                                        {.query_rows = q_shape[0],
+                                         .heads = q_shape[1],
+                                         .kv_heads = pool_shape[1],
+                                         .slots = pool_shape[0]});
+}
+
+bool fits(const rollout::AttentionSchedule& schedule, Dims3 q_shape, Dims3 pool_shape) {
+  return schedule.sizes() == rollout::AttentionSizes{.query_rows = q_shape[0],
+                                                     .heads = q_shape[1],
+                                                     .kv_heads = pool_shape[1],
+                                                     .slots = pool_shape[0]};
+}
+
+void paged_attention(const rollout::AttentionSchedule& schedule, int dtype, Address q,
+                     Dims3 q_shape, Dims3 q_strides, Dims3 pool_shape, Address k_pool,
+                     Dims3 k_strides, Address v_pool, Dims3 v_shape, Dims3 v_strides, float scale,
+                     Address out, int threads) {
+  require(fits(schedule, q_shape, pool_shape), "the schedule was made for other sizes");
+  require(v_shape == pool_shape, "v_pool_SKD: must have k_pool's shape");
+  require(pool_shape[2] == q_shape[2], "k_pool_SKD: must have q's head_dim");
+  rollout::paged_attention({.dtype = DType{dtype},
+                            .q = at(q),
+                            .q_row_stride = q_strides[0],
+                            .q_head_stride = q_strides[1],
+                            .k_pool = at(k_pool),
+                            .v_pool = at(v_pool),
+                            .k_slot_stride = k_strides[0],
+                            .k_head_stride = k_strides[1],
+                            .v_slot_stride = v_strides[0],
+                            .v_head_stride = v_strides[1],
+                            .out = at(out),
+                            .kv_heads = pool_shape[1],
+                            .group = q_shape[1] / pool_shape[1],
+                            .head_dim = q_shape[2],
+                            .scale = scale},
+                           schedule, threads);
+}
+
+rollout::CategoricalArgs logits_args(int dtype, Address logits, Dims2 shape, Dims2 strides,
+                                     Address temperature, int64_t temperatures, Address out) {
+  require(temperatures == shape[0], "temperature_R: must have one temperature per row");
+  return {.dtype = DType{dtype},
+          .logits = at(logits),
+          .row_stride = strides[0],
+          .vocab = shape[1],
+          .temperature = at<const float>(temperature),
+          .uniform = nullptr,
+          .given_tokens = nullptr,
+          .tokens = nullptr,
+          .out = at<float>(out)};
+}
+
+void categorical(int dtype, Address logits, Dims2 shape, Dims2 strides, Address temperature,
+                 int64_t temperatures, Address uniform, int64_t uniforms, Address tokens,
+                 Address logprobs, int threads) {
+  require(uniforms == shape[0], "uniform_R: must have one number per row");
+  auto args = logits_args(dtype, logits, shape, strides, temperature, temperatures, logprobs);
+  args.uniform = at<const double>(uniform);
+  args.tokens = at<int64_t>(tokens);
+  rollout::categorical(args, shape[0], threads);
+}
+
+void token_logprobs(int dtype, Address logits, Dims2 shape, Dims2 strides, Address temperature,
+                    int64_t temperatures, Address tokens, int64_t tokens_len, Address logprobs,
+                    int threads) {
+  require(tokens_len == shape[0], "tokens_R: must have one token per row");
+  auto args = logits_args(dtype, logits, shape, strides, temperature, temperatures, logprobs);
+  args.given_tokens = at<const int64_t>(tokens);
+  rollout::token_logprobs(args, shape[0], threads);
+}
+
+void entropy(int dtype, Address logits, Dims2 shape, Dims2 strides, Address temperature,
+             int64_t temperatures, Address out, int threads) {
+  rollout::entropy(logits_args(dtype, logits, shape, strides, temperature, temperatures, out),
+                   shape[0], threads);
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+  m.doc() = "The engine's ops on CPU tensors, by address. See rollout.ops for what they compute.";
+  m.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
+  m.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
+  m.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  m.def(
+      "instruction_set", [] { return rollout::kernels().name; },
+      "Which kernels run: avx512, avx2 or generic.");
+  m.def("set_gomp_parallel", &rollout::set_gomp_parallel, "address"_a,
+        "Hand over GOMP_parallel of the OpenMP runtime to run on; 0 is serial.");
+
+  m.def("rms_norm", &rms_norm, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weight"_a, "weight_len"_a,
+        "eps"_a, "out"_a, "threads"_a, Unlocked());
+  m.def("add_rms_norm", &add_rms_norm, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "residual"_a,
+        "residual_shape"_a, "residual_strides"_a, "weight"_a, "weight_len"_a, "eps"_a, "out"_a,
+        "threads"_a, Unlocked());
+  m.def("rotary", &rotary, "dtype"_a, "q"_a, "q_shape"_a, "q_strides"_a, "k"_a, "k_shape"_a,
+        "k_strides"_a, "positions"_a, "positions_len"_a, "wide_positions"_a, "cos_sin"_a,
+        "cos_sin_shape"_a, "threads"_a, Unlocked());
+  m.def("store_kv", &store_kv, "dtype"_a, "shape"_a, "k"_a, "k_strides"_a, "v"_a, "v_shape"_a,
+        "v_strides"_a, "pool_shape"_a, "k_pool"_a, "k_pool_strides"_a, "v_pool"_a, "v_pool_shape"_a,
+        "v_pool_strides"_a, "slots"_a, "slots_len"_a, "wide_slots"_a, "threads"_a, Unlocked());
+  m.def("silu_mul", &silu_mul, "dtype"_a, "gate_up"_a, "shape"_a, "strides"_a, "out"_a, "threads"_a,
+        Unlocked());
+
+  nb::class_<rollout::AttentionSchedule>(
+      m, "AttentionSchedule", "An AttentionPlan checked and cut into tiles; it borrows the arrays.")
+      .def("__init__", &make_schedule, "req_to_token"_a, "table_shape"_a, "table_row_stride"_a,
+           "entries"_a, "nodes"_a, "rows"_a, "q_offsets"_a, "starts"_a, "run_lens"_a,
+           "node_offsets"_a, "node_masks"_a, "node_slots"_a, "q_shape"_a, "pool_shape"_a)
+      .def("fits", &fits, "q_shape"_a, "pool_shape"_a);
+  m.def("paged_attention", &paged_attention, "schedule"_a, "dtype"_a, "q"_a, "q_shape"_a,
+        "q_strides"_a, "pool_shape"_a, "k_pool"_a, "k_strides"_a, "v_pool"_a, "v_shape"_a,
+        "v_strides"_a, "scale"_a, "out"_a, "threads"_a, Unlocked());
+
+  m.def("categorical", &categorical, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
+        "temperatures"_a, "uniform"_a, "uniforms"_a, "tokens"_a, "logprobs"_a, "threads"_a,
+        Unlocked());
+  m.def("token_logprobs", &token_logprobs, "dtype"_a, "logits"_a, "shape"_a, "strides"_a,
+        "temperature"_a, "temperatures"_a, "tokens"_a, "tokens_len"_a, "logprobs"_a, "threads"_a,
+        Unlocked());
+  m.def("entropy", &entropy, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
+        "temperatures"_a, "out"_a, "threads"_a, Unlocked());
+}

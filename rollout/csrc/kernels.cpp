@@ -1,0 +1,70 @@
+// The kernels of one instruction set, ROLLOUT_ISA. See CMakeLists.txt for how it is compiled.
+#include "kernels.h"
+
+#include "attention.h"
+#include "categorical.h"
+#include "rms_norm.h"
+#include "rotary.h"
+#include "silu_mul.h"
+
+namespace rollout::ROLLOUT_ISA {
+namespace {
+
+// Calls f(T{}) with the element type of `dtype`.
+template <typename Function>
+inline void with_type(DType dtype, const Function& f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(float{});
+    case DType::kBFloat16:
+      return f(BFloat16{});
+    case DType::kFloat16:
+      return f(Half{});
+  }
+}
+
+void rms_norm(const RmsNormArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) { rms_norm_rows<decltype(type)>(args, begin, end); });
+}
+
+void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) { rotary_rows<decltype(type)>(args, begin, end); });
+}
+
+void silu_mul(const SiluMulArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) { silu_mul_rows<decltype(type)>(args, begin, end); });
+}
+
+void attend(const AttentionArgs& args, const AttentionTile& tile, int64_t kv_head, float* scratch) {
+  with_type(args.dtype,
+            [&](auto type) { TileAttention<decltype(type)>(args, tile, kv_head, scratch).run(); });
+}
+
+void categorical(const CategoricalArgs& args, int64_t row, float* block_sums) {
+  with_type(args.dtype, [&](auto type) { categorical_row<decltype(type)>(args, row, block_sums); });
+}
+
+void token_logprob(const CategoricalArgs& args, int64_t row) {
+  with_type(args.dtype, [&](auto type) { token_logprob_row<decltype(type)>(args, row); });
+}
+
+void entropy(const CategoricalArgs& args, int64_t row) {
+  with_type(args.dtype, [&](auto type) { entropy_row<decltype(type)>(args, row); });
+}
+
+#define ROLLOUT_STRING_(x) #x
+#define ROLLOUT_STRING(x) ROLLOUT_STRING_(x)
+
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
+                          rms_norm,
+                          rotary,
+                          silu_mul,
+                          attend,
+                          categorical,
+                          token_logprob,
+                          entropy};
+
+}  // namespace rollout::ROLLOUT_ISA

@@ -1,0 +1,118 @@
+// What a kernel is told, and the table of kernels each instruction set fills.
+//
+// Pointers are to elements of `dtype` unless typed; strides count elements, and the elements of a
+// row or of a head are adjacent. Row kernels take a half-open range of rows.
+#pragma once
+
+#include <cstdint>
+
+namespace rollout {
+
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+constexpr int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+struct RmsNormArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_row_stride, x_head_stride;  // row r of the flat output is x[r / heads][r % heads]
+  void* residual;                       // or null: x is normalised, not residual += x
+  int64_t residual_row_stride;
+  const void* weight;
+  void* out;  // contiguous
+  int64_t rows, heads, width;
+  float eps;
+};
+
+// Token indices that come from torch are int32 or int64.
+struct Indices {
+  const void* data;
+  bool wide;
+
+  int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+struct RotaryArgs {
+  DType dtype;
+  void* q;
+  void* k;
+  int64_t q_row_stride, q_head_stride, k_row_stride, k_head_stride;
+  int64_t rows, q_heads, k_heads;
+  Indices positions;
+  const float* cos_sin;  // contiguous [max_positions, 2 * half]
+  int64_t max_positions, half;
+};
+
+struct SiluMulArgs {
+  DType dtype;
+  const void* gate_up;
+  int64_t row_stride;
+  void* out;  // contiguous [rows, width]
+  int64_t rows, width;
+};
+
+struct AttentionArgs {
+  DType dtype;
+  const void* q;
+  int64_t q_row_stride, q_head_stride;
+  const void* k_pool;
+  const void* v_pool;
+  int64_t k_slot_stride, k_head_stride, v_slot_stride, v_head_stride;
+  void* out;  // contiguous [rows, kv_heads * group, head_dim]
+  int64_t kv_heads, group, head_dim;
+  float scale;
+};
+
+constexpr int kMaxTailKeys = 64;
+
+// Consecutive query rows of one entry. All see the keys of `shared_slots`; row r then sees the tail
+// keys whose bits are set in tail_masks[r], in order. A causal run is a chain, so runs and trees
+// are one case: a row's keys in position order, whatever shares its tile.
+struct AttentionTile {
+  const int32_t* shared_slots;
+  const int32_t* tail_slots;
+  const uint64_t* tail_masks;
+  int32_t shared_len, tail_len;
+  int32_t first_row, rows;
+};
+
+// Floats of scratch one tile needs; the bound holds for every instruction set.
+constexpr int64_t attention_scratch_floats(int64_t rows, int64_t group, int64_t head_dim,
+                                           int64_t max_len) {
+  const int64_t padded_dim = (head_dim + 15) / 16 * 16;
+  const int64_t row_heads = rows * group;
+  const int64_t score_stride = (max_len + 63) / 64 * 64 + 16;
+  return row_heads * (2 * padded_dim + score_stride + kMaxTailKeys + 1) + 2 * 64 * padded_dim + 128;
+}
+
+constexpr int64_t kVocabBlock = 256;  // tokens whose probabilities are summed in float32
+
+struct CategoricalArgs {
+  DType dtype;
+  const void* logits;
+  int64_t row_stride, vocab;
+  const float* temperature;
+  const double* uniform;        // categorical
+  const int64_t* given_tokens;  // token_logprobs
+  int64_t* tokens;              // categorical
+  float* out;                   // logprobs or entropies
+};
+
+struct Kernels {
+  const char* name;
+  void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
+  void (*rotary)(const RotaryArgs& args, int64_t begin, int64_t end);
+  void (*silu_mul)(const SiluMulArgs& args, int64_t begin, int64_t end);
+  void (*attend)(const AttentionArgs& args, const AttentionTile& tile, int64_t kv_head,
+                 float* scratch);
+  // block_sums: scratch of ceil(vocab / kVocabBlock) floats.
+  void (*categorical)(const CategoricalArgs& args, int64_t row, float* block_sums);
+  void (*token_logprob)(const CategoricalArgs& args, int64_t row);
+  void (*entropy)(const CategoricalArgs& args, int64_t row);
+};
+
+const Kernels& kernels();  // the best this processor runs
+
+}  // namespace rollout

@@ -1,0 +1,33 @@
+// The ops over whole tensors: arguments checked, work cut into items, items run on threads.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_schedule.h"
+#include "kernels.h"
+
+namespace rollout {
+
+struct StoreKvArgs {
+  DType dtype;
+  const void* k;
+  const void* v;
+  int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;
+  void* k_pool;
+  void* v_pool;
+  int64_t k_slot_stride, k_pool_head_stride, v_slot_stride, v_pool_head_stride;
+  int64_t rows, heads, head_dim, num_slots;
+  Indices slots;
+};
+
+// std::out_of_range for an index, std::invalid_argument for a size; nothing is written then.
+void rms_norm(const RmsNormArgs& args, int threads);
+void rotary(const RotaryArgs& args, int threads);
+void store_kv(const StoreKvArgs& args, int threads);
+void silu_mul(const SiluMulArgs& args, int threads);
+void paged_attention(const AttentionArgs& args, const AttentionSchedule& schedule, int threads);
+void categorical(const CategoricalArgs& args, int64_t rows, int threads);
+void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads);
+void entropy(const CategoricalArgs& args, int64_t rows, int threads);
+
+}  // namespace rollout

@@ -1,0 +1,32 @@
+"""Attention of a step's query rows over the KV slots, causal runs and draft trees alike.
+
+Legend: T query rows, H query heads, K kv heads, D head_dim, S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.paged_attention import native, reference
+from rollout.ops.paged_attention.plan import AttentionPlan
+
+__all__ = ["AttentionPlan", "paged_attention"]
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pool_SKD: torch.Tensor,
+    v_pool_SKD: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+) -> torch.Tensor:
+    """``softmax(q k^T * scale) v`` for every query row over the keys the plan gives it.
+
+    The step's own keys and values are in the pools already. Query head h reads kv head
+    h // (H / K). All of one dtype, float32 inside, one rounding. Padding rows come out as zeros.
+    Returns a new contiguous [T, H, D].
+    Raises ValueError when the plan contradicts itself or names a row or slot that is not there.
+    """
+    if native.supports(q_THD, k_pool_SKD, v_pool_SKD):
+        return native.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
+    return reference.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)

@@ -1,0 +1,59 @@
+"""Paged attention on CPU tensors.
+
+The compiled op wants the plan as a schedule of tiles. It is made by the first layer of a step and
+kept on the plan for the others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.extension import DTYPE_CODES, cpu, supports
+from rollout.ops.paged_attention.plan import AttentionPlan
+
+__all__ = ["paged_attention", "supports"]
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pool_SKD: torch.Tensor,
+    v_pool_SKD: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+) -> torch.Tensor:
+    q_shape, pool_shape = q_THD.shape, k_pool_SKD.shape
+    if plan.schedule is None or not plan.schedule.fits(q_shape, pool_shape):
+        plan.schedule = cpu.AttentionSchedule(
+            plan.req_to_token.data_ptr(),
+            plan.req_to_token.shape,
+            plan.req_to_token.stride(0),
+            plan.rows_B.numel(),
+            plan.node_slots_N.numel(),
+            plan.rows_B.data_ptr(),
+            plan.q_offsets_B1.data_ptr(),
+            plan.starts_B.data_ptr(),
+            plan.run_lens_B.data_ptr(),
+            plan.node_offsets_B1.data_ptr(),
+            plan.node_masks_N.data_ptr(),
+            plan.node_slots_N.data_ptr(),
+            q_shape,
+            pool_shape,
+        )
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    cpu.paged_attention(
+        plan.schedule,
+        DTYPE_CODES[q_THD.dtype],
+        q_THD.data_ptr(),
+        q_shape,
+        q_THD.stride(),
+        pool_shape,
+        k_pool_SKD.data_ptr(),
+        k_pool_SKD.stride(),
+        v_pool_SKD.data_ptr(),
+        v_pool_SKD.shape,
+        v_pool_SKD.stride(),
+        scale,
+        out_THD.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out_THD

@@ -1,0 +1,56 @@
+"""What attention must know of a step, besides queries and pools.
+
+Legend: B entries, N draft nodes, T query rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollout.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from rollout._cpu import AttentionSchedule
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class AttentionPlan:
+    """Made by the runner for one step, read by every layer, never written to after the first.
+
+    Tensors contiguous, on one device.
+
+    Entry b owns query rows [q_offsets[b], q_offsets[b + 1]): first the rows of its causal run, row
+    j at position start + j, then its draft nodes. Draft node j of an entry is tree node j + 1; tree
+    node 0, the root, is the run's last token. Parents come before their children. Rows of T past
+    q_offsets[B] are padding.
+
+    With ``req_to_token[rows[b]]`` the entry's slots by position, row j of the run sees the slots
+    [0, start + j + 1) and a node sees [0, start + run_len), then the slots of the draft nodes on
+    its path in depth order, itself last: in position order, the keys plain decoding would see.
+    """
+
+    req_to_token: torch.Tensor  # int32 [rows, max_context]: the whole table, rows may be strided
+    rows_B: torch.Tensor  # int32, row of req_to_token
+    q_offsets_B1: torch.Tensor  # int32
+    starts_B: torch.Tensor  # int32, position of the run's first token
+    run_lens_B: torch.Tensor  # int32
+    node_offsets_B1: torch.Tensor  # int32; entry b owns nodes [offsets[b], offsets[b + 1])
+    node_masks_N: torch.Tensor  # int64 bits: bit k set when tree node k is on the path; root bit 0
+    node_slots_N: torch.Tensor  # int32
+    # The CPU op's own form of the above, made at the first layer.
+    schedule: AttentionSchedule | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("req_to_token", "rows_B", "q_offsets_B1", "starts_B", "run_lens_B",
+                     "node_offsets_B1", "node_masks_N", "node_slots_N"):  # fmt: skip
+            tensor = getattr(self, name)
+            dtype = torch.int64 if name == "node_masks_N" else torch.int32
+            if tensor.dtype is not dtype:
+                raise InvalidInputError(f"AttentionPlan.{name}", tensor.dtype, f"must be {dtype}")
+            if tensor.numel() and tensor.stride(-1) != 1:
+                raise InvalidInputError(
+                    f"AttentionPlan.{name}", tensor.stride(), "must be adjacent in memory"
+                )

@@ -1,0 +1,27 @@
+"""RMS normalisation. E hidden, T rows."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.rms_norm import native, reference
+
+
+def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x * rsqrt(mean(x^2) + eps)`` rounded to x.dtype, times weight, rounded again.
+
+    x: [..., E], rows may be strided but their elements are adjacent; weight_E has x's dtype.
+    Returns a new contiguous tensor of x's shape and dtype.
+    """
+    if native.supports(x, weight_E):
+        return native.rms_norm(x, weight_E, eps)
+    return reference.rms_norm(x, weight_E, eps)
+
+
+def add_rms_norm(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """``residual += x`` in place, rounded; returns ``rms_norm(residual)``. All of one dtype."""
+    if native.supports(x_TE, residual_TE, weight_E):
+        return native.add_rms_norm(x_TE, residual_TE, weight_E, eps)
+    return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
