@@ -33,9 +33,8 @@ def num_kv_slots(
         slots = min(slots, config.max_kv_tokens)
     if slots < 2:
         raise OutOfMemoryError(
-            f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it at least "
-            f"{2 * slot_bytes} bytes, and as many times {slot_bytes} as your longest request has "
-            "tokens"
+            f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it "
+            f"{slot_bytes} bytes for each token of your longest request, and for two at least"
         )
     return slots
 

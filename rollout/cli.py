@@ -1,0 +1,151 @@
+"""The `specrollout` command: Hydra composes the configuration, and nothing below sees Hydra."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+import rich
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.markup import escape
+
+from rollout.errors import InvalidInputError, RolloutError
+from rollout.offline import JobResult, JobStatus, RunConfig, run_job
+from rollout.specs import WorkerFactory
+
+EXIT_ERROR = 1
+EXIT_BAD_INPUT = 2
+EXIT_SIGNAL = 128  # plus the signal's number, as shells do
+
+DEFAULT_OUTPUT = "rollouts.jsonl"
+
+
+def main() -> None:
+    register_config_schema()
+    command = _Command()
+
+    # Hydra would print a traceback of its own and end with 1 whatever happened, and after the
+    # first failure drop the rest of a sweep; so no error of ours reaches it.
+    @hydra.main(config_path="pkg://rollout.conf", config_name="config", version_base="1.3")
+    def run(config: DictConfig) -> None:
+        command.run(config)
+
+    try:
+        run()
+    except KeyboardInterrupt:  # outside generation: nothing to save
+        sys.exit(EXIT_SIGNAL + 2)
+    sys.exit(command.exit_code)
+
+
+def register_config_schema() -> None:
+    """Types and checks for conf/config.yaml, under the name by which its defaults list asks."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="specrollout")
+
+
+class _Command:
+    """The jobs of one command: one, or those of a sweep one after the other."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._outputs: set[Path] = set()
+
+    def run(self, config: DictConfig) -> None:
+        try:
+            run_config = run_config_from(config)
+            self._claim_output(run_config)
+            result = run_job(run_config, worker_factory(run_config.spec), rich.get_console())
+        except RolloutError as error:
+            _print_error(str(error))
+            bad_input = isinstance(error, InvalidInputError)
+            self._fail(EXIT_BAD_INPUT if bad_input else EXIT_ERROR)
+        except OmegaConfBaseException as error:
+            _print_error(str(error))
+            self._fail(EXIT_BAD_INPUT)
+        else:
+            if result.status is JobStatus.STOPPED:
+                _stop(result)
+
+    def _claim_output(self, config: RunConfig) -> None:
+        assert config.output.path is not None, "run_config_from() gave a default"
+        path = Path(config.output.path).resolve()
+        if path in self._outputs:
+            raise InvalidInputError(
+                "output.path",
+                config.output.path,
+                "another job of this sweep wrote it: leave it out, for one file per job, or make "
+                "it differ, as in output.path='runs/${hydra:job.num}.jsonl'",
+            )
+        self._outputs.add(path)
+
+    def _fail(self, code: int) -> None:
+        self.exit_code = self.exit_code or code
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+
+
+def run_config_from(config: DictConfig) -> RunConfig:
+    """The composed configuration as checked dataclasses. Raises InvalidInputError."""
+    required = {"model.path": "model.path=my/model", "data.path": "data.path=prompts.jsonl"}
+    for name in sorted(OmegaConf.missing_keys(config), reverse=True):
+        example = f", for example {required[name]}" if name in required else ""
+        raise InvalidInputError(name, None, f"must be given{example} (see specrollout --help)")
+    if config.output.path is None:
+        hydra_config = HydraConfig.get()
+        sweeps = hydra_config.mode is RunMode.MULTIRUN
+        folder = Path(hydra_config.runtime.output_dir) if sweeps else Path()
+        config = copy.deepcopy(config)
+        config.output.path = str(folder / DEFAULT_OUTPUT)
+    return cast(RunConfig, OmegaConf.to_object(config))
+
+
+def worker_factory(spec: dict[str, Any]) -> WorkerFactory:
+    """What conf/spec names in ``_target_``, with the other keys as its options.
+
+    Raises InvalidInputError for a target that cannot be imported or an option it does not have.
+    """
+    options = {name: value for name, value in spec.items() if name != "_target_"}
+    target = spec.get("_target_")
+    try:
+        build = hydra.utils.get_method(str(target))
+    except (ImportError, ValueError) as error:
+        raise InvalidInputError("spec._target_", target, f"cannot be imported: {error}") from None
+    known = list(inspect.signature(build).parameters)[1:]  # the first is the configuration
+    for name, value in options.items():
+        if name not in known:
+            raise InvalidInputError(
+                f"spec.{name}", value, f"{target} knows {', '.join(known) or 'no options'}"
+            )
+    return functools.partial(build, **options)
+
+
+def _stop(result: JobResult) -> None:
+    assert result.signal is not None
+    assert result.summary is not None
+    done = result.summary.rollouts + result.summary.resumed
+    rich.print(
+        f"stopped by {result.signal.name} with {done} rollouts written: run the same command again "
+        "to go on",
+    )
+    sys.exit(EXIT_SIGNAL + result.signal)
+
+
+def _print_error(message: str) -> None:
+    Console(stderr=True).print(
+        f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True
+    )
+
+
+if __name__ == "__main__":
+    main()

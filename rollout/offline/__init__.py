@@ -1,0 +1,17 @@
+"""The dataset job: a file of prompts in, a file of rollouts out, stopped and resumed at will."""
+
+from rollout.offline.config import DataConfig, LogConfig, OnError, OutputConfig, RunConfig
+from rollout.offline.job import JobResult, JobStatus, run_job
+from rollout.offline.sink import OutputError
+
+__all__ = [
+    "DataConfig",
+    "JobResult",
+    "JobStatus",
+    "LogConfig",
+    "OnError",
+    "OutputConfig",
+    "OutputError",
+    "RunConfig",
+    "run_job",
+]

@@ -1,0 +1,120 @@
+"""Checks every prompt before any is generated from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.engine import RolloutEngine
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.offline.arrow import ColumnTypes
+from rollout.offline.config import OnError
+from rollout.offline.prompts import BrokenRow, PromptFile, PromptRow, carried
+from rollout.types import Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
+
+_MOST_SHOWN = 10
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckedPrompts:
+    """A prompts file all of whose rows are known to be good, or to be skipped."""
+
+    file: PromptFile
+    num_rows: int = 0  # broken ones included
+    skipped: set[int] = field(default_factory=set)
+    carried_schema: Any = None  # of prompt and extra columns; only where the output is Parquet
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_rows - len(self.skipped)
+
+    def rows(self) -> Iterator[PromptRow]:
+        for row in self.file.rows():
+            if isinstance(row, PromptRow) and row.index not in self.skipped:
+                yield row
+
+
+def check_rows(
+    file: PromptFile, on_error: OnError, output: Path, reserved: Collection[str]
+) -> CheckedPrompts:
+    """What can be told without the model. ``reserved`` are columns the output has of its own.
+
+    Raises InvalidInputError for broken rows, unless they are skipped, for a column that would be
+    there twice, and for a file without prompts.
+    """
+    checked = CheckedPrompts(file=file)
+    types = ColumnTypes(output) if output.suffix == ".parquet" else None
+    sources: dict[str, str] = {}  # column in the output -> column in the file
+    broken: list[BrokenRow] = []
+    for row in file.rows():
+        checked.num_rows += 1
+        if isinstance(row, BrokenRow):
+            broken.append(row)
+            continue
+        if twice := row.extras.keys() & {"prompt", *reserved}:
+            raise InvalidInputError(
+                "data.path",
+                str(file.path),
+                f"{row.where} has columns that the output has too: {', '.join(sorted(twice))}; "
+                "rename them, or choose those to carry through with data.columns",
+            )
+        if types is not None:
+            sources |= {"prompt": row.prompt_column} | {name: name for name in row.extras}
+            if not file.is_parquet:
+                types.add(carried(row))
+    _handle(broken, checked, on_error)
+    if types is not None:
+        if file.is_parquet:
+            types.declare(file.path, sources)
+        checked.carried_schema = types.schema()
+    return checked
+
+
+def check_tokens(
+    checked: CheckedPrompts, engine: RolloutEngine, params: SamplingParams, on_error: OnError
+) -> None:
+    """What takes a tokenizer and the sizes of model and memory. Raises as `check_rows` does."""
+    broken = []
+    for row in checked.rows():
+        try:
+            _submit_and_abort(engine, row.prompt, params)
+        except (InvalidInputError, OutOfMemoryError) as error:
+            if isinstance(error, InvalidInputError) and error.field.startswith("sampling."):
+                raise
+            broken.append(BrokenRow(row.index, row.where, str(error)))
+    _handle(broken, checked, on_error)
+
+
+def _submit_and_abort(engine: RolloutEngine, prompt: Prompt, params: SamplingParams) -> None:
+    """Raises what submitting the prompt would. Nothing is computed."""
+    engine.abort(engine.submit(prompt, params).request_id)
+    engine.step()  # hands the aborted request out
+
+
+def _handle(broken: list[BrokenRow], checked: CheckedPrompts, on_error: OnError) -> None:
+    path = str(checked.file.path)
+    shown = [f"  {row.where} {row.reason}" for row in broken[:_MOST_SHOWN]]
+    if len(broken) > _MOST_SHOWN:
+        shown.append(f"  and {len(broken) - _MOST_SHOWN} more")
+    if broken and on_error is OnError.stop:
+        raise InvalidInputError(
+            "data.path",
+            path,
+            "\n".join(
+                [
+                    f"{len(broken)} of {checked.num_rows} rows cannot be used:",
+                    *shown,
+                    "mend them, or skip them with data.on_error=skip",
+                ]
+            ),
+        )
+    if broken:
+        log.warning("%s: skipped %d rows:\n%s", path, len(broken), "\n".join(shown))
+        checked.skipped |= {row.index for row in broken}
+    if checked.num_prompts == 0:
+        raise InvalidInputError("data.path", path, "holds no prompt that could be used")

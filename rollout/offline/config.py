@@ -1,0 +1,94 @@
+"""Configuration of the dataset job: the engine's parts, and what to read, write and log."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.errors import InvalidInputError
+from rollout.types import SamplingParams
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+class OnError(enum.StrEnum):
+    """Members are lower case because configuration files name members."""
+
+    stop = "stop"  # before any work, naming the broken rows
+    skip = "skip"  # warn, count, go on
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    path: str  # .jsonl or .parquet
+    prompt_column: str | None = None  # default: the first of PROMPT_COLUMNS that a row has
+    columns: list[str] | None = None  # carried through to the output; default: all others
+    limit: int | None = None  # the first so many rows
+    on_error: OnError = OnError.stop
+
+    def __post_init__(self) -> None:
+        _check_suffix("data.path", self.path)
+        if self.limit is not None and self.limit < 1:
+            raise InvalidInputError("data.limit", self.limit, "must be >= 1 row")
+
+
+@dataclass(kw_only=True, slots=True)
+class OutputConfig:
+    path: str | None = None  # .jsonl or .parquet; the caller of the job chooses a default
+    overwrite: bool = False  # what is there, instead of going on with it or refusing
+    prompt_ids: bool = False  # write the prompt's token ids too
+    # Counters of speculation. They depend on timing and interruptions, the rest of a row does not.
+    stats: bool = False
+    sync_seconds: float = 1.0  # at most so much is lost to a power cut; to a kill, nothing
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            _check_suffix("output.path", self.path)
+        if not self.sync_seconds >= 0:
+            raise InvalidInputError("output.sync_seconds", self.sync_seconds, "must be >= 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class LogConfig:
+    jsonl: str | None = None  # a file: one line of counters per logged step
+    tensorboard: str | None = None  # a folder for event files
+    every: int = 1  # steps between two logged ones
+    seconds: float = 5.0  # between two progress lines where there is no terminal
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise InvalidInputError("log.every", self.every, "must be >= 1 step")
+        if not self.seconds > 0:
+            raise InvalidInputError("log.seconds", self.seconds, "must be > 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    model: ModelConfig
+    data: DataConfig
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
+    exact: bool = True
+    num_threads: int | None = None
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
+            model=self.model,
+            memory=self.memory,
+            scheduler=self.scheduler,
+            exact=self.exact,
+            num_threads=self.num_threads,
+        )
+
+
+def _check_suffix(name: str, path: str) -> None:
+    if Path(path).suffix not in SUFFIXES:
+        raise InvalidInputError(name, path, f"must end in {' or '.join(SUFFIXES)}")

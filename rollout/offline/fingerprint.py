@@ -1,0 +1,81 @@
+"""What decides the content of an output, so that a job goes on only with what it began itself.
+
+Speculation, memory and scheduling are absent: they cannot be seen in the rollouts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rollout.offline.config import RunConfig
+
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def fingerprint(config: RunConfig) -> dict[str, Any]:
+    """Field -> value or hash, as JSON gives it back."""
+    model = Path(config.model.path)
+    tokenizer = Path(config.model.tokenizer or config.model.path)
+    fields: dict[str, Any] = {
+        "model": _files_hash(model, ("config.json", "generation_config.json")),
+        "model weights": _weights_hash(model),
+        "model tokenizer": _files_hash(tokenizer, _TOKENIZER_FILES),
+        "model.dtype": config.model.dtype.value,
+        "model.device": config.model.device,
+        "model.max_context_len": config.model.max_context_len,
+        "exact": config.exact,
+        "data (the prompts themselves)": _hash_file(Path(config.data.path)),
+        "data.prompt_column": config.data.prompt_column,
+        "data.columns": config.data.columns,
+        "data.limit": config.data.limit,
+        "output.prompt_ids": config.output.prompt_ids,
+        "output.stats": config.output.stats,
+    }
+    fields |= {f"sampling.{name}": value for name, value in asdict(config.sampling).items()}
+    return json.loads(json.dumps(fields))
+
+
+def differences(there: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One phrase per field that differs."""
+    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    return [
+        f"{name} differs"
+        if " " in name or name == "model"  # hashes say nothing to a reader
+        else f"{name} was {there.get(name)!r} and is {now.get(name)!r}"
+        for name in names
+    ]
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files_hash(folder: Path, names: tuple[str, ...]) -> str:
+    found = {name: _hash_file(folder / name) for name in names if (folder / name).is_file()}
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _weights_hash(folder: Path) -> str:
+    """Of names, sizes and evenly spaced samples: training changes every part of a checkpoint, and
+    reading all of one of hundreds of gigabytes would take as long as loading it."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1), os.SEEK_SET)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

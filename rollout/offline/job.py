@@ -1,0 +1,164 @@
+"""The job: check, resume, generate, write.
+
+while work is left:
+    submit what the engine has room for
+    for rollout in engine.step(): write it
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from rollout.engine import RolloutEngine
+from rollout.errors import InvalidInputError
+from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
+from rollout.offline.config import RunConfig
+from rollout.offline.fingerprint import fingerprint
+from rollout.offline.lock import OutputLock
+from rollout.offline.output import RolloutOutput
+from rollout.offline.progress import Progress, open_progress
+from rollout.offline.prompts import PromptFile, PromptRow
+from rollout.offline.rows import rollout_columns
+from rollout.offline.signals import StopSignals
+from rollout.offline.step_log import StepLog
+from rollout.offline.summary import Summary
+from rollout.specs import WorkerFactory
+from rollout.types import Rollout, SamplingParams
+
+log = logging.getLogger(__name__)
+
+_QUEUED_PER_RUNNING = 4  # enough for the scheduler to choose from, however long the file is
+
+
+class JobStatus(enum.Enum):
+    COMPLETED = "completed"
+    NOTHING_TO_DO = "nothing to do"  # the output was complete already
+    STOPPED = "stopped"  # by a signal; the same job goes on where it stopped
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    status: JobStatus
+    output: Path
+    summary: Summary | None = None  # None when there was nothing to do
+    signal: signal.Signals | None = None  # when stopped
+
+
+def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None = None) -> JobResult:
+    """Generate ``sampling.n`` rollouts for each prompt of ``data.path`` into ``output.path``.
+
+    Goes on with an output that the same job left unfinished. Progress and summary go to
+    ``console`` (default: standard output). Raises InvalidInputError before any work for prompts
+    that cannot be used, OutputError for an output that is another run's or cannot be written, and
+    whatever the engine raises for the model; rollouts finished before are in the output.
+    """
+    if config.output.path is None:
+        raise InvalidInputError("output.path", None, "must name a .jsonl or .parquet file")
+    path = Path(config.output.path)
+    console = console or Console()
+    columns = rollout_columns(config.output, config.sampling)
+    prompts = check_rows(PromptFile(config.data), config.data.on_error, path, columns)
+    with OutputLock(path):
+        output = RolloutOutput(path, config.output, config.sampling, fingerprint(config))
+        if output.completion is not None:
+            log.info("%s is complete with %d rollouts: nothing to do. Generate it anew with "
+                     "output.overwrite=true", path, output.completion["rollouts"])  # fmt: skip
+            return JobResult(JobStatus.NOTHING_TO_DO, path)
+        started = time.perf_counter()
+        log.info("loading %s", config.model.path)
+        engine = RolloutEngine.from_config(config.engine, factory)
+        check_tokens(prompts, engine, config.sampling, config.data.on_error)
+        load_seconds = time.perf_counter() - started
+        output.open(prompts.num_rows)
+        total = prompts.num_prompts * config.sampling.n
+        if output.num_done:
+            log.info("%d of %d rollouts are in %s already", output.num_done, total, path)
+        summary = Summary(
+            output=path,
+            load_seconds=load_seconds,
+            resumed=output.num_done,
+            skipped_prompts=len(prompts.skipped),
+        )
+        try:
+            with (
+                StopSignals() as stop,
+                StepLog(config.log) as step_log,
+                open_progress(console, total, output.num_done, config.log.seconds) as progress,
+            ):
+                job = _Job(config, engine, prompts, output, summary)
+                job.generate(stop, step_log, progress)
+            if stop.received is None:
+                output.finish(prompts.file, prompts.carried_schema, len(prompts.skipped))
+        finally:
+            output.close()
+        summary.print(console)
+    if stop.received is not None:
+        return JobResult(JobStatus.STOPPED, path, summary, stop.received)
+    return JobResult(JobStatus.COMPLETED, path, summary)
+
+
+class _Job:
+    """The loop, and which prompts have unfinished samples in the engine."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: RolloutEngine,
+        prompts: CheckedPrompts,
+        output: RolloutOutput,
+        summary: Summary,
+    ) -> None:
+        self._params: SamplingParams = config.sampling
+        self._engine = engine
+        self._output = output
+        self._summary = summary
+        self._missing = self._missing_samples(prompts)
+        self._most_submitted = _QUEUED_PER_RUNNING * config.scheduler.max_running
+        self._submitted: dict[tuple[int, int], PromptRow] = {}
+
+    def _missing_samples(self, prompts: CheckedPrompts) -> Iterator[tuple[PromptRow, int]]:
+        """Lazily, so that a long file is never in memory; the samples of a prompt together."""
+        for row in prompts.rows():
+            for sample_index in range(self._params.n):
+                if not self._output.has(row.index, sample_index):
+                    yield row, sample_index
+
+    def generate(self, stop: StopSignals, step_log: StepLog, progress: Progress) -> None:
+        started = time.perf_counter()
+        while stop.received is None:
+            self._submit()
+            if not self._engine.has_unfinished:
+                break
+            for rollout in self._engine.step():
+                self._write(rollout)
+                if not self._summary.rollouts:
+                    self._summary.first_rollout_seconds = time.perf_counter() - started
+                self._summary.rollouts += 1
+            metrics = self._engine.metrics()
+            step_log.write(self._engine, self._summary.rollouts)
+            progress.update(self._output.num_done, metrics.generated_tokens, metrics.accept_length)
+        self._summary.seconds = time.perf_counter() - started
+        self._summary.metrics = self._engine.metrics()
+
+    def _submit(self) -> None:
+        while len(self._submitted) < self._most_submitted:
+            following = next(self._missing, None)
+            if following is None:
+                break
+            row, sample_index = following
+            self._engine.submit(
+                row.prompt, self._params, prompt_index=row.index, sample_index=sample_index
+            )
+            self._submitted[row.index, sample_index] = row
+
+    def _write(self, rollout: Rollout) -> None:
+        row = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
+        self._output.append(rollout, row)

@@ -1,0 +1,129 @@
+"""Durable writing of JSON lines: what was appended survives a kill, and a disk that fills up."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import RolloutError
+
+
+class OutputError(RolloutError):
+    """The output cannot be written, or holds what this job did not write."""
+
+
+class JsonlSink:
+    """Appends lines to a file; each is whole in the operating system's hands when append returns.
+
+    A killed process therefore loses nothing. A power cut loses at most the last ``sync_seconds``:
+    fsync is paid no more often. When the disk is full the torn line is cut off again, so the file
+    stays a sequence of whole lines.
+    """
+
+    def __init__(self, path: Path, end: int = 0, *, sync_seconds: float = 1.0) -> None:
+        """Go on at byte ``end``, after the last whole line; what follows is cut off."""
+        self.path = path
+        self.end = end
+        self._sync_seconds = sync_seconds
+        self._synced_at = time.monotonic()
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.ftruncate(self._file, end)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise _cannot_write(path, error) from None
+
+    def append(self, line: bytes) -> int:
+        """Write one line, newline included; the offset it begins at."""
+        start, rest = self.end, memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.pwrite(self._file, rest, start + len(line) - len(rest)) :]
+            self.end += len(line)
+            if time.monotonic() - self._synced_at >= self._sync_seconds:
+                self.sync()
+        except OSError as error:
+            os.ftruncate(self._file, self.end)
+            raise _cannot_write(self.path, error) from None
+        return start
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
+        self._synced_at = time.monotonic()
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)
+
+
+def whole_rows(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(start, end, row) of each row, up to a torn tail: bytes half written when a process died.
+
+    Raises OutputError where something that is no row has rows after it.
+    """
+    torn: int | None = None
+    with path.open("rb") as file:
+        end = 0
+        for number, line in enumerate(file, start=1):
+            start, end = end, end + len(line)
+            row = _parse(line)
+            if row is None:
+                torn = torn or number
+            elif torn is not None:
+                raise OutputError(
+                    f"{path}: line {torn} is not a row of a rollout, and rows follow it: repair "
+                    "the file, choose another output.path, or start anew with "
+                    "output.overwrite=true"
+                )
+            else:
+                yield start, end, row
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file so that it is there whole or, if anything fails, as it was."""
+    scratch = path.with_name(path.name + ".tmp")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from None
+
+
+def sync_folder(folder: Path) -> None:
+    """A new name is durable once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"{path} cannot be written: {error.strerror}. What was written before is whole; make room "
+        "or give another output.path, and run the same command again to go on"
+    )

@@ -1,0 +1,91 @@
+"""What a run did, in one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rollout.engine_metrics import EngineMetrics
+
+
+@dataclass(kw_only=True, slots=True)
+class Summary:
+    """Of one run; a resumed job's earlier runs count only in ``resumed``."""
+
+    output: Path
+    rollouts: int = 0
+    resumed: int = 0  # rollouts that were in the output already
+    skipped_prompts: int = 0
+    load_seconds: float = 0.0  # model, tokenizer, and checking the prompts
+    seconds: float = 0.0  # of generation
+    first_rollout_seconds: float | None = None  # since generation began
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.metrics.generated_tokens / self.seconds if self.seconds else 0.0
+
+    def print(self, console: Console) -> None:
+        table = Table(title="summary", show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for name, value in self.lines():
+            table.add_row(name, value)
+        console.print(table)
+
+    def lines(self) -> list[tuple[str, str]]:
+        metrics = self.metrics
+        first = self.first_rollout_seconds
+        return [
+            ("rollouts", f"{self.rollouts:,}" + self._beside()),
+            ("prompt tokens", f"{metrics.prompt_tokens:,}, {metrics.cached_tokens:,} cached"),
+            ("generated tokens", f"{metrics.generated_tokens:,}"),
+            ("seconds", f"{self.seconds:.1f}, after {self.load_seconds:.1f} to load and check"),
+            ("tokens/s", f"{self.tokens_per_second:,.0f}"),
+            ("first rollout after", "-" if first is None else f"{first:.1f} s"),
+            ("engine steps", f"{metrics.steps:,}"),
+            ("target forwards", f"{metrics.target_forwards:,}, summed over requests"),
+            ("accept length", f"{metrics.accept_length:.3f}"),
+            ("drafted / accepted", self._drafts()),
+            ("time", self._shares()),
+            ("speculation saved", self._saved()),
+            ("preemptions", f"{metrics.preemptions:,}"),
+            ("peak memory", f"{metrics.peak_memory_bytes / 2**20:,.0f} MiB"),
+            ("output", str(self.output)),
+        ]  # fmt: skip
+
+    def _beside(self) -> str:
+        resumed = f", {self.resumed:,} more from before" if self.resumed else ""
+        skipped = f", {self.skipped_prompts:,} prompts skipped" if self.skipped_prompts else ""
+        return resumed + skipped
+
+    def _drafts(self) -> str:
+        drafted, accepted = self.metrics.drafted, self.metrics.accepted
+        share = f" ({accepted / drafted:.0%})" if drafted else ""
+        return f"{drafted:,} / {accepted:,}{share}"
+
+    def _shares(self) -> str:
+        metrics = self.metrics
+        phases = {
+            "forward": metrics.forward_ms,
+            "draft": metrics.draft_ms,
+            "sampling": metrics.sample_ms,
+            "scheduling": metrics.schedule_ms,
+        }
+        whole = max(self.seconds * 1e3, 1e-9)
+        rest = whole - sum(phases.values())
+        shares = [f"{name} {ms / whole:.1%}" for name, ms in phases.items()]
+        return ", ".join([*shares, f"writing and the rest {max(rest, 0.0) / whole:.1%}"])
+
+    def _saved(self) -> str:
+        if not self.metrics.drafted:
+            return "nothing was drafted"
+        saved = self.metrics.saved_seconds
+        ratio = (self.seconds + saved) / self.seconds if self.seconds else 1.0
+        return (
+            f"{saved:+.1f} s ({ratio:.2f}x) against the same run without it, estimated from this "
+            "run's steps without drafts"
+        )

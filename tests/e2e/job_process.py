@@ -1,0 +1,30 @@
+"""Runs the dataset job in processes that can be killed.
+
+Children of a fork server, which has imported the engine but run nothing, start in a blink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from rich.console import Console
+
+from rollout.offline import RunConfig, run_job
+from rollout.specs import worker_factory
+
+
+def start_job(config: RunConfig, spec: str) -> BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_run, args=(config, spec))
+    process.start()
+    return process
+
+
+def _run(config: RunConfig, spec: str) -> None:
+    with Path(os.devnull).open("w") as sink, contextlib.redirect_stdout(sink):
+        run_job(config, worker_factory(spec), Console(file=sink))

@@ -1,0 +1,280 @@
+"""The `specrollout` command: exit codes, one-line errors, sweeps, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from rollout.cli import main
+from tests.helpers.tiny_model import save_tiny_llama
+
+ROWS = [{"prompt": [5, 6, 7], "id": 0}, {"prompt": [8, 9], "id": 1}]
+SMALL = (
+    "sampling.max_new_tokens=8",
+    "scheduler.max_running=4",
+    "scheduler.max_step_tokens=16",
+    "scheduler.chunk_len=8",
+    "memory.max_kv_tokens=256",
+    "num_threads=1",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, tiny_model_path: Path) -> list[str]:
+    prompts = write_rows(tmp_path / "prompts.jsonl", ROWS)
+    return [f"model.path={tiny_model_path}", f"data.path={prompts}", *SMALL]
+
+
+@pytest.fixture
+def specrollout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Command]:
+    """Runs the command in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    handlers = list(logging.getLogger().handlers)
+
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["specrollout", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        return Outcome(int(ended.value.code or 0), shown.out, shown.err)
+
+    yield run
+    GlobalHydra.instance().clear()
+    logging.getLogger().handlers[:] = handlers
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+
+
+def test_a_run_and_the_same_run_again(
+    specrollout: Command, arguments: list[str], tmp_path: Path
+) -> None:
+    first = specrollout(*arguments, "sampling.n=3", "output.path=new/out.jsonl")
+    assert (first.code, first.err) == (0, "")
+    assert "accept length" in first.out
+    assert "new/out.jsonl" in first.out
+    rows = read_rows(tmp_path / "new" / "out.jsonl")
+    assert [row["id"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    again = specrollout(*arguments, "sampling.n=3", "output.path=new/out.jsonl")
+    assert again.code == 0
+    assert "is complete with 6 rollouts: nothing to do" in again.out
+    different = specrollout(*arguments, "sampling.n=2", "output.path=new/out.jsonl")
+    assert different.code == 1
+    assert "sampling.n was 3 and is 2" in different.err
+    by_default = specrollout(*arguments)
+    assert by_default.code == 0
+    assert len(read_rows(tmp_path / "rollouts.jsonl")) == 2
+
+
+def test_help_and_cfg(specrollout: Command) -> None:
+    shown = specrollout("--help")
+    assert shown.code == 0
+    for text in ("model.path=FOLDER", "spec: ngram, none", "experiment: demo", "-m spec="):
+        assert text in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100
+    config = specrollout("--cfg", "job")
+    assert config.code == 0
+    assert "temperature: 1.0" in config.out
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "message"),
+    [
+        ("sampling.temperature=nan", 2, "sampling.temperature=nan: must be a finite number"),
+        ("sampling.top_p=0", 2, "sampling.top_p=0.0: must be in (0, 1]"),
+        ("sampling.n=0", 2, "sampling.n=0: must be >= 1 samples per prompt"),
+        ("data.path=nowhere.jsonl", 2, "data.path='nowhere.jsonl': there is no such file"),
+        ("data.path=???", 2, "data.path=None: must be given"),
+        ("+spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
+        ("memory.kv_bytes=1", 1, "memory.kv_bytes=1"),
+        ("model.path=nowhere", 1, "nowhere"),
+        ("samplng.n=3", 1, "samplng"),
+        ("sampling.n=many", 1, "sampling.n"),
+    ],
+)
+def test_bad_input_ends_with_one_line(
+    specrollout: Command, arguments: list[str], override: str, code: int, message: str
+) -> None:
+    shown = specrollout(*arguments, override)
+    assert shown.code == code
+    assert message in shown.err
+    assert "Traceback" not in shown.err + shown.out
+    if shown.err.startswith("error: "):
+        assert shown.err.count("\n") == 1
+    assert not Path("rollouts.jsonl").exists()
+
+
+def test_broken_prompts(specrollout: Command, arguments: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(prompts.read_text() + '{"prompt": \n' + '{"prompt": [96]}\n')
+    stopped = specrollout(*arguments)
+    assert stopped.code == 2
+    assert "1 of 4 rows cannot be used:\n  line 3 is not JSON" in stopped.err
+    assert not (tmp_path / "rollouts.jsonl").exists()
+    skipped = specrollout(*arguments, "data.on_error=skip")
+    assert skipped.code == 0
+    assert "warning: " in skipped.out
+    assert "line 3 is not JSON" in skipped.out
+    assert [row["prompt_index"] for row in read_rows(tmp_path / "rollouts.jsonl")] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("damage", ["no weights", "truncated", "missing shard", "wrong shape"])
+def test_a_broken_model_folder(
+    specrollout: Command, arguments: list[str], tmp_path: Path, damage: str
+) -> None:
+    folder = save_tiny_llama(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    if damage == "no weights":
+        weights.unlink()
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "missing shard":
+        index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        weights.unlink()
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        config["intermediate_size"] += 8
+        (folder / "config.json").write_text(json.dumps(config))
+    shown = specrollout(*arguments, f"model.path={folder}")
+    assert shown.code == 1
+    assert shown.err.startswith("error: ")
+    assert "Traceback" not in shown.err
+    assert not (tmp_path / "rollouts.jsonl").exists()
+
+
+def test_a_sweep_writes_one_file_per_job(
+    specrollout: Command, arguments: list[str], tmp_path: Path
+) -> None:
+    sweep = ["-m", *arguments, "hydra.sweep.dir=sweep", "sampling.n=2"]
+    swept = specrollout(*sweep, "spec=none,ngram", "sampling.temperature=0.6,1.0")
+    assert (swept.code, swept.err) == (0, "")
+    rows = [read_rows(tmp_path / "sweep" / str(job) / "rollouts.jsonl") for job in range(4)]
+    assert [len(each) for each in rows] == [4] * 4
+    assert rows[0] == rows[2]  # speculation cannot be seen
+    assert rows[1] == rows[3]
+    assert rows[0] != rows[1]
+    again = specrollout(*sweep, "spec=none,ngram", "sampling.temperature=0.6,1.0")
+    assert again.out.count("nothing to do") == 4
+
+
+def test_two_jobs_of_a_sweep_cannot_share_a_file(
+    specrollout: Command, arguments: list[str], tmp_path: Path
+) -> None:
+    swept = specrollout("-m", *arguments, "spec=none,ngram", "output.path=one.jsonl")
+    assert swept.code == 2
+    assert "output.path='one.jsonl': another job of this sweep" in swept.err
+    assert len(read_rows(tmp_path / "one.jsonl")) == 2  # the first job's
+    named = "output.path=${hydra:job.num}.jsonl"
+    assert specrollout("-m", *arguments, "spec=none,ngram", named).code == 0
+    assert read_rows(tmp_path / "0.jsonl") == read_rows(tmp_path / "1.jsonl")
+
+
+def test_a_failing_job_does_not_stop_the_sweep(
+    specrollout: Command, arguments: list[str], tmp_path: Path
+) -> None:
+    swept = specrollout("-m", *arguments, "hydra.sweep.dir=sweep", "sampling.top_p=0,0.9,2")
+    assert swept.code == 2
+    assert swept.err.count("error: sampling.top_p=") == 2
+    assert "Traceback" not in swept.err + swept.out
+    assert [path.parent.name for path in tmp_path.glob("sweep/*/rollouts.jsonl")] == ["1"]
+
+
+def test_the_whole_error_on_request(
+    specrollout: Command, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    shown = specrollout(*arguments, "sampling.top_p=0")
+    assert shown.code == 2
+    assert "Traceback" in shown.err
+
+
+def test_a_full_disk(specrollout: Command, arguments: list[str], tmp_path: Path) -> None:
+    write_rows(tmp_path / "prompts.jsonl", ROWS * 20)
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, former[1]))  # no file larger than this
+    try:
+        full = specrollout(*arguments, "output.path=out.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert full.code == 1
+    assert "error: out.jsonl cannot be written: " in full.err
+    assert "run the same command again" in full.err
+    written = read_rows(tmp_path / "out.jsonl")
+    assert 0 < len(written) < 40
+    assert specrollout(*arguments, "output.path=out.jsonl").code == 0
+    whole = read_rows(tmp_path / "out.jsonl")
+    assert len(whole) == 40
+    assert [row for row in whole if row in written] == written
+
+
+def start_until_it_writes(arguments: list[str], output: Path) -> subprocess.Popen[str]:
+    """The command in a process of its own, which has just written something."""
+    before = output.stat().st_size if output.exists() else 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollout.cli", *arguments],
+        cwd=output.parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (output.exists() and output.stat().st_size > before):
+        time.sleep(0.002)
+    return process
+
+
+def test_stopped_and_run_again(specrollout: Command, arguments: list[str], tmp_path: Path) -> None:
+    write_rows(tmp_path / "prompts.jsonl", ROWS * 100)
+    arguments = [*arguments, "sampling.max_new_tokens=24", "output.path=out.jsonl"]
+    output = tmp_path / "out.jsonl"
+    killed = start_until_it_writes(arguments, output)
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    interrupted = start_until_it_writes(arguments, output)
+    interrupted.send_signal(signal.SIGINT)
+    shown, _ = interrupted.communicate()
+    assert interrupted.returncode == 130
+    done = len(output.read_bytes().splitlines())
+    assert 0 < done < 200
+    assert f"stopped by SIGINT with {done} rollouts written: run the same command again" in shown
+    last = specrollout(*arguments)
+    assert last.code == 0
+    assert f"{done} of 200 rollouts are in out.jsonl already" in last.out
+    assert specrollout(*arguments, "output.path=whole.jsonl", "spec=none").code == 0
+    assert read_rows(output) == read_rows(tmp_path / "whole.jsonl")

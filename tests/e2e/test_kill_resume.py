@@ -1,0 +1,92 @@
+"""Killed at random moments and started again, a job ends with the rows of an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollout import SamplingParams
+from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.offline import DataConfig, OutputConfig, RunConfig
+from tests.e2e.job_process import start_job
+
+NUM_PROMPTS = 60
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, n=4, seed=11)
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model_path: Path) -> RunConfig:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": list(range(5, 6 + i % 5)), "id": i} for i in range(NUM_PROMPTS)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RunConfig(
+        model=ModelConfig(path=str(tiny_model_path)),
+        data=DataConfig(path=str(prompts)),
+        sampling=PARAMS,
+        output=OutputConfig(path=str(tmp_path / "whole.jsonl")),
+        memory=MemoryConfig(max_kv_tokens=512),
+        scheduler=SchedulerConfig(max_running=4, max_step_tokens=16, chunk_len=8),
+        num_threads=1,
+    )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+
+
+def finish(config: RunConfig, spec: str) -> None:
+    process = start_job(config, spec)
+    process.join()
+    assert process.exitcode == 0
+
+
+def wait_until_larger(path: Path, size: int, process: BaseProcess) -> None:
+    while process.exitcode is None and not (path.exists() and path.stat().st_size > size):
+        process.join(0.005)
+
+
+@pytest.mark.parametrize(("suffix", "spec"), [(".jsonl", "ngram"), (".parquet", "none")])
+def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> None:
+    finish(config, "none")
+    whole = in_order(rows_of(Path(config.output.path or "")))
+    assert len(whole) == NUM_PROMPTS * PARAMS.n
+
+    output = Path(config.output.path or "").with_name(f"killed{suffix}")
+    journal = output if suffix == ".jsonl" else output.with_name(output.name + ".partial.jsonl")
+    config = replace(config, output=OutputConfig(path=str(output)))
+    rng = random.Random(17)
+    size = kills_mid_way = 0
+    for kill in range(7):
+        process = start_job(config, spec)
+        if kill % 4:  # while it generates, else anywhere, loading included
+            wait_until_larger(journal, size, process)
+        process.join(rng.uniform(0, 0.12))
+        process.kill()
+        process.join()
+        if journal.exists():
+            kills_mid_way += journal.stat().st_size > size
+            assert journal.stat().st_size >= size, "something written was lost"
+            size = journal.stat().st_size
+    assert kills_mid_way >= 3, "hardly ever hit while it was writing"
+    finish(config, spec)
+    finish(config, spec)  # complete: does nothing
+
+    rows = rows_of(output)
+    assert in_order(rows) == whole
+    if suffix == ".parquet":
+        assert rows == whole
+    names = sorted(path.name for path in output.parent.glob("killed*"))
+    assert names == [output.name, f"{output.name}.run.json"]

@@ -1,0 +1,50 @@
+"""A tiny random model that reads and writes text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.helpers.tiny_model import save_tiny_llama
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "<{{ message['role'] }}> {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def save_text_model(folder: Path, *, max_positions: int = 128) -> Path:
+    """`save_tiny_llama` with a tokenizer of one token per word, and a chat template."""
+    save_tiny_llama(folder, max_positions=max_positions)
+    special = ["<pad>", "<unk>", "</s>", "<system>", "<user>", "<assistant>"]
+    tokens = [*special, *WORDS]
+    tokens += [f"word{index}" for index in range(97 - len(tokens))]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "unk_token": "<unk>",
+        },
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

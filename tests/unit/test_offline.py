@@ -1,0 +1,512 @@
+"""The dataset job on a tiny engine: what it writes, resumes, skips and refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.offline import (
+    DataConfig,
+    JobResult,
+    JobStatus,
+    LogConfig,
+    OnError,
+    OutputConfig,
+    OutputError,
+    RunConfig,
+    run_job,
+)
+from rollout.specs import worker_factory
+from rollout.types import FinishReason, Rollout
+from tests.helpers.text_model import save_text_model
+
+CHAT = [{"role": "user", "content": "one two"}]
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": "three four five", "answer": 12},
+    {"prompt": CHAT, "answer": 3},
+    {"prompt": [5, 6, 7], "answer": None},
+    {"prompt": "nine", "answer": 9},
+]
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=12, n=3, seed=5)
+
+
+@pytest.fixture(scope="module")
+def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_text_model(tmp_path_factory.mktemp("text-model"))
+
+
+@pytest.fixture
+def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path=str(text_model_path), dtype=DType.FLOAT32),
+        data=DataConfig(path=write_rows(tmp_path / "prompts.jsonl", PROMPTS)),
+        sampling=PARAMS,
+        output=OutputConfig(path=str(tmp_path / "rollouts.jsonl")),
+        memory=MemoryConfig(max_kv_tokens=512),
+        scheduler=SchedulerConfig(max_running=4, max_step_tokens=16, chunk_len=8),
+        num_threads=1,
+    )
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(config: RunConfig, spec: str = "none") -> JobResult:
+    return run_job(config, worker_factory(spec), Console(file=io.StringIO()))
+
+
+def output_rows(config: RunConfig) -> list[dict[str, Any]]:
+    path = Path(config.output.path or "")
+    if path.suffix == ".parquet":
+        rows = pq.read_table(path).to_pylist()
+    else:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+
+
+def with_output(config: RunConfig, **changes: Any) -> RunConfig:
+    return replace(config, output=replace(config.output, **changes))
+
+
+def direct_rollouts(config: RunConfig) -> list[Rollout]:
+    engine = RolloutEngine.from_config(config.engine, worker_factory("none"))
+    return engine.generate([row["prompt"] for row in PROMPTS], config.sampling)
+
+
+def test_rows_are_those_of_generate(config: RunConfig) -> None:
+    result = run(config)
+    assert result.status is JobStatus.COMPLETED
+    assert result.summary is not None
+    assert result.summary.rollouts == 12
+    expected = [
+        {
+            "prompt_index": rollout.prompt_index,
+            "sample_index": rollout.sample_index,
+            "text": rollout.text,
+            "token_ids": rollout.token_ids,
+            "logprobs": rollout.logprobs,
+            "weight_versions": rollout.weight_versions,
+            "finish_reason": rollout.finish_reason.value,
+            "seed": rollout.seed,
+            **PROMPTS[rollout.prompt_index],
+        }
+        for rollout in direct_rollouts(config)
+    ]
+    assert output_rows(config) == expected
+
+
+def test_extra_numbers_on_request(config: RunConfig) -> None:
+    params = replace(
+        PARAMS, n=1, raw_logprobs=True, sampling_logprobs=True, top_logprobs=2, entropy=True
+    )
+    config = with_output(replace(config, sampling=params), prompt_ids=True, stats=True)
+    parquet = with_output(config, path=str(Path(config.output.path or "").with_suffix(".parquet")))
+    rollouts = direct_rollouts(config)
+    for each in (config, parquet):
+        each = replace(each, data=replace(each.data, columns=[], on_error=OnError.skip))
+        mixed = [row for row in PROMPTS if isinstance(row["prompt"], str)]
+        if each is not config:
+            each = replace(each, data=DataConfig(path=write_rows(Path(config.data.path), mixed)))
+        run(each)
+        row = output_rows(each)[0]
+        assert row["prompt_ids"] == rollouts[0].prompt_ids
+        assert row["raw_logprobs"] == rollouts[0].extras.raw_logprobs
+        assert row["sampling_logprobs"] == rollouts[0].extras.sampling_logprobs
+        assert row["entropies"] == rollouts[0].extras.entropies
+        top = [[(t["token_id"], t["logprob"]) for t in each] for each in row["top_logprobs"]]
+        assert top == [list(map(tuple, each)) for each in rollouts[0].extras.top_logprobs]
+        assert row["stats"] == {
+            "accept_length": 1.0,
+            "verify_steps": len(rollouts[0].token_ids),
+            "drafted": 0,
+            "accepted": 0,
+        }
+
+
+def test_speculation_and_scheduling_cannot_be_seen(config: RunConfig, tmp_path: Path) -> None:
+    run(config)
+    other = with_output(config, path=str(tmp_path / "other.jsonl"))
+    run(replace(other, scheduler=SchedulerConfig(max_running=2, max_step_tokens=3)), spec="ngram")
+    assert output_rows(other) == output_rows(config)
+
+
+def test_a_complete_output_is_left_alone(config: RunConfig) -> None:
+    run(config)
+    path = Path(config.output.path or "")
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    result = run(replace(config, model=replace(config.model)), spec="ngram")
+    assert result.status is JobStatus.NOTHING_TO_DO
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_whatever_is_cut_off_is_made_again(config: RunConfig, suffix: str) -> None:
+    same_type = [row for row in PROMPTS if isinstance(row["prompt"], str)]
+    write_rows(Path(config.data.path), same_type)
+    path = Path(config.output.path or "").with_suffix(suffix)
+    config = with_output(config, path=str(path))
+    run(config)
+    expected = output_rows(config)
+    record = path.with_name(path.name + ".run.json")
+    unfinished = record.read_text().replace('"complete": {', '"complete": null, "was": {')
+    journal = path
+    if suffix == ".parquet":
+        journal = path.with_name(path.name + ".partial.jsonl")
+        lines = [
+            {name: value for name, value in row.items() if name not in ("prompt", "answer")}
+            for row in expected
+        ]
+        write_rows(journal, lines)
+    content = journal.read_bytes()
+    for cut in (0, len(content) // 3, len(content) - 1, len(content)):
+        record.write_text(unfinished)
+        journal.write_bytes(content[:cut])
+        result = run(config)
+        assert result.status is JobStatus.COMPLETED
+        assert result.summary is not None
+        assert result.summary.resumed == content[:cut].count(b"\n")
+        assert result.summary.rollouts + result.summary.resumed == len(expected)
+        assert output_rows(config) == expected
+        if suffix == ".parquet":
+            assert not journal.exists()
+
+
+def test_rows_torn_off_a_complete_output_are_made_again(config: RunConfig) -> None:
+    run(config)
+    expected = output_rows(config)
+    path = Path(config.output.path or "")
+    path.write_bytes(path.read_bytes()[:-30])
+    assert run(config).status is JobStatus.COMPLETED
+    assert output_rows(config) == expected
+
+
+def test_rows_of_no_such_prompt_and_rows_twice_are_refused(config: RunConfig) -> None:
+    run(config)
+    path = Path(config.output.path or "")
+    lines = path.read_text().splitlines(keepends=True)
+    for wrong in (lines[0], lines[0].replace('"sample_index": ', '"sample_index": 9')):
+        path.write_text("".join([*lines, wrong]))
+        with pytest.raises(OutputError, match="is no rollout of this run or is there twice"):
+            run(config)
+    expected = output_rows(with_output(config, path=write_rows(path.with_name("x.jsonl"), [])))
+    assert expected == []
+    run(with_output(config, overwrite=True))
+    assert len(output_rows(config)) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"sampling": replace(PARAMS, temperature=0.5)}, "sampling.temperature was 0.9 and is 0.5"),
+        ({"sampling": replace(PARAMS, seed=6)}, "sampling.seed was 5 and is 6"),
+        ({"exact": False}, "exact was True and is False"),
+    ],
+)
+def test_the_output_of_another_run_is_refused(
+    config: RunConfig, changes: dict[str, Any], difference: str
+) -> None:
+    run(config)
+    other = replace(config, **changes)
+    with pytest.raises(OutputError, match=rf"another run: {difference}\. choose another"):
+        run(other)
+    assert run(with_output(other, overwrite=True)).status is JobStatus.COMPLETED
+
+
+def test_changed_prompts_or_weights_are_noticed(config: RunConfig, tmp_path: Path) -> None:
+    run(config)
+    write_rows(Path(config.data.path), [*PROMPTS, {"prompt": "one"}])
+    with pytest.raises(OutputError, match=r"data \(the prompts themselves\) differs"):
+        run(config)
+    write_rows(Path(config.data.path), PROMPTS)
+    other = save_text_model(tmp_path / "other-model")
+    moved = replace(config, model=replace(config.model, path=str(other)))
+    assert run(moved).status is JobStatus.NOTHING_TO_DO  # the same model, elsewhere
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(OutputError, match="model weights differs"):
+        run(moved)
+
+
+def test_a_file_of_someone_else_is_refused(config: RunConfig) -> None:
+    path = Path(config.output.path or "")
+    path.write_text("precious\n")
+    with pytest.raises(OutputError, match=r"no rollouts.jsonl.run.json says that a job wrote it"):
+        run(config)
+    assert path.read_text() == "precious\n"
+    run(with_output(config, overwrite=True))
+    assert len(output_rows(config)) == 12
+
+
+def test_an_unfinished_output_of_this_run_survives_overwrite(config: RunConfig) -> None:
+    config = with_output(config, overwrite=True)
+    run(config)
+    path = Path(config.output.path or "")
+    record = path.with_name(path.name + ".run.json")
+    record.write_text(record.read_text().replace('"complete": {', '"complete": null, "was": {'))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    result = run(config)
+    assert result.summary is not None
+    assert (result.summary.resumed, result.summary.rollouts) == (5, 7)
+    again = run(config)  # complete now: made anew
+    assert again.summary is not None
+    assert (again.summary.resumed, again.summary.rollouts) == (0, 12)
+
+
+BROKEN = [
+    {"prompt": "three four five", "answer": 12},
+    {"prompt": [5, 97], "answer": 1},  # the vocabulary has 97 tokens
+    {"prompt": [{"role": "user", "content": "one two"}], "answer": 3},
+    {"prompt": "one " * 200, "answer": 2},  # the context has 128
+    {"prompt": "", "answer": 0},
+    {"prompt": "nine", "answer": 9},
+]
+
+
+def test_broken_rows_stop_the_job_before_any_work(config: RunConfig) -> None:
+    write_rows(Path(config.data.path), BROKEN)
+    with pytest.raises(InvalidInputError) as parsing:
+        run(config)
+    assert "1 of 6 rows cannot be used:\n  line 5 prompt is empty\nmend" in str(parsing.value)
+    write_rows(Path(config.data.path), [row for row in BROKEN if row["prompt"]])
+    with pytest.raises(InvalidInputError) as tokens:
+        run(config)
+    message = str(tokens.value)
+    assert "2 of 5 rows cannot be used" in message
+    assert "line 2 prompt=97: token ids must be in [0, 97)" in message
+    assert "line 4 " in message
+    assert "data.on_error=skip" in message
+    folder = Path(config.output.path or "").parent
+    assert [path.name for path in folder.iterdir()] == ["prompts.jsonl"]
+
+
+def test_broken_rows_are_skipped_and_change_nothing_else(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = replace(config.data, on_error=OnError.skip)
+    write_rows(Path(config.data.path), BROKEN)
+    result = run(replace(config, data=data))
+    assert result.summary is not None
+    assert result.summary.skipped_prompts == 3
+    skipping = output_rows(config)
+    assert {row["prompt_index"] for row in skipping} == {0, 2, 5}
+    assert "skipped 1 rows" in caplog.text
+    assert "line 5 prompt is empty" in caplog.text
+    assert "skipped 2 rows" in caplog.text
+    assert run(replace(config, data=data)).status is JobStatus.NOTHING_TO_DO
+    good = [row if row["prompt"] in ("nine", CHAT, "three four five") else {"prompt": "one"}
+            for row in BROKEN]  # fmt: skip
+    write_rows(Path(config.data.path), good)
+    run(with_output(config, overwrite=True))
+    whole = [row for row in output_rows(config) if row["prompt_index"] in (0, 2, 5)]
+    assert whole == skipping
+
+
+def test_many_broken_rows_are_counted(config: RunConfig) -> None:
+    write_rows(Path(config.data.path), [{"prompt": "one"}] + [{"prompt": 3}] * 30)
+    with pytest.raises(
+        InvalidInputError, match=r"30 of 31 (.*\n)*  line 11 .*\n  and 20 more\nmend"
+    ):
+        run(config)
+    skipping = replace(config, data=replace(config.data, on_error=OnError.skip))
+    for rows in ([{"prompt": 3}], []):
+        write_rows(Path(config.data.path), rows)
+        with pytest.raises(InvalidInputError, match="holds no prompt that could be used"):
+            run(skipping)
+
+
+def test_a_budget_too_small_for_a_prompt_names_its_line(config: RunConfig) -> None:
+    config = replace(config, memory=MemoryConfig(max_kv_tokens=16))
+    write_rows(Path(config.data.path), [{"prompt": "one"}, {"prompt": "one " * 40}])
+    with pytest.raises(InvalidInputError, match=r"line 2 .*40 tokens.*memory.kv_bytes"):
+        run(config)
+    with pytest.raises(OutOfMemoryError, match=r"memory.kv_bytes=1 "):
+        run(replace(config, memory=MemoryConfig(kv_bytes=1)))
+
+
+def test_wrong_sampling_is_not_blamed_on_the_prompts(config: RunConfig) -> None:
+    sampling = replace(PARAMS, stop_token_ids=[97])
+    with pytest.raises(InvalidInputError, match=r"^sampling.stop_token_ids=97"):
+        run(replace(config, sampling=sampling))
+
+
+def test_columns_that_would_be_there_twice(config: RunConfig) -> None:
+    write_rows(Path(config.data.path), [{"prompt": "one", "seed": 3, "text": "x", "id": 1}])
+    with pytest.raises(InvalidInputError, match=r"line 1 has columns .*: seed, text; rename"):
+        run(config)
+    run(replace(config, data=replace(config.data, columns=["id"])))
+    assert output_rows(config)[0]["id"] == 1
+
+
+# Parquet
+
+
+def test_parquet_in_and_out_keeps_types_and_order(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    table = pa.table(
+        {
+            "messages": [CHAT, [{"role": "system", "content": "six"}, *CHAT]],
+            "when": pa.array([0, 1], pa.timestamp("us", "UTC")),
+            "code": pa.array([b"\x00", None], pa.binary()),
+            "small": pa.array([1, 2], pa.int8()),
+            "nested": [{"a": [1]}, {"a": []}],
+        }
+    )
+    pq.write_table(table, path)
+    config = replace(config, data=DataConfig(path=str(path)))
+    parquet = with_output(config, path=str(tmp_path / "out.parquet"))
+    run(parquet)
+    run(config)
+    out = pq.read_table(tmp_path / "out.parquet")
+    for name in ("when", "code", "small", "nested"):
+        assert out.schema.field(name).type == table.schema.field(name).type
+        assert out.column(name).to_pylist() == [v for v in table.column(name).to_pylist()
+                                                for _ in range(3)]  # fmt: skip
+    assert out.column("prompt").to_pylist()[0] == CHAT
+    assert out.column("sample_index").to_pylist() == [0, 1, 2] * 2
+    as_json = output_rows(config)
+    assert as_json[0]["when"] == "1970-01-01T00:00:00+00:00"
+    assert (as_json[0]["code"], as_json[3]["code"]) == ("AA==", None)
+    for name in ("text", "token_ids", "logprobs", "seed", "weight_versions", "finish_reason"):
+        assert out.column(name).to_pylist() == [row[name] for row in as_json]
+    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.parquet", "out.parquet.run.json"]
+
+
+def test_columns_that_make_no_parquet_are_named_before_any_work(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    config = with_output(config, path=str(tmp_path / "out.parquet"))
+    with pytest.raises(InvalidInputError, match=r"column 'prompt' do not make a Parquet column"):
+        run(config)
+    for wrong in ([1, "x"], [{}, {}], [2**70, 1]):
+        rows = [{"prompt": "one", "x": value} for value in wrong]
+        write_rows(Path(config.data.path), rows)
+        with pytest.raises(InvalidInputError, match=r"column 'x' do not make a Parquet column"):
+            run(config)
+    rows = [{"prompt": "one", "x": 1, "y": None}, {"prompt": "one", "x": 2.5, "z": {"a": 1}}]
+    write_rows(Path(config.data.path), rows)
+    run(config)
+    out = output_rows(config)
+    assert [row["x"] for row in out[::3]] == [1.0, 2.5]
+    assert [row["z"] for row in out[::3]] == [None, {"a": 1}]
+
+
+# Stopping
+
+
+def test_a_signal_stops_between_steps_and_the_job_goes_on(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    whole = with_output(config, path=str(tmp_path / "whole.jsonl"))
+    run(whole)
+    stops = 0
+    path = Path(config.output.path or "")
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        first_row = threading.Thread(target=signal_when_growing, args=(path, number))
+        first_row.start()
+        result = run(config)
+        first_row.join()
+        if result.status is JobStatus.STOPPED:
+            stops += 1
+            assert result.signal is number
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert stops
+    assert run(config).status in (JobStatus.COMPLETED, JobStatus.NOTHING_TO_DO)
+    assert output_rows(config) == output_rows(whole)
+
+
+def signal_when_growing(path: Path, number: signal.Signals) -> None:
+    before = path.stat().st_size if path.exists() else 0
+    while not path.exists() or path.stat().st_size == before:
+        pass
+    os.kill(os.getpid(), number)
+
+
+def test_an_engine_that_fails_loses_nothing_finished(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_step = RolloutEngine.step
+    finished: list[Rollout] = []
+
+    def failing_step(engine: RolloutEngine) -> list[Rollout]:
+        if len(finished) >= 4:
+            raise OutOfMemoryError("the device is lost")
+        rollouts = real_step(engine)
+        finished.extend(r for r in rollouts if r.finish_reason is not FinishReason.ABORT)
+        return rollouts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "step", failing_step)
+        with pytest.raises(OutOfMemoryError):
+            run(config)
+    assert len(output_rows(config)) == len(finished) >= 4
+    result = run(config)
+    assert result.summary is not None
+    assert result.summary.resumed == len(finished)
+    assert len(output_rows(config)) == 12
+
+
+def test_long_files_are_submitted_piece_by_piece(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(Path(config.data.path), [{"prompt": "one"}] * 40)
+    config = replace(config, scheduler=SchedulerConfig(max_running=2, max_step_tokens=16))
+    most = 0
+    real_step = RolloutEngine.step
+
+    def watching_step(engine: RolloutEngine) -> list[Rollout]:
+        nonlocal most
+        most = max(most, len(engine.scheduler.running) + len(engine.scheduler.waiting))
+        return real_step(engine)
+
+    monkeypatch.setattr(RolloutEngine, "step", watching_step)
+    run(config)
+    assert most == 8
+    assert len(output_rows(config)) == 120
+
+
+# What is shown
+
+
+def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
+    config = replace(
+        config, log=LogConfig(jsonl=str(tmp_path / "log" / "steps.jsonl"), every=2, seconds=1e-6)
+    )
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
+    run_job(config, worker_factory("ngram"), terminal)
+    shown = terminal.file.getvalue()  # type: ignore[attr-defined]
+    for text in ("rollouts/s", "tokens/s", "accept length", "ETA", "12/12", "peak memory"):
+        assert text in shown
+    assert "rollouts.jsonl" in shown
+    steps = [json.loads(line) for line in (tmp_path / "log" / "steps.jsonl").read_text().split("\n")
+             if line]  # fmt: skip
+    assert [step["step"] % 2 for step in steps] == [0] * len(steps)
+    assert len(steps) >= 5
+    assert {"forward_ms", "accept_length", "kv_used", "corpus/live_tokens"} <= steps[0].keys()
+
+
+def test_progress_lines_where_there_is_no_terminal(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run(replace(config, log=LogConfig(seconds=1e-6)))
+    assert "/12  " in caplog.text
+    assert "accept length 1.00  ETA 0:0" in caplog.text
