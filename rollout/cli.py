@@ -73,6 +73,9 @@ class _Command:
         except OmegaConfBaseException as error:
             _print_error(str(error))
             self._fail(EXIT_BAD_INPUT)
+        except OSError as error:  # names its file: one that may not be read, a full disk
+            _print_error(str(error))
+            self._fail(EXIT_ERROR)
         else:
             if result.status is JobStatus.STOPPED:
                 _stop(result)

@@ -13,17 +13,19 @@ from rollout.errors import InvalidInputError
 
 
 class DType(enum.StrEnum):
-    AUTO = "auto"  # the checkpoint's, unless the device is slow in it
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+    """Names as a user writes them: OmegaConf matches names, not values."""
+
+    auto = "auto"  # the checkpoint's, unless the device is slow in it
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str  # a folder with config.json and safetensors
     tokenizer: str | None = None  # a folder; default: the model's own
-    dtype: DType = DType.AUTO
+    dtype: DType = DType.auto
     device: str = "auto"  # cuda if there is one, else cpu
     max_context_len: int | None = None  # tokens; default: the checkpoint's limit
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rollout.errors import InvalidInputError
 from rollout.types import Prompt
@@ -69,9 +70,14 @@ class PromptEncoder:
             raise InvalidInputError(
                 field, messages, "the tokenizer has no chat template; send text"
             )
-        rendered = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise InvalidInputError(
+                field, messages, f"must suit the chat template, which says: {error}"
+            ) from error
         return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def _need_tokenizer(self, field: str, prompt: object) -> Any:

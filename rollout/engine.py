@@ -151,6 +151,10 @@ class RolloutEngine:
         request = self._requests.make(prompt, params or SamplingParams(), 0, 0)
         return self.worker.score(request, output)
 
+    def check(self, prompt: Prompt, params: SamplingParams) -> int:
+        """Raise what `submit` would; computes nothing. Returns the prompt's length in tokens."""
+        return self._requests.make(self.encoder.encode(prompt), params).prompt_len
+
     # One step at a time, for servers
 
     def submit(

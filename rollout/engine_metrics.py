@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
 from rollout.types import Batch, Rollout, StepResult
+
+_LATEST_STEPS = 15
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,20 +80,20 @@ class PlainCost:
     """Milliseconds of a decode step without drafts, by the number of requests in it.
 
     Learned from the steps in which nothing was drafted, of which every run has some; widths not
-    seen yet are read off the nearest seen ones, by linear interpolation.
+    seen yet are read off the nearest seen ones, by linear interpolation. Medians, for on a busy
+    machine single steps take many times what they should.
     """
 
-    by_width: dict[int, float] = field(default_factory=dict)
+    by_width: dict[int, deque[float]] = field(default_factory=dict)
 
     def observe(self, width: int, milliseconds: float) -> None:
-        known = self.by_width.get(width)
-        self.by_width[width] = milliseconds if known is None else 0.9 * known + 0.1 * milliseconds
+        self.by_width.setdefault(width, deque(maxlen=_LATEST_STEPS)).append(milliseconds)
 
     def estimate(self, width: int) -> float | None:
         if not self.by_width:
             return None
         widths = sorted(self.by_width)
-        return float(np.interp(width, widths, [self.by_width[w] for w in widths]))
+        return float(np.interp(width, widths, [median(self.by_width[w]) for w in widths]))
 
 
 class MetricsRecorder:

@@ -28,14 +28,14 @@ class JsonlMetrics:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")
+            self._file = path.open("ab", buffering=0)  # readers see each line at once
         except OSError as error:
             raise self._error(error) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        line = json.dumps({"step": step, "time": time.time(), **values}) + "\n"
         try:
-            self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-            self._file.flush()
+            self._file.write(line.encode())
         except OSError as error:
             raise self._error(error) from None
 

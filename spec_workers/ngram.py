@@ -27,7 +27,7 @@ class NgramWorker(SpecWorker):
         *,
         num_draft_tokens: int,
         min_probability: float,
-        row_cost: float,
+        fixed_rows: float,
     ) -> None:
         """See `build` for the options."""
         super().__init__(target)
@@ -37,12 +37,12 @@ class NgramWorker(SpecWorker):
             )
         if not 0 <= min_probability <= 1:
             raise InvalidInputError("spec.min_probability", min_probability, "must be in [0, 1]")
-        if not 0 <= row_cost <= 1:
-            raise InvalidInputError("spec.row_cost", row_cost, "must be in [0, 1]")
+        if not fixed_rows > 0:
+            raise InvalidInputError("spec.fixed_rows", fixed_rows, "must be > 0")
         self.corpus = corpus
         self._num_draft_tokens = num_draft_tokens
         self._min_probability = min_probability
-        self._row_cost = row_cost
+        self._fixed_rows = fixed_rows
         self._open: set[int] = set()
         self._weight_version = target.weight_version
 
@@ -76,10 +76,10 @@ class NgramWorker(SpecWorker):
     def _floor(self, width: int) -> float:
         """The least probability of acceptance at which a node pays in a step of so many requests.
 
-        A node adds at most its probability to the ``width`` tokens the step emits anyway, and
-        ``row_cost`` to the time the step takes anyway.
+        Without drafts the step emits ``width`` tokens in the time of ``width + fixed_rows`` rows. A
+        node adds its probability to the one and a row to the other.
         """
-        return min(1.0, max(self._min_probability, self._row_cost * width))
+        return max(self._min_probability, width / (width + self._fixed_rows))
 
     def _budget(self, batch: Batch, b: int) -> int:
         """Nodes worth asking for: the last token a request may emit needs no draft below it."""
@@ -122,7 +122,7 @@ def build(
     *,
     num_draft_tokens: int = 16,
     min_probability: float = 0.05,
-    row_cost: float = 0.02,
+    fixed_rows: float = 20.0,
     corpus_bytes: int = 256 << 20,
 ) -> NgramWorker:
     """A worker with an empty corpus.
@@ -130,8 +130,8 @@ def build(
     Args:
         num_draft_tokens: most draft nodes per request and step.
         min_probability: nodes less likely to be accepted are never drafted.
-        row_cost: share of a step's time that one more row of it costs; the more requests share
-            a step, the likelier a node must be to pay for its row.
+        fixed_rows: what a step costs beside its rows (reading the weights), as so many rows. The
+            more requests share it, the likelier a node must be to pay for its row.
         corpus_bytes: bound on the corpus and its index.
     """
     return NgramWorker(
@@ -139,5 +139,5 @@ def build(
         Corpus(max_bytes=corpus_bytes),
         num_draft_tokens=num_draft_tokens,
         min_probability=min_probability,
-        row_cost=row_cost,
+        fixed_rows=fixed_rows,
     )

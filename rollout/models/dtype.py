@@ -25,7 +25,7 @@ def resolve_dtype(
 
     ``features`` are the CPU's, named as torch and /proc/cpuinfo name them; None reads them.
     """
-    if requested is not DType.AUTO:
+    if requested is not DType.auto:
         return getattr(torch, requested.value)
     if stored not in _FAST_ON_CPU:
         return torch.float32

@@ -82,7 +82,7 @@ def check_tokens(
     broken = []
     for row in checked.rows():
         try:
-            _submit_and_abort(engine, row.prompt, params)
+            _check_prompt(engine, row.prompt, params)
         except (InvalidInputError, OutOfMemoryError) as error:
             if isinstance(error, InvalidInputError) and error.field.startswith("sampling."):
                 raise
@@ -90,10 +90,21 @@ def check_tokens(
     _handle(broken, checked, on_error)
 
 
-def _submit_and_abort(engine: RolloutEngine, prompt: Prompt, params: SamplingParams) -> None:
-    """Raises what submitting the prompt would. Nothing is computed."""
-    engine.abort(engine.submit(prompt, params).request_id)
-    engine.step()  # hands the aborted request out
+def _check_prompt(engine: RolloutEngine, prompt: Prompt, params: SamplingParams) -> None:
+    """Raises what submitting the prompt would; computes nothing.
+
+    The engine would end a rollout where the KV slots do. A job refuses to begin: its output must
+    not depend on how much memory was free.
+    """
+    prompt_len = engine.check(prompt, params)
+    needed = min(prompt_len + params.max_new_tokens, engine.worker.max_context_len)
+    slots = engine.worker.memory.max_sequence_len
+    if needed > slots:
+        raise OutOfMemoryError(
+            f"prompt of {prompt_len} tokens, with what may be generated, needs {needed} KV "
+            f"slots and there are {slots}: raise memory.kv_bytes or memory.max_kv_tokens, or lower "
+            "sampling.max_new_tokens"
+        )
 
 
 def _handle(broken: list[BrokenRow], checked: CheckedPrompts, on_error: OnError) -> None:

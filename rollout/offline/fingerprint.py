@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rollout.models.loader import resolve_device
 from rollout.offline.config import RunConfig
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -32,7 +33,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
         "model weights": _weights_hash(model),
         "model tokenizer": _files_hash(tokenizer, _TOKENIZER_FILES),
         "model.dtype": config.model.dtype.value,
-        "model.device": config.model.device,
+        "model.device": resolve_device(config.model.device).type,
         "model.max_context_len": config.model.max_context_len,
         "exact": config.exact,
         "data (the prompts themselves)": _hash_file(Path(config.data.path)),

@@ -63,6 +63,8 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
     if config.output.path is None:
         raise InvalidInputError("output.path", None, "must name a .jsonl or .parquet file")
     path = Path(config.output.path)
+    if path.resolve() == Path(config.data.path).resolve():
+        raise InvalidInputError("output.path", config.output.path, "is data.path: give another")
     console = console or Console()
     columns = rollout_columns(config.output, config.sampling)
     prompts = check_rows(PromptFile(config.data), config.data.on_error, path, columns)

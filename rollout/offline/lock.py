@@ -28,10 +28,10 @@ class OutputLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while not self._acquired():
                 os.close(self._file)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, str(os.getpid()).encode(), 0)
         except OSError as error:
             raise OutputError(f"{self._path} cannot be written: {error.strerror}") from None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, str(os.getpid()).encode(), 0)
         return self
 
     def _acquired(self) -> bool:

@@ -1,8 +1,8 @@
 """One output file, and what stands beside it while it grows.
 
-    <output>             JSONL: the rollouts so far. Parquet: there only when complete
+    <output>                 JSONL: the rollouts so far. Parquet: there only when complete
     <output>.partial.jsonl   Parquet only: the rollouts so far, until they are compacted
-    <output>.run.json    what decides the content, and whether it is complete
+    <output>.run.json        what decides the content, and whether it is complete
 
 `run.json` is written before the first rollout and again after the last; whatever moment the
 process dies at, the three say what is done.

@@ -30,12 +30,11 @@ def open_progress(
         yield _Lines(total, already_done, seconds)
         return
     columns = (
-        TextColumn("rollouts"),
-        BarColumn(),
+        BarColumn(bar_width=None),  # as much as the text leaves
         MofNCompleteColumn(),
         TextColumn("{task.fields[rates]}"),
     )
-    with rich.progress.Progress(*columns, console=console) as bar:
+    with rich.progress.Progress(*columns, console=console, expand=True) as bar:
         yield _Bar(bar, total, already_done)
 
 

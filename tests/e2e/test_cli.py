@@ -213,6 +213,17 @@ def test_a_failing_job_does_not_stop_the_sweep(
     assert [path.parent.name for path in tmp_path.glob("sweep/*/rollouts.jsonl")] == ["1"]
 
 
+def test_other_files_that_fail(specrollout: Command, arguments: list[str]) -> None:
+    log = "log.jsonl=/dev/full"
+    shown = specrollout(*arguments, log)
+    assert shown.code == 1
+    assert "error: log.jsonl='/dev/full' cannot be written: No space left" in shown.err
+    Path("folder.jsonl.run.json").mkdir()
+    shown = specrollout(*arguments, "output.path=folder.jsonl")
+    assert shown.code == 1
+    assert shown.err.startswith("error: [Errno 21] Is a directory: 'folder.jsonl.run.json'")
+
+
 def test_the_whole_error_on_request(
     specrollout: Command, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def assert_parity(model, oracle, prompts, tolerance: float) -> None:
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "plain"])
 def test_logits(name, packing, tmp_path):
     oracle = save_random(CONFIGS[name], tmp_path)
-    model = load_model(tmp_path, DType.AUTO, CPU, packing=packing)
+    model = load_model(tmp_path, DType.auto, CPU, packing=packing)
     assert model.dtype == torch.float32
     assert all(linear.is_packed == packing for linear in model.linears())
     assert_parity(model, oracle, sequences(1, 17, 64, 5), 1e-5)
@@ -118,7 +118,7 @@ def test_logits(name, packing, tmp_path):
 def test_logits_beyond_the_trained_context(name, tmp_path):
     """Dynamic agrees where transformers' running maximum is our fixed one: at full length."""
     oracle = save_random(CONFIGS[name], tmp_path)
-    model = load_model(tmp_path, DType.AUTO, CPU, max_context_len=100)
+    model = load_model(tmp_path, DType.auto, CPU, max_context_len=100)
     assert_parity(model, oracle, sequences(100), 1e-5)
 
 
@@ -131,7 +131,7 @@ def test_the_layout_before_transformers_5_is_the_same_model(tmp_path):
     config["rope_scaling"] = {"type": params.pop("rope_type"), **params}
     config["torch_dtype"] = config.pop("dtype")
     file.write_text(json.dumps(config))
-    assert_parity(load_model(tmp_path, DType.AUTO, CPU), oracle, sequences(40), 1e-5)
+    assert_parity(load_model(tmp_path, DType.auto, CPU), oracle, sequences(40), 1e-5)
 
 
 def test_sharded_bfloat16_checkpoint_in_float32(tmp_path):
@@ -140,13 +140,13 @@ def test_sharded_bfloat16_checkpoint_in_float32(tmp_path):
     random.bfloat16().save_pretrained(folder, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = load_model(folder, DType.FLOAT32, CPU)
+    model = load_model(folder, DType.float32, CPU)
     assert_parity(model, oracle, sequences(30, 3), 1e-5)
 
 
 def test_bfloat16_errs_no_more_than_transformers_does(tmp_path):
     exact = save_random(CONFIGS["llama-tied-gqa3"], tmp_path)
-    model = load_model(tmp_path, DType.BFLOAT16, CPU)
+    model = load_model(tmp_path, DType.bfloat16, CPU)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     (prompt,) = sequences(64)
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_bfloat16_errs_no_more_than_transformers_does(tmp_path):
 def test_demo_model(demo_model_path):
     oracle = AutoModelForCausalLM.from_pretrained(demo_model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
-    model = load_model(demo_model_path, DType.FLOAT32, CPU)
+    model = load_model(demo_model_path, DType.float32, CPU)
     texts = [
         "The capital of France is",
         "def fibonacci(n):\n    if n < 2:\n        return n\n",

@@ -20,7 +20,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 PROMPTS = [[5, 9, 11, 3, 70], [1], [96, 0, 2]]
 
 
-def load(folder, dtype=DType.AUTO, **options):
+def load(folder, dtype=DType.auto, **options):
     return load_model(folder, dtype, CPU, **options)
 
 
@@ -62,7 +62,7 @@ def fails(folder, *parts):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 def test_every_tensor_is_where_its_name_says(folder, dtype):
     model = load(folder, dtype)
     stored = load_file(folder / "model.safetensors")
@@ -262,16 +262,16 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize(
     ("requested", "stored", "device", "features", "resolved"),
     [
-        (DType.AUTO, BF16, "cpu", {"avx512_bf16"}, BF16),
-        (DType.AUTO, BF16, "cpu", {"amx_bf16"}, BF16),
-        (DType.AUTO, BF16, "cpu", {"avx512_f", "avx2"}, FP32),
-        (DType.AUTO, FP16, "cpu", {"avx512_bf16"}, FP32),
-        (DType.AUTO, FP16, "cpu", {"avx512_fp16"}, FP16),
-        (DType.AUTO, FP32, "cpu", {"avx512_bf16"}, FP32),
-        (DType.AUTO, torch.float64, "cpu", set(), FP32),
-        (DType.AUTO, FP16, "cuda", set(), FP16),
-        (DType.BFLOAT16, FP32, "cpu", set(), BF16),
-        (DType.FLOAT32, BF16, "cuda", set(), FP32),
+        (DType.auto, BF16, "cpu", {"avx512_bf16"}, BF16),
+        (DType.auto, BF16, "cpu", {"amx_bf16"}, BF16),
+        (DType.auto, BF16, "cpu", {"avx512_f", "avx2"}, FP32),
+        (DType.auto, FP16, "cpu", {"avx512_bf16"}, FP32),
+        (DType.auto, FP16, "cpu", {"avx512_fp16"}, FP16),
+        (DType.auto, FP32, "cpu", {"avx512_bf16"}, FP32),
+        (DType.auto, torch.float64, "cpu", set(), FP32),
+        (DType.auto, FP16, "cuda", set(), FP16),
+        (DType.bfloat16, FP32, "cpu", set(), BF16),
+        (DType.float32, BF16, "cuda", set(), FP32),
     ],
 )
 def test_dtype(requested, stored, device, features, resolved):

@@ -30,6 +30,7 @@ from rollout.offline import (
     RunConfig,
     run_job,
 )
+from rollout.offline.lock import OutputLock
 from rollout.specs import worker_factory
 from rollout.types import FinishReason, Rollout
 from tests.helpers.text_model import save_text_model
@@ -52,7 +53,7 @@ def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(path=str(text_model_path), dtype=DType.FLOAT32),
+        model=ModelConfig(path=str(text_model_path), dtype=DType.float32),
         data=DataConfig(path=write_rows(tmp_path / "prompts.jsonl", PROMPTS)),
         sampling=PARAMS,
         output=OutputConfig(path=str(tmp_path / "rollouts.jsonl")),
@@ -255,6 +256,21 @@ def test_a_file_of_someone_else_is_refused(config: RunConfig) -> None:
     assert len(output_rows(config)) == 12
 
 
+def test_the_prompts_are_never_the_output(config: RunConfig) -> None:
+    config = with_output(config, path=config.data.path, overwrite=True)
+    with pytest.raises(InvalidInputError, match=r"is data\.path"):
+        run(config)
+    assert Path(config.data.path).exists()
+
+
+def test_one_job_per_output(config: RunConfig) -> None:
+    with (
+        OutputLock(Path(config.output.path or "")),
+        pytest.raises(OutputError, match="is being written by another job"),
+    ):
+        run(config)
+
+
 def test_an_unfinished_output_of_this_run_survives_overwrite(config: RunConfig) -> None:
     config = with_output(config, overwrite=True)
     run(config)
@@ -337,8 +353,13 @@ def test_a_budget_too_small_for_a_prompt_names_its_line(config: RunConfig) -> No
     write_rows(Path(config.data.path), [{"prompt": "one"}, {"prompt": "one " * 40}])
     with pytest.raises(InvalidInputError, match=r"line 2 .*40 tokens.*memory.kv_bytes"):
         run(config)
+    write_rows(Path(config.data.path), [{"prompt": "one"}, {"prompt": "one " * 5}])
+    with pytest.raises(InvalidInputError, match=r"line 2 .*5 tokens, .* needs 17 KV slots"):
+        run(config)
+    assert run(replace(config, memory=MemoryConfig(max_kv_tokens=18))).summary is not None
     with pytest.raises(OutOfMemoryError, match=r"memory.kv_bytes=1 "):
-        run(replace(config, memory=MemoryConfig(kv_bytes=1)))
+        run(with_output(replace(config, memory=MemoryConfig(kv_bytes=1)), overwrite=True))
+    assert len(output_rows(config)) == 6  # what is there is replaced only when all is well
 
 
 def test_wrong_sampling_is_not_blamed_on_the_prompts(config: RunConfig) -> None:
@@ -488,7 +509,13 @@ def test_long_files_are_submitted_piece_by_piece(
 
 def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
     config = replace(
-        config, log=LogConfig(jsonl=str(tmp_path / "log" / "steps.jsonl"), every=2, seconds=1e-6)
+        config,
+        log=LogConfig(
+            jsonl=str(tmp_path / "log" / "steps.jsonl"),
+            every=2,
+            seconds=1e-6,
+            tensorboard=str(tmp_path / "events"),
+        ),
     )
     terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
     run_job(config, worker_factory("ngram"), terminal)
@@ -500,6 +527,7 @@ def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
              if line]  # fmt: skip
     assert [step["step"] % 2 for step in steps] == [0] * len(steps)
     assert len(steps) >= 5
+    assert list((tmp_path / "events").iterdir())
     assert {"forward_ms", "accept_length", "kv_used", "corpus/live_tokens"} <= steps[0].keys()
 
 
