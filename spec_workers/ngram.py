@@ -121,8 +121,8 @@ def build(
     config: EngineConfig,
     *,
     num_draft_tokens: int = 16,
-    min_probability: float = 0.05,
-    fixed_rows: float = 20.0,
+    min_probability: float = 0.08,
+    fixed_rows: float = 12.0,
     corpus_bytes: int = 256 << 20,
 ) -> NgramWorker:
     """A worker with an empty corpus.

@@ -33,8 +33,8 @@ from rollout.weights.transaction import WeightTransaction
 from spec_workers.draft_tree import only_roots
 
 _QUICKEST_ROWS = 4
-"""oneDNN's products of fewer rows are slower than those of four: with the demo model in bf16 and two
-threads a step of one row took 16.0 ms, a step of four 14.2."""
+"""oneDNN's products of fewer rows are slower than those of four: with the demo model in bf16 a step
+of one row took 16.0 ms, a step of four 14.2."""
 
 
 class TargetWorker:
