@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,35 +76,42 @@ def test_a_broken_row_before_others_is_refused(tmp_path: Path) -> None:
         list(whole_rows(path))
 
 
-@pytest.fixture
-def small_files() -> Iterator[int]:
-    """As on a full disk: no file may grow beyond so many bytes."""
-    most = 4096
+MOST_BYTES = 4096
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """As on a full disk: no file of this process may grow beyond MOST_BYTES."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
-    yield most
-    resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    signal.signal(signal.SIGXFSZ, handler)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_tears_no_line(tmp_path: Path, small_files: int) -> None:
+def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     sink = JsonlSink(path)
     long = json.dumps({"text": "x" * 1000}).encode() + b"\n"
-    for _ in range(small_files // len(long)):
-        sink.append(long)
-    with pytest.raises(OutputError, match=r"rows.jsonl cannot be written: .* run the same command"):
-        sink.append(long)  # of which the first part fits
-    sink.close()
-    assert path.read_bytes() == long * (small_files // len(long))
+    with small_files():
+        for _ in range(MOST_BYTES // len(long)):
+            sink.append(long)
+        with pytest.raises(
+            OutputError, match=r"rows.jsonl cannot be written: .* run the same command"
+        ):
+            sink.append(long)  # of which the first part fits
+        sink.close()
+    assert path.read_bytes() == long * (MOST_BYTES // len(long))
 
 
-def test_write_whole_keeps_the_old_content_when_it_fails(tmp_path: Path, small_files: int) -> None:
+def test_write_whole_keeps_the_old_content_when_it_fails(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_whole(path, b"old")
-    with pytest.raises(OutputError, match="cannot be written"):
-        write_whole(path, b"x" * (small_files + 1))
+    with small_files(), pytest.raises(OutputError, match="cannot be written"):
+        write_whole(path, b"x" * (MOST_BYTES + 1))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
     write_whole(path, b"new")
