@@ -1,11 +1,12 @@
 # Everything runs in .venv, which each target makes when it is missing or older than pyproject.toml.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
 PROMPTS := runs/demo/prompts.jsonl
+CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp tests/native/cpp/*)
 NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/csrc/* ngram_native/csrc/*)
 
 # Idle OpenMP threads yield the core after microseconds instead of milliseconds: on a machine that
@@ -50,13 +51,13 @@ lint: $(STAMP)  ## formatting, static checks, import rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 .PHONY: format
 format: $(STAMP)  ## apply the formatting
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp
+	$(BIN)/clang-format -i $(CPP)
 
 .PHONY: bench
 bench: $(STAMP) $(MODEL)/config.json  ## all benchmarks, as tables; JSON in runs/bench

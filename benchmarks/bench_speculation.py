@@ -101,6 +101,21 @@ def measure(path: Path, work: Workload, repeats: int) -> list[Row]:
     return rows
 
 
+def price_of_exactness(path: Path, work: Workload, repeats: int) -> list[Row]:
+    """Seconds with exact=true over seconds with exact=false, plain decoding; 1 is free."""
+    best: dict[bool, float] = {}
+    engines = {
+        exact: RolloutEngine.from_pretrained(path, spec="none", max_running=work.batch, exact=exact)
+        for exact in (False, True)
+    }
+    for _ in range(repeats + 1):
+        for exact, engine in engines.items():
+            seconds, _ = timed_pass(engine, work)
+            best[exact] = min(seconds, best.get(exact, seconds))
+    ratio = best[True] / best[False]
+    return [row(f"price of exact=true, batch {work.batch}", ratio, "x", 1.1, at_most=True)]
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
@@ -113,6 +128,9 @@ def main() -> None:
     for work in workloads():
         if options.only is None or options.only in work.name:
             rows += measure(options.model, work, options.repeats)
+    for work in workloads():
+        if options.only is None and work.name.startswith("open-ended"):
+            rows += price_of_exactness(options.model, work, options.repeats)
     finish(f"speculation, {options.threads} threads", rows, options.json)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import hydra
 import rich
@@ -23,7 +21,7 @@ from rich.markup import escape
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline import JobResult, JobStatus, RunConfig, run_job
-from rollout.specs import WorkerFactory
+from rollout.specs import factory_of
 
 EXIT_ERROR = 1
 EXIT_BAD_INPUT = 2
@@ -65,7 +63,7 @@ class _Command:
         try:
             run_config = run_config_from(config)
             self._claim_output(run_config)
-            result = run_job(run_config, worker_factory(run_config.spec), rich.get_console())
+            result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
         except RolloutError as error:
             _print_error(str(error))
             bad_input = isinstance(error, InvalidInputError)
@@ -111,26 +109,6 @@ def run_config_from(config: DictConfig) -> RunConfig:
         config = copy.deepcopy(config)
         config.output.path = str(folder / DEFAULT_OUTPUT)
     return cast(RunConfig, OmegaConf.to_object(config))
-
-
-def worker_factory(spec: dict[str, Any]) -> WorkerFactory:
-    """What conf/spec names in ``_target_``, with the other keys as its options.
-
-    Raises InvalidInputError for a target that cannot be imported or an option it does not have.
-    """
-    options = {name: value for name, value in spec.items() if name != "_target_"}
-    target = spec.get("_target_")
-    try:
-        build = hydra.utils.get_method(str(target))
-    except (ImportError, ValueError) as error:
-        raise InvalidInputError("spec._target_", target, f"cannot be imported: {error}") from None
-    known = list(inspect.signature(build).parameters)[1:]  # the first is the configuration
-    for name, value in options.items():
-        if name not in known:
-            raise InvalidInputError(
-                f"spec.{name}", value, f"{target} knows {', '.join(known) or 'no options'}"
-            )
-    return functools.partial(build, **options)
 
 
 def _stop(result: JobResult) -> None:

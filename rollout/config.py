@@ -30,9 +30,9 @@ class ModelConfig:
     max_context_len: int | None = None  # tokens; default: the checkpoint's limit
 
     def __post_init__(self) -> None:
-        if isinstance(self.dtype, str) and not isinstance(self.dtype, DType):
-            try:
-                self.dtype = DType(self.dtype)
+        if not isinstance(self.dtype, DType):
+            try:  # a name, or a torch.dtype
+                self.dtype = DType(str(self.dtype).removeprefix("torch."))
             except ValueError:
                 names = ", ".join(d.value for d in DType)
                 raise InvalidInputError("model.dtype", self.dtype, f"one of {names}") from None

@@ -40,9 +40,11 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt, field: str = "prompt") -> list[int]:
         """Token ids of a prompt. Raises InvalidInputError naming ``field``."""
+        if not len(prompt):
+            raise InvalidInputError(field, prompt, "is empty; give at least one token")
         if isinstance(prompt, str):
             ids = self._need_tokenizer(field, prompt)(prompt)["input_ids"]
-        elif len(prompt) and isinstance(prompt[0], dict):
+        elif isinstance(prompt[0], dict):
             ids = self._encode_chat(prompt, field)
         else:
             ids = _integers(prompt, field)
@@ -61,6 +63,11 @@ class PromptEncoder:
             raise InvalidInputError("tokenizer", None, "the model folder has none; text needs one")
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def decode_with_specials(self, token_ids: Sequence[int]) -> str:
+        """Special tokens spelled out, as stop strings may name them."""
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def _encode_chat(self, messages: Any, field: str) -> list[int]:
         tokenizer = self._need_tokenizer(field, messages)
         for message in messages:
@@ -74,7 +81,7 @@ class PromptEncoder:
             rendered = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidInputError(
                 field, messages, f"must suit the chat template, which says: {error}"
             ) from error

@@ -6,6 +6,7 @@ A step is three lines: schedule, run, commit. Everything else here is the way in
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class RolloutEngine:
             self.encoder, worker.vocab_size, worker.eos_token_ids, self.scheduler.check_fits
         )
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
-        self._ended: list[Rollout] = []  # ended between steps; the next step hands them out
+        self._ended: list[Rollout] = []  # the next step hands them out
+        self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
 
     @classmethod
     def from_config(cls, config: EngineConfig, factory: WorkerFactory) -> RolloutEngine:
@@ -110,20 +112,20 @@ class RolloutEngine:
             ]
         for request in requests:
             self.scheduler.add(request)
-        mine = {request.request_id for request in requests}
-        others: list[Rollout] = []
+        inbox: deque[Rollout] = deque()
+        unfinished = {request.request_id for request in requests}
+        self._claimed |= dict.fromkeys(unfinished, inbox)
         try:
-            while mine:
-                ended = self.step()
-                others += [rollout for rollout in ended if rollout.request_id not in mine]
-                for rollout in ended:
-                    if rollout.request_id in mine:
-                        mine.remove(rollout.request_id)
-                        yield rollout
+            while unfinished:
+                while not inbox:
+                    self._run_step()
+                rollout = inbox.popleft()
+                unfinished.remove(rollout.request_id)
+                yield rollout
         finally:
-            for request_id in mine:
+            for request_id in unfinished:
+                self._claimed.pop(request_id, None)
                 self._drop(request_id)
-            self._ended += others
 
     def score(
         self,
@@ -190,32 +192,38 @@ class RolloutEngine:
         return bool(self._ended) or self.scheduler.has_unfinished
 
     def step(self) -> list[Rollout]:
-        """Run one step; the rollouts that ended in it or since the last one."""
+        """Run one step; the rollouts that ended in it or since the last one.
+
+        Those of a `stream` go to that stream. A step that raises can be run again.
+        """
+        if self.scheduler.has_unfinished:
+            self._run_step()
         ended, self._ended = self._ended, []
-        if not self.scheduler.has_unfinished:
-            return ended
+        return ended
+
+    def _run_step(self) -> None:
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
-        try:
-            result = self.worker.step(batch)
-        except BaseException:
-            self._ended = ended  # a step that failed is scheduled again by the next one
-            raise
+        result = self.worker.step(batch)
         stepped = time.perf_counter()
-        finished = self.scheduler.commit(batch, result)
-        ended += [self._end(request) for request in finished]
+        ended = [self._end(request) for request in self.scheduler.commit(batch, result)]
+        self._hand_out(ended)
         now = time.perf_counter()
         result.times.schedule = (scheduled - started + now - stepped) * 1e3
         result.times.total = (now - started) * 1e3
         self._record(batch, result, ended)
-        return ended
+
+    def _hand_out(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            inbox = self._claimed.pop(rollout.request_id, None)
+            (self._ended if inbox is None else inbox).append(rollout)
 
     def abort(self, request_id: int) -> None:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
         request = self.scheduler.abort(request_id)
         if request is not None:
-            self._ended.append(self._end(request))
+            self._hand_out([self._end(request)])
 
     def metrics(self) -> EngineMetrics:
         """Counters since the engine was made, or since `reset_metrics`."""
@@ -245,27 +253,36 @@ class RolloutEngine:
         """Take new weights, by their checkpoint names, between two steps.
 
         Requests in flight go on under the new weights, with all their KV recomputed; with
-        ``flush_cache=False`` they keep it. The n-gram corpus is kept in any case. Raises
-        InvalidInputError before a byte moves where ``named_tensors`` is a list; after a failure
-        half-way the engine refuses to run until an update that names every tensor succeeds.
+        ``flush_cache=False`` they keep it. In any case the prefix cache is dropped and the n-gram
+        corpus kept. Raises InvalidInputError before a byte moves where ``named_tensors`` is a
+        collection and not a generator; after a failure half-way the engine refuses to run until
+        an update that names every tensor succeeds.
         """
-        if abort_all_requests:
-            self._ended += [self._end(request) for request in self.scheduler.abort_all()]
-        version = self.weight_version + 1 if weight_version is None else weight_version
+        before = self.weight_version
+        version = before + 1 if weight_version is None else weight_version
+        if version == before:
+            raise InvalidInputError("weight_version", version, "must differ from the one in use")
         try:
             self.worker.update_weights(named_tensors, version)
         finally:
-            if flush_cache:
-                self.flush_cache()
+            if self.weight_version != before or not self.worker.is_whole:
+                self._leave_old_weights(retract=flush_cache, abort=abort_all_requests)
 
     def flush_cache(self) -> None:
         """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""
-        self.scheduler.retract_all()
-        self.worker.memory.reset()
+        self._leave_old_weights(retract=True, abort=False)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when a pool's books do not balance."""
         self.worker.memory.check_integrity()
+
+    def _leave_old_weights(self, *, retract: bool, abort: bool) -> None:
+        """No later request may meet KV of the old weights; running ones may, unless retracted."""
+        if abort:
+            self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
+        if retract:
+            self.scheduler.retract_all()
+        self.worker.memory.reset()
 
     def _end(self, request: Request) -> Rollout:
         self.worker.release(request)
@@ -279,8 +296,8 @@ class RolloutEngine:
     def _record(self, batch: Batch, result: StepResult, ended: list[Rollout]) -> None:
         usage = self.worker.memory.usage
         step = StepMetrics(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
             kv_used=usage.used,
             kv_cached=usage.cached,
         )

@@ -59,7 +59,7 @@ class EngineMetrics:
     forward_ms: float = 0.0
     sample_ms: float = 0.0
     total_ms: float = 0.0
-    saved_seconds: float = 0.0  # plain decoding's estimated time less the time it took
+    saved_seconds: float | None = None  # plain decoding's estimated time less the time it took
     first_rollout_seconds: float | None = None  # engine time until the first rollout finished
     kv_slots: int = 0
 
@@ -167,4 +167,4 @@ class MetricsRecorder:
         plain_ms = self._plain.estimate(step.sampling)
         if plain_ms is not None and step.drafted:
             saved_ms = plain_ms * step.accept_length - step.total_ms
-            self.total.saved_seconds += saved_ms / 1e3
+            self.total.saved_seconds = (self.total.saved_seconds or 0.0) + saved_ms / 1e3

@@ -44,13 +44,19 @@ class RequestFactory:
         Raises InvalidInputError or OutOfMemoryError, naming ``field`` where it is the prompt.
         """
         self._check_params(params)
+        indices = {"prompt_index": prompt_index, "sample_index": sample_index}
+        for name, index in indices.items():
+            if index < 0:
+                raise InvalidInputError(name, index, "must be >= 0")
+        if seed is not None and not 0 <= seed < 2**64:
+            raise InvalidInputError("request_seed", seed, "must be in [0, 2**64)")
         if len(partial) >= params.max_new_tokens:
             raise InvalidInputError(
                 "partial_ids",
                 f"{len(partial)} tokens",
                 f"must be fewer than max_new_tokens={params.max_new_tokens}",
             )
-        decode = None if self._encoder.tokenizer is None else self._encoder.decode
+        decode = None if self._encoder.tokenizer is None else self._encoder.decode_with_specials
         request = Request(
             request_id=self._next_id,
             tokens=[*prompt_ids, *partial],
@@ -65,7 +71,6 @@ class RequestFactory:
                 params=params,
                 eos_token_ids=self._eos_token_ids,
                 decode=decode,
-                generated=partial,
             ),
         )
         self._check_fits(request, field)
@@ -76,7 +81,10 @@ class RequestFactory:
         """What an ended request has to show."""
         text = None
         if self._encoder.tokenizer is not None:
-            text = cut_at_stop(self._encoder.decode(request.token_ids), request.params)
+            text = self._encoder.decode(request.token_ids)
+            if request.finish_reason is FinishReason.STOP and request.params.stop:
+                shorter = self._encoder.decode(request.token_ids[:-1])
+                text = cut_at_stop(text, len(shorter), request.params.stop)
         return Rollout(
             request_id=request.request_id,
             prompt_index=request.prompt_index,
@@ -90,6 +98,7 @@ class RequestFactory:
             text=text,
             extras=request.extras,
             stats=request.stats,
+            error=request.error,
         )
 
     def _check_params(self, params: SamplingParams) -> None:

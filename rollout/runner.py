@@ -53,13 +53,15 @@ class ModelRunner:
         self._device = device
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, trees: DraftTrees, *, every_row: bool = False) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, trees: DraftTrees, *, scored_from: int | None = None
+    ) -> torch.Tensor:
         """Logits [R, V] of each entry's root and draft nodes, in order; model dtype.
 
-        With ``every_row``, of each run row and draft node instead. As a side effect the keys and
-        values of all query rows are in their slots.
+        With ``scored_from``, of each run row at that position or after instead. As a side effect
+        the keys and values of all query rows are in their slots.
         """
-        rows = self._query_rows(batch, trees, every_row)
+        rows = self._query_rows(batch, trees, scored_from)
         attention = PagedAttention(
             keys=self._kv_pool.keys,
             values=self._kv_pool.values,
@@ -76,7 +78,7 @@ class ModelRunner:
         logits_RV = self.model.logits(hidden_TE[self._tensor(sampled)])
         return logits_RV[: rows.sampled.size]
 
-    def _query_rows(self, batch: Batch, trees: DraftTrees, every_row: bool) -> QueryRows:
+    def _query_rows(self, batch: Batch, trees: DraftTrees, scored_from: int | None) -> QueryRows:
         input_ids: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         slots: list[np.ndarray] = []
@@ -97,8 +99,8 @@ class ModelRunner:
                 entry.draft_slots[:num_nodes],
             ]
             end = total + entry.run_len + num_nodes
-            if every_row:
-                sampled.append(np.arange(total, end))
+            if scored_from is not None:
+                sampled.append(np.arange(total + max(0, scored_from - entry.start), end))
             elif entry.samples:
                 sampled.append(np.arange(end - num_nodes - 1, end))
             total = end

@@ -7,7 +7,8 @@ options.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -30,12 +31,25 @@ def worker_factory(spec: str, **options: Any) -> WorkerFactory:
     known = {entry.name[:-5]: entry for entry in folder.iterdir() if entry.name.endswith(".yaml")}
     if spec not in known:
         raise InvalidInputError("spec", spec, f"one of {', '.join(sorted(known))}")
-    settings: dict[str, Any] = yaml.safe_load(known[spec].read_text())
-    module, _, name = settings.pop("_target_").rpartition(".")
-    for option in options:
-        if option not in settings:
+    return factory_of(yaml.safe_load(known[spec].read_text()) | options)
+
+
+def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:
+    """The build function that ``_target_`` names, with the other keys as its options.
+
+    Raises InvalidInputError for a target that cannot be imported or an option it does not have.
+    """
+    options = {name: value for name, value in settings.items() if name != "_target_"}
+    target = settings.get("_target_")
+    module, _, name = str(target).rpartition(".")
+    try:
+        build = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInputError("spec._target_", target, f"cannot be imported: {error}") from error
+    known = list(inspect.signature(build).parameters)[1:]  # the first is the configuration
+    for option, value in options.items():
+        if option not in known:
             raise InvalidInputError(
-                f"spec_options[{option!r}]", options[option],
-                f"spec={spec} knows {', '.join(sorted(settings)) or 'no options'}",
-            )  # fmt: skip
-    return partial(getattr(importlib.import_module(module), name), **(settings | options))
+                f"spec.{option}", value, f"{target} knows {', '.join(known) or 'no options'}"
+            )
+    return partial(build, **options)

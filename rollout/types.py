@@ -27,6 +27,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_new_tokens, or the context is full
     ABORT = "abort"  # the caller's wish
+    ERROR = "error"  # its logits were no distribution; the rollout's `error` says more
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,6 +67,10 @@ class SamplingParams:
         def finite(name: str) -> bool:
             return math.isfinite(getattr(self, name))
 
+        for name in ("top_k", "min_new_tokens", "max_new_tokens", "seed", "n", "top_logprobs"):
+            value = getattr(self, name)
+            require(name, isinstance(value, int), "must be an integer")
+        require("stop", not isinstance(self.stop, str), "must be a list of strings")
         require("temperature", finite("temperature") and self.temperature >= 0,
                 "must be a finite number >= 0 (0 is greedy)")  # fmt: skip
         require("top_k", self.top_k >= -1, "must be >= 1, or -1 or 0 for off")
@@ -129,10 +134,12 @@ class StopCheck(Protocol):
 
     stop_token_ids: frozenset[int]  # the end-of-sequence tokens among them, unless ignored
 
-    def first_stop(self, new_token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """How many of the new tokens are kept, and why the request ends there (None: goes on).
+    def first_stop(
+        self, request: Request, new_token_ids: Sequence[int]
+    ) -> tuple[int, FinishReason | None]:
+        """How many of the new tokens, which follow the request's, are kept, and why it ends there.
 
-        Advances the check by the tokens kept; each token is shown once.
+        None: it goes on. A pure function: a step that failed may ask again.
         """
         ...
 
@@ -158,6 +165,7 @@ class Request:
     weight_versions: list[int] = field(default_factory=list)  # scheduler, at commit
     extras: TokenExtras = field(default_factory=TokenExtras)  # scheduler, at commit
     finish_reason: FinishReason | None = None  # scheduler, at commit or abort
+    error: str | None = None  # scheduler, at commit; with FinishReason.ERROR
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -243,6 +251,7 @@ class EntryResult:
     path: list[int] = field(default_factory=list)  # accepted draft nodes, tree numbering, in order
     num_drafted: int = 0
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -280,3 +289,4 @@ class Rollout:
     text: str | None  # None where the engine has no tokenizer
     extras: TokenExtras
     stats: RequestStats
+    error: str | None = None

@@ -34,6 +34,11 @@ class Worker(Protocol):
     def model_dtype(self) -> torch.dtype: ...
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the weights are those of one version; else nothing can be served."""
+        ...
+
+    @property
     def weight_version(self) -> int: ...
 
     @property

@@ -89,9 +89,9 @@ class NgramWorker(SpecWorker):
 
     def _ensure_open(self, request: Request) -> None:
         if request.request_id not in self._open:
-            self._open.add(request.request_id)
             tokens = np.array(request.tokens, dtype=np.int32)
             self.corpus.open(request.request_id, request.group, tokens)
+            self._open.add(request.request_id)
 
     def observe(self, batch: Batch, results: list[EntryResult]) -> None:
         emitting = [
@@ -134,9 +134,13 @@ def build(
             more requests share it, the likelier a node must be to pay for its row.
         corpus_bytes: bound on the corpus and its index.
     """
+    try:
+        corpus = Corpus(max_bytes=corpus_bytes)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError("spec.corpus_bytes", corpus_bytes, str(error)) from error
     return NgramWorker(
         TargetWorker(config),
-        Corpus(max_bytes=corpus_bytes),
+        corpus,
         num_draft_tokens=num_draft_tokens,
         min_probability=min_probability,
         fixed_rows=fixed_rows,

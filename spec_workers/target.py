@@ -66,7 +66,7 @@ class TargetWorker:
             self.max_context_len,
             config.memory.prefix_cache,
         )
-        self._chunk_len = config.scheduler.chunk_len
+        self._chunk_len = min(scheduler.chunk_len, scheduler.max_step_tokens)
         self.runner = ModelRunner(
             model=self.model,
             kv_pool=KvPool(
@@ -119,9 +119,18 @@ class TargetWorker:
         self, request: Request, sampled: Sampled, first: int, path: list[int], drafted: int
     ) -> EntryResult:
         rows = [first, *(first + node for node in path)]
+        broken = next((k for k, row in enumerate(rows) if sampled.tokens[row] < 0), len(rows))
+        if broken == 0:
+            return EntryResult(
+                num_drafted=drafted,
+                finish_reason=FinishReason.ERROR,
+                error=f"the logits at position {len(request.tokens)} hold NaN or +inf: "
+                "the weights, or an update of them, are broken",
+            )
+        rows, path = rows[:broken], path[: broken - 1]
         room = self.room_for(request)
         token_ids = [sampled.tokens[row] for row in rows][:room]
-        kept, reason = request.stop_check.first_stop(token_ids)
+        kept, reason = request.stop_check.first_stop(request, token_ids)
         if reason is None and kept == room:
             reason = FinishReason.LENGTH
         rows = rows[:kept]
@@ -148,19 +157,19 @@ class TargetWorker:
         Raises OutOfMemoryError when the KV slots cannot hold the sequence.
         """
         self.weights.require_whole()
-        rows = rows_of_continuation(request, output_ids)
-        first_row = len(request.tokens) - 1
-        parts = [
-            logits_TV[max(0, first_row - start) :]
-            for start, logits_TV in self._prefill(request, output_ids[:-1])
-        ]
-        scored = score(torch.cat(parts), rows, output_ids)
-        return scored.logprobs, _joined(scored.extras)
+        logprobs: list[float] = []
+        extras: list[TokenExtras] = []
+        for logits_RV in self._scored_logits(request, output_ids[:-1]):
+            done = len(logprobs)
+            chunk = output_ids[done : done + len(logits_RV)]
+            rows = rows_of_continuation(request, output_ids, range(done, done + len(chunk)))
+            scored = score(logits_RV, rows, chunk)
+            logprobs += scored.logprobs
+            extras += scored.extras
+        return logprobs, _joined(extras)
 
-    def _prefill(
-        self, request: Request, continuation: list[int]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Logits [T, V] of every row, chunk by chunk, with the position each chunk starts at."""
+    def _scored_logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
+        """Logits [R, V] from the request's last token on, chunk by chunk."""
         tokens = request.tokens + continuation
         prompt = np.array(request.tokens, dtype=np.int32)
         admitted = self.memory.admit(prompt, headroom=len(continuation))
@@ -179,8 +188,8 @@ class TargetWorker:
                 length = min(self._chunk_len, len(tokens) - computed)
                 entry = Scheduled(request=running, start=computed, run_len=length, draft_slots=none)
                 batch = Batch(step=0, entries=[entry])
-                logits_TV = self.runner.forward(batch, only_roots(1), every_row=True)
-                yield computed, logits_TV
+                first = len(request.tokens) - 1
+                yield self.runner.forward(batch, only_roots(1), scored_from=first)
                 computed += length
         finally:
             self.memory.release(row, tokens[:computed])

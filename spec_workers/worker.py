@@ -17,6 +17,7 @@ from rollout.types import (
     StepTimes,
     TokenExtras,
 )
+from rollout.weights.transaction import WeightState
 from spec_workers.target import TargetWorker
 
 
@@ -42,6 +43,10 @@ class SpecWorker:
         return self.target.max_context_len
 
     @property
+    def is_whole(self) -> bool:
+        return self.target.weights.state is WeightState.WHOLE
+
+    @property
     def weight_version(self) -> int:
         return self.target.weight_version
 
@@ -60,7 +65,7 @@ class SpecWorker:
     def step(self, batch: Batch) -> StepResult:
         """Run one step. Emits for each sampling entry between one token and its longest path + 1.
 
-        Raises RolloutError when the model's logits are NaN; nothing is committed then.
+        A request whose logits are no distribution ends alone, with FinishReason.ERROR.
         """
         clock = _Clock()
         trees = self.propose(batch)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+import psutil
 import torch
 
 from rollout.config import MemoryConfig
@@ -42,4 +41,4 @@ def num_kv_slots(
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available

@@ -83,8 +83,11 @@ def check_tokens(
     for row in checked.rows():
         try:
             _check_prompt(engine, row.prompt, params)
-        except (InvalidInputError, OutOfMemoryError) as error:
-            if isinstance(error, InvalidInputError) and error.field.startswith("sampling."):
+        except OutOfMemoryError as error:
+            # Never skipped: the output must not depend on how much memory was free.
+            raise OutOfMemoryError(f"{row.where}: {error}") from error
+        except InvalidInputError as error:
+            if error.field.startswith("sampling."):
                 raise
             broken.append(BrokenRow(row.index, row.where, str(error)))
     _handle(broken, checked, on_error)

@@ -9,10 +9,14 @@ import hashlib
 import json
 import os
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rollout.models.checkpoint import Checkpoint
+from rollout.models.dtype import resolve_dtype
 from rollout.models.loader import resolve_device
+from rollout.models.spec import ModelSpec
 from rollout.offline.config import RunConfig
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -28,12 +32,15 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
     """Field -> value or hash, as JSON gives it back."""
     model = Path(config.model.path)
     tokenizer = Path(config.model.tokenizer or config.model.path)
+    device = resolve_device(config.model.device)
+    stored = ModelSpec.read(model).dtype or Checkpoint(model).dtype
     fields: dict[str, Any] = {
         "model": _files_hash(model, ("config.json", "generation_config.json")),
         "model weights": _weights_hash(model),
         "model tokenizer": _files_hash(tokenizer, _TOKENIZER_FILES),
-        "model.dtype": config.model.dtype.value,
-        "model.device": resolve_device(config.model.device).type,
+        "specrollout": version("specrollout"),
+        "model.dtype": str(resolve_dtype(config.model.dtype, stored, device)),
+        "model.device": device.type,
         "model.max_context_len": config.model.max_context_len,
         "exact": config.exact,
         "data (the prompts themselves)": _hash_file(Path(config.data.path)),
@@ -43,6 +50,8 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
         "output.prompt_ids": config.output.prompt_ids,
         "output.stats": config.output.stats,
     }
+    if not config.exact:  # then these may be seen in the output
+        fields |= {"spec": config.spec, "scheduler": asdict(config.scheduler)}
     fields |= {f"sampling.{name}": value for name, value in asdict(config.sampling).items()}
     return json.loads(json.dumps(fields))
 

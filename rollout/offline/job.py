@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollout.engine import RolloutEngine
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
 from rollout.offline.config import RunConfig
 from rollout.offline.fingerprint import fingerprint
@@ -31,7 +31,7 @@ from rollout.offline.signals import StopSignals
 from rollout.offline.step_log import StepLog
 from rollout.offline.summary import Summary
 from rollout.specs import WorkerFactory
-from rollout.types import Rollout, SamplingParams
+from rollout.types import FinishReason, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,11 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
             ):
                 job = _Job(config, engine, prompts, output, summary)
                 job.generate(stop, step_log, progress)
+                if job.failed:
+                    raise RolloutError(
+                        f"{len(job.failed)} rollouts failed, the first at {job.failed[0]}; the "
+                        f"others are in {path}"
+                    )
             if stop.received is None:
                 output.finish(prompts.file, prompts.carried_schema, len(prompts.skipped))
         finally:
@@ -125,6 +130,7 @@ class _Job:
         self._missing = self._missing_samples(prompts)
         self._most_submitted = _QUEUED_PER_RUNNING * config.scheduler.max_running
         self._submitted: dict[tuple[int, int], PromptRow] = {}
+        self.failed: list[str] = []
 
     def _missing_samples(self, prompts: CheckedPrompts) -> Iterator[tuple[PromptRow, int]]:
         """Lazily, so that a long file is never in memory; the samples of a prompt together."""
@@ -140,6 +146,9 @@ class _Job:
             if not self._engine.has_unfinished:
                 break
             for rollout in self._engine.step():
+                if rollout.finish_reason is FinishReason.ERROR:
+                    self._fail(rollout)
+                    continue
                 self._write(rollout)
                 if not self._summary.rollouts:
                     self._summary.first_rollout_seconds = time.perf_counter() - started
@@ -160,6 +169,11 @@ class _Job:
                 row.prompt, self._params, prompt_index=row.index, sample_index=sample_index
             )
             self._submitted[row.index, sample_index] = row
+
+    def _fail(self, rollout: Rollout) -> None:
+        """Not written, so that the same command tries it again."""
+        row = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
+        self.failed.append(f"{row.where}, sample {rollout.sample_index}: {rollout.error}")
 
     def _write(self, rollout: Rollout) -> None:
         row = self._submitted.pop((rollout.prompt_index, rollout.sample_index))

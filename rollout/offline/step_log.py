@@ -39,7 +39,7 @@ class StepLog:
             "rollouts": num_rollouts,
             "total_generated_tokens": total.generated_tokens,
             "total_accept_length": total.accept_length,
-            "saved_seconds": total.saved_seconds,
+            "saved_seconds": total.saved_seconds or 0.0,
             "preemptions": total.preemptions,
             "peak_memory_bytes": total.peak_memory_bytes,
             **engine.worker.counters(),

@@ -84,6 +84,8 @@ class Summary:
         if not self.metrics.drafted:
             return "nothing was drafted"
         saved = self.metrics.saved_seconds
+        if saved is None:
+            return "not measured: no step ran without drafts"
         ratio = (self.seconds + saved) / self.seconds if self.seconds else 1.0
         return (
             f"{saved:+.1f} s ({ratio:.2f}x) against the same run without it, estimated from this "

@@ -55,11 +55,10 @@ def sample_rows(batch: Batch, trees: DraftTrees) -> tuple[SampleRows, np.ndarray
     return rows, offsets_B1
 
 
-def rows_of_continuation(request: Request, output_ids: list[int]) -> SampleRows:
-    """Rows that would sample each of ``output_ids`` in turn after the request's tokens."""
-    count = len(output_ids)
+def rows_of_continuation(request: Request, output_ids: list[int], part: range) -> SampleRows:
+    """Rows that would sample ``output_ids[k]``, k in ``part``, after the request's tokens."""
     return SampleRows(
-        requests=[request] * count,
-        positions_R=len(request.tokens) + np.arange(count, dtype=np.int64),
-        drafted=[output_ids[:k] for k in range(count)],
+        requests=[request] * len(part),
+        positions_R=len(request.tokens) + np.array(part, dtype=np.int64),
+        drafted=[output_ids[:k] for k in part],
     )

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from rollout.errors import RolloutError
 from rollout.ops.categorical import categorical, entropy, token_logprobs
 from rollout.sampling.noise import uniforms
 from rollout.sampling.penalties import apply_history_, changes_logits
@@ -29,8 +27,8 @@ class Sampled:
 def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
     """Sample every row.
 
-    Args: logits [R, V] as the model gave them, any float dtype. Raises RolloutError when a row
-    holds NaN, naming the request.
+    Args: logits [R, V] as the model gave them, any float dtype. A row that is no distribution (NaN,
+    +inf, nothing above -inf) gives token -1.
     """
     shaped = _Shaped(logits_RV, rows)
     uniforms_R = torch.from_numpy(uniforms(rows.seeds_R, rows.positions_R)).to(logits_RV.device)
@@ -43,9 +41,8 @@ def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
             logprobs = token_logprobs(part.logits, part.temperature, tokens.clamp(min=0))
         tokens_R[part.index] = tokens
         logprobs_R[part.index] = logprobs
-    chosen = tokens_R.tolist()
-    _refuse_nan(chosen, rows)
-    return Sampled(tokens=chosen, logprobs=logprobs_R.tolist(), extras=shaped.extras(tokens_R))
+    extras = shaped.extras(tokens_R.clamp(min=0))
+    return Sampled(tokens=tokens_R.tolist(), logprobs=logprobs_R.tolist(), extras=extras)
 
 
 def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
@@ -173,13 +170,3 @@ class _Shaped:
             extra.top_logprobs = [list(zip(ids.tolist(), values.tolist(), strict=True))]
         if params.entropy:
             extra.entropies = entropy(part.logits[one], temperature).tolist()
-
-
-def _refuse_nan(tokens: list[int], rows: SampleRows) -> None:
-    bad = np.flatnonzero(np.array(tokens, dtype=np.int64) < 0)
-    if bad.size:
-        request = rows.requests[int(bad[0])]
-        raise RolloutError(
-            f"the model's logits hold NaN at position {int(rows.positions_R[bad[0]])} of request "
-            f"{request.request_id}: the weights, or an update of them, are broken"
-        )

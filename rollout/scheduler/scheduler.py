@@ -56,6 +56,14 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def running(self) -> Sequence[Request]:
         """In the order of admission, oldest first."""
         return tuple(self._running)
@@ -243,6 +251,7 @@ class Scheduler:
         extras.top_logprobs += output.extras.top_logprobs
         extras.entropies += output.extras.entropies
         request.finish_reason = output.finish_reason
+        request.error = output.error
         if request.finish_reason is None and len(request.tokens) >= self.memory.max_sequence_len:
             request.finish_reason = FinishReason.LENGTH
 

@@ -13,12 +13,12 @@ tensor of the model leads back to WHOLE.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.layers.destination import mismatches
+from rollout.layers.destination import Destination, mismatches
 from rollout.models.causal_lm import CausalLM
 
 
@@ -48,18 +48,19 @@ class WeightTransaction:
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """One whole transaction.
 
-        A list or a tuple is checked through before anything is written; of any other iterable each
-        tensor is checked as it comes, and a bad one leaves the model torn. Raises
+        A collection is checked through before anything is written; of a generator each tensor is
+        checked as it comes, and a bad one leaves the model torn. Raises
         InvalidInputError for names, shapes and dtypes the model does not have, WeightUpdateError
         for a partial update of a torn model.
         """
         destinations = self._model.destinations()
         must_be_full = self.state is not WeightState.WHOLE
-        if isinstance(named_tensors, (list, tuple)):
+        if isinstance(named_tensors, Collection):
             offered = {name: tensor.shape for name, tensor in named_tensors}
             _refuse(mismatches(destinations, offered, partial=not must_be_full))
             for name, tensor in named_tensors:
                 _refuse_dtype(name, tensor)
+            _refuse_untied(destinations, dict(named_tensors))
         loaded: dict[str, torch.Size] = {}
         try:
             for name, tensor in named_tensors:
@@ -88,6 +89,18 @@ def _refuse(lines: list[str]) -> None:
     if lines:
         shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
         raise InvalidInputError("named_tensors", shown, "must match the model's own tensors")
+
+
+def _refuse_untied(
+    destinations: Mapping[str, Destination], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Two names of one tensor must carry one value."""
+    for name, tensor in tensors.items():
+        other = tensors.get(destinations[name].alias_of or name)
+        if other is not None and other is not tensor and not torch.equal(other, tensor):
+            raise InvalidInputError(
+                "named_tensors", name, f"differs from {destinations[name].alias_of}, its tied twin"
+            )
 
 
 def _refuse_dtype(name: str, tensor: torch.Tensor) -> None:

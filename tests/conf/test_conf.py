@@ -12,10 +12,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from rollout.cli import register_config_schema, run_config_from, worker_factory
+from rollout.cli import register_config_schema, run_config_from
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
+from rollout.specs import factory_of
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -41,7 +42,7 @@ def test_every_option_composes(group: str, option: str) -> None:
     config = composed(f"{group}={option}")
     assert isinstance(config, RunConfig)
     assert isinstance(config.engine, EngineConfig)
-    assert callable(worker_factory(config.spec))
+    assert callable(factory_of(config.spec))
 
 
 def test_the_defaults_are_the_dataclasses_own() -> None:
@@ -130,7 +131,7 @@ def test_wrong_names_and_types_do_not_compose(override: str) -> None:
 )
 def test_a_wrong_spec_is_named(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        worker_factory(spec)
+        factory_of(spec)
 
 
 def test_every_key_of_the_schema_is_in_the_composed_configuration() -> None:

@@ -21,6 +21,11 @@ PARAMS = {
     "shaped": SamplingParams(
         temperature=1.1, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1,
         min_new_tokens=8, max_new_tokens=40, n=2, seed=6,
+        raw_logprobs=True, sampling_logprobs=True, top_logprobs=2, entropy=True,
+    ),
+    "cut": SamplingParams(
+        temperature=0.9, top_k=30, min_p=0.01, presence_penalty=0.4, logit_bias={5: 2.0, 9: -3.0},
+        stop_token_ids=[11, 12], max_new_tokens=40, n=2, seed=8,
     ),
 }  # fmt: skip
 
@@ -98,9 +103,11 @@ def test_company_chunks_cache_preemption_and_threads_cannot_be_seen(
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_no_draft_can_be_seen(tiny_model_path, dtype, plain, name, chain, right):
+@pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
+def test_no_draft_can_be_seen(tiny_model_path, dtype, plain, name, chain, right, scarce):
     factory = oracle_factory(recorded(plain[name]), size=20, right=right, chain=chain)
-    config = engine_config(tiny_model_path, {"dtype": dtype, "max_running": 5})
+    options = {"max_kv_tokens": 260, "chunk_len": 9} if scarce else {}
+    config = engine_config(tiny_model_path, {"dtype": dtype, "max_running": 5} | options)
     engine = RolloutEngine.from_config(config, factory)
     rollouts = compare(engine, plain, name)
     accepted = sum(r.stats.accepted for r in rollouts)
@@ -136,7 +143,8 @@ def test_a_rollout_cut_anywhere_goes_on_as_if_it_had_not_been(tiny_model_path, d
     engine = RolloutEngine.from_pretrained(tiny_model_path, dtype=dtype, max_running=4)
     wanted = {}
     for rollout in plain[name][::3]:
-        for cut in {0, 1, len(rollout.token_ids) // 2, len(rollout.token_ids) - 1}:
+        last = len(rollout.token_ids) - 1
+        for cut in {0, min(1, last), last // 2, last}:
             request = engine.submit(
                 rollout.prompt_ids,
                 PARAMS[name],

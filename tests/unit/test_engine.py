@@ -42,6 +42,76 @@ def test_generate_is_in_prompt_order_and_stream_as_they_finish(engine):
     assert [len(r.token_ids) for r in engine.stream(PROMPTS, lengths)] == [3, 12, 30]
 
 
+def test_streams_may_be_interleaved(engine):
+    alone = outcome(engine.generate(PROMPTS, PARAMS))
+    first, second = engine.stream(PROMPTS, PARAMS), engine.stream(PROMPTS, PARAMS)
+    pairs = list(zip(first, second, strict=True))
+    assert len(pairs) == 6
+    assert sorted(outcome(r for r, _ in pairs)) == sorted(outcome(r for _, r in pairs))
+    assert sorted(outcome(r for r, _ in pairs)) == sorted(alone)
+    assert not engine.has_unfinished
+
+
+def test_broken_logits_end_their_request_alone(engine):
+    good = outcome(engine.generate(PROMPTS[:2], PARAMS))
+    embedding = engine.worker.target.model.destinations()["model.embed_tokens.weight"]
+    whole = embedding.read()
+    broken = whole.clone()
+    broken[12] = float("nan")  # only the third prompt holds this token
+    engine.update_weights_from_tensor({"model.embed_tokens.weight": broken}.items())
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    assert {r.finish_reason for r in rollouts[4:]} == {FinishReason.ERROR}
+    assert "NaN" in rollouts[4].error
+    ends = [r for r in rollouts[:4] if r.finish_reason is not FinishReason.ERROR]
+    assert all(o in good for o in outcome(ends))
+    engine.check_integrity()
+    assert engine.worker.memory.usage.used == 0
+    engine.update_weights_from_tensor([("model.embed_tokens.weight", whole)])
+    assert outcome(engine.generate(PROMPTS[:2], PARAMS)) == good
+
+
+def test_a_refused_update_leaves_running_requests_alone(engine):
+    engine.submit(PROMPTS[0], PARAMS)
+    for _ in range(3):
+        engine.step()
+    used = engine.worker.memory.usage.used
+    with pytest.raises(InvalidInputError, match="misspelt"):
+        engine.update_weights_from_tensor(
+            {"misspelt": torch.zeros(1)}.items(), abort_all_requests=True
+        )
+    with pytest.raises(InvalidInputError, match="weight_version"):
+        engine.update_weights_from_tensor(random_weights(engine, 1), weight_version=0)
+    assert engine.worker.memory.usage.used == used
+    assert engine.scheduler.num_running == 1
+
+
+def test_an_update_may_keep_the_kv_of_running_requests_but_no_cached_prefix(engine):
+    engine.generate(PROMPTS, PARAMS)
+    engine.submit(PROMPTS[1], PARAMS)
+    for _ in range(3):
+        engine.step()
+    engine.update_weights_from_tensor(random_weights(engine, 1), flush_cache=False)
+    assert engine.scheduler.num_running == 1
+    assert engine.worker.memory.usage.cached == 0
+    again = engine.submit(PROMPTS[1], PARAMS)
+    rollouts = {}
+    while engine.has_unfinished:
+        rollouts |= {r.request_id: r for r in engine.step()}
+    assert set(rollouts[again.request_id].weight_versions) == {1}
+    fresh = engine.score(PROMPTS[1], rollouts[again.request_id].token_ids, PARAMS)
+    assert rollouts[again.request_id].logprobs == fresh
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "options", [{"request_seed": -1}, {"request_seed": 2**64}, {"prompt_index": -2}]
+)
+def test_bad_seeds_are_refused_at_submit(engine, options):
+    with pytest.raises(InvalidInputError, match=next(iter(options))):
+        engine.submit(PROMPTS[0], PARAMS, **options)
+    assert not engine.has_unfinished
+
+
 def test_leaving_a_stream_early_frees_its_requests(engine):
     for _ in engine.stream(PROMPTS, PARAMS):
         break
@@ -190,6 +260,8 @@ def test_a_prompt_that_memory_cannot_hold_is_refused(tiny_model_path):
         ("min_new_tokens", 300),
         ("repetition_penalty", 0.0),
         ("stop", [""]),
+        ("stop", "END"),
+        ("n", 2.5),
         ("logit_bias", {1: float("inf")}),
     ],
 )

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.errors import RolloutError
 from rollout.sampling.rows import rows_of_continuation, sample_rows
 from rollout.sampling.sampler import sample, score
 from tests.helpers.requests import decode_batch, make_request, make_trees
@@ -126,7 +125,7 @@ def test_a_row_is_the_same_alone_and_in_company():
 def test_score_repeats_what_sampling_reported(params):
     request = make_request([4, 5, 6, 7], prompt_len=2, seed=11, eos=(3,), entropy=True, **params)
     output = [8, 4, 9, 9]
-    rows = rows_of_continuation(request, output)
+    rows = rows_of_continuation(request, output, range(4))
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
     scored = score(logits, rows, output)
     for k in range(4):
@@ -143,10 +142,13 @@ def test_score_repeats_what_sampling_reported(params):
         assert redone.logprobs == drawn.logprobs
 
 
-def test_nan_logits_name_the_request():
-    request = make_request([1, 2], request_id=42)
-    rows, _ = sample_rows(decode_batch([request]), make_trees([([], [])]))
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 17] = float("nan")
-    with pytest.raises(RolloutError, match="request 42"):
-        sample(logits, rows)
+def test_rows_that_are_no_distribution_give_no_token_and_spare_the_others():
+    requests = [make_request([1, 2], seed=seed) for seed in range(4)]
+    rows, _ = sample_rows(decode_batch(requests), make_trees([([], [])] * 4))
+    logits = torch.zeros(4, VOCAB)
+    whole = sample(logits, rows)
+    logits[1, 17] = float("nan")
+    logits[2, 5] = float("inf")
+    broken = sample(logits, rows)
+    assert broken.tokens == [whole.tokens[0], -1, -1, whole.tokens[3]]
+    assert broken.logprobs[3] == whole.logprobs[3]

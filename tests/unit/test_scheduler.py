@@ -21,7 +21,7 @@ EMITTED = 999
 
 
 class NoStopCheck:
-    def first_stop(self, new_token_ids):
+    def first_stop(self, request, new_token_ids):
         raise AssertionError("the scheduler does not decide where text ends")
 
 

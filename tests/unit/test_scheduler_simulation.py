@@ -37,7 +37,7 @@ def prefix_key(before: int, token: int) -> int:
 
 
 class NoStopCheck:
-    def first_stop(self, new_token_ids):
+    def first_stop(self, request, new_token_ids):
         raise AssertionError("the scheduler does not decide where text ends")
 
 

@@ -1,5 +1,8 @@
+import pytest
+
 from rollout.stopping import TokenStopCheck, cut_at_stop
-from rollout.types import FinishReason, SamplingParams
+from rollout.types import FinishReason
+from tests.helpers.requests import make_request
 
 LETTERS = "abcdefghij"
 
@@ -8,43 +11,60 @@ def decode(token_ids):
     return "".join(LETTERS[t] for t in token_ids)
 
 
-def check(**params):
-    return TokenStopCheck(
-        params=SamplingParams(max_new_tokens=50, **params), eos_token_ids=(9,), decode=decode
-    )
+def request_with(output=(), **params):
+    request = make_request([7, 7, *output], prompt_len=2, max_new_tokens=50, **params)
+    request.stop_check = TokenStopCheck(params=request.params, eos_token_ids=(9,), decode=decode)
+    return request
+
+
+def first_stop(request, tokens):
+    kept, reason = request.stop_check.first_stop(request, tokens)
+    request.tokens += tokens[:kept]
+    return kept, reason
 
 
 def test_end_of_sequence_stops_unless_ignored():
-    assert check().first_stop([1, 9, 2]) == (2, FinishReason.STOP)
-    assert check(ignore_eos=True).first_stop([1, 9, 2]) == (3, None)
-    assert check(stop_token_ids=[1]).first_stop([0, 1]) == (2, FinishReason.STOP)
+    assert first_stop(request_with(), [1, 9, 2]) == (2, FinishReason.STOP)
+    assert first_stop(request_with(ignore_eos=True), [1, 9, 2]) == (3, None)
+    assert first_stop(request_with(stop_token_ids=[1]), [0, 1]) == (2, FinishReason.STOP)
 
 
-def test_stop_string_ends_at_the_token_that_completes_it_however_tokens_are_grouped():
+@pytest.mark.parametrize("cut", range(7))
+def test_stop_string_ends_at_the_token_that_completes_it_however_tokens_are_grouped(cut):
     tokens = [0, 1, 2, 3, 4, 5]  # a b c d e f
-    for cut in range(len(tokens) + 1):
-        stop = check(stop=["cde"])
-        first = stop.first_stop(tokens[:cut])
-        if cut >= 5:
-            assert first == (5, FinishReason.STOP)
-        else:
-            assert first == (cut, None)
-            assert stop.first_stop(tokens[cut:]) == (5 - cut, FinishReason.STOP)
+    request = request_with(stop=["cde"])
+    first = first_stop(request, tokens[:cut])
+    if cut >= 5:
+        assert first == (5, FinishReason.STOP)
+    else:
+        assert first == (cut, None)
+        assert first_stop(request, tokens[cut:]) == (5 - cut, FinishReason.STOP)
 
 
-def test_nothing_stops_before_the_minimum():
-    stop = check(min_new_tokens=3, stop=["a"])
-    assert stop.first_stop([9, 0]) == (2, None)
-    assert stop.first_stop([9]) == (1, FinishReason.STOP)
+def test_asking_changes_nothing():
+    request = request_with(stop=["ab"])
+    for _ in range(3):
+        assert request.stop_check.first_stop(request, [0, 1, 2]) == (2, FinishReason.STOP)
 
 
-def test_a_stop_string_may_span_the_cut_of_a_resubmitted_rollout():
-    params = SamplingParams(stop=["abc"])
-    stop = TokenStopCheck(params=params, eos_token_ids=(), decode=decode, generated=[0, 1])
-    assert stop.first_stop([2, 3]) == (1, FinishReason.STOP)
+@pytest.mark.parametrize("filler", [1, 2, 3, 9, 12])
+def test_nothing_stops_before_the_minimum_nor_by_what_came_before_it(filler):
+    minimum = filler + 1
+    request = request_with(min_new_tokens=minimum, stop=["a"])
+    assert first_stop(request, [0] + [3] * (filler - 1)) == (filler, None)
+    assert first_stop(request, [3, 3]) == (2, None)
+    assert first_stop(request, [3, 0]) == (2, FinishReason.STOP)
+    assert first_stop(request_with(min_new_tokens=3), [9, 0, 9]) == (3, FinishReason.STOP)
 
 
-def test_text_is_cut_before_the_first_stop_string():
-    params = SamplingParams(stop=["zz", "b"])
-    assert cut_at_stop("aabzz", params) == "aa"
-    assert cut_at_stop("aa", params) == "aa"
+def test_a_stop_string_may_span_the_cut_of_a_resubmitted_rollout_but_not_the_prompt():
+    request = request_with([0, 1], stop=["abc", "ha"])
+    request.prompt_len, request.partial_len = 4, 2
+    assert first_stop(request, [2, 3]) == (1, FinishReason.STOP)
+    assert first_stop(request_with(stop=["ha"]), [0]) == (1, None)
+
+
+def test_text_is_cut_before_the_stop_string_that_ended_it():
+    assert cut_at_stop("aabzz", len("aabz"), ["zz", "b"]) == "aab"
+    assert cut_at_stop("abab", len("aba"), ["ab"]) == "ab"
+    assert cut_at_stop("ab c", len("ab "), ["ab"]) == "ab c"
