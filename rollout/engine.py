@@ -47,6 +47,7 @@ class RolloutEngine:
         self._requests = RequestFactory(
             self.encoder, worker.vocab_size, worker.eos_token_ids, self.scheduler.check_fits
         )
+        self._cache_hits = 0  # of the memory's life, before this step
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
@@ -294,11 +295,13 @@ class RolloutEngine:
             self.worker.release(request)
 
     def _record(self, batch: Batch, result: StepResult, ended: list[Rollout]) -> None:
-        usage = self.worker.memory.usage
+        usage, hits = self.worker.memory.usage, self.worker.memory.counters.hit
         step = StepMetrics(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             kv_used=usage.used,
             kv_cached=usage.cached,
+            cached_tokens=hits - self._cache_hits,
         )
+        self._cache_hits = hits
         self._recorder.record(batch, result, step, ended)

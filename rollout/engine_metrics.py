@@ -35,6 +35,7 @@ class StepMetrics:
     weight_version: int = 0
     kv_used: int = 0
     kv_cached: int = 0
+    cached_tokens: int = 0  # tokens of requests admitted in this step that were cached
 
     @property
     def accept_length(self) -> float:

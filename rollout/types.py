@@ -112,6 +112,8 @@ class RequestStats:
     verify_steps: int = 0  # target forwards that sampled for this request
     drafted: int = 0
     accepted: int = 0
+    forward_ms: float = 0.0  # its share of the steps it took part in, by query rows
+    draft_ms: float = 0.0  # likewise, by entries
 
     @property
     def accept_length(self) -> float:

@@ -74,14 +74,15 @@ class SpecWorker:
         forward_ms = clock.lap()
         results = self.target.accept(batch, trees, logits_RV)
         self.target.commit(batch, results)
-        _count(batch, results)
         sample_ms = clock.lap()
         self.observe(batch, results)
+        times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
+        _count(batch, results, times)
         return StepResult(
             entries=results,
             weight_version=self.weight_version,
             num_query_tokens=batch.num_run_tokens + trees.num_nodes,
-            times=StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms),
+            times=times,
         )
 
     def propose(self, batch: Batch) -> DraftTrees:
@@ -105,10 +106,17 @@ class SpecWorker:
         return self.target.counters()
 
 
-def _count(batch: Batch, results: list[EntryResult]) -> None:
-    for entry, result in zip(batch.entries, results, strict=True):
+def _count(batch: Batch, results: list[EntryResult], times: StepTimes) -> None:
+    rows = [
+        entry.run_len + result.num_drafted
+        for entry, result in zip(batch.entries, results, strict=True)
+    ]
+    row_ms, entry_ms = times.forward / max(1, sum(rows)), times.draft / max(1, len(rows))
+    for entry, result, num_rows in zip(batch.entries, results, rows, strict=True):
+        stats = entry.request.stats
+        stats.forward_ms += row_ms * num_rows
+        stats.draft_ms += entry_ms
         if result.token_ids:
-            stats = entry.request.stats
             stats.verify_steps += 1
             stats.drafted += result.num_drafted
             stats.accepted += len(result.path)

@@ -291,5 +291,8 @@ def test_metrics_add_up(engine):
     assert metrics.drafted == sum(r.stats.drafted for r in rollouts)
     assert metrics.finished == 6
     assert 0 < metrics.forward_ms < metrics.total_ms
+    shared = sum(r.stats.forward_ms for r in rollouts)
+    assert shared == pytest.approx(metrics.forward_ms)
+    assert sum(r.stats.draft_ms for r in rollouts) == pytest.approx(metrics.draft_ms)
     engine.reset_metrics()
     assert engine.metrics().steps == 0
