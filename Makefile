@@ -50,7 +50,7 @@ lint: $(STAMP)  ## formatting, static checks, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/python .ci/lint_imports.py
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 .PHONY: format
