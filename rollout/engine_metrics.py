@@ -27,6 +27,7 @@ class StepMetrics:
     generated_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    expected_accepted: float = 0.0  # what `accepted` would be, were the drafts' estimates right
     schedule_ms: float = 0.0
     draft_ms: float = 0.0
     forward_ms: float = 0.0
@@ -53,6 +54,7 @@ class EngineMetrics:
     generated_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    expected_accepted: float = 0.0
     finished: int = 0
     preemptions: int = 0
     schedule_ms: float = 0.0
@@ -119,6 +121,7 @@ class MetricsRecorder:
         times = result.times
         step.step = batch.step
         step.query_tokens = result.num_query_tokens
+        step.expected_accepted = result.expected_accepted
         for emitted in result.entries:
             step.sampling += bool(emitted.token_ids)  # whoever samples emits at least one
             step.generated_tokens += len(emitted.token_ids)
@@ -150,6 +153,7 @@ class MetricsRecorder:
             "generated_tokens",
             "drafted",
             "accepted",
+            "expected_accepted",
             "schedule_ms",
             "draft_ms",
             "forward_ms",

@@ -272,6 +272,7 @@ class StepResult:
     entries: list[EntryResult]  # worker, parallel to Batch.entries
     weight_version: int  # worker: of the weights that sampled
     num_query_tokens: int = 0  # worker: T, draft nodes included
+    expected_accepted: float = 0.0  # worker: draft nodes, by the estimates of those who drafted
     times: StepTimes = field(default_factory=StepTimes)
 
 

@@ -82,6 +82,7 @@ class SpecWorker:
             entries=results,
             weight_version=self.weight_version,
             num_query_tokens=batch.num_run_tokens + trees.num_nodes,
+            expected_accepted=float(trees.probs_N.sum()),
             times=times,
         )
 

@@ -64,8 +64,10 @@ class Summary:
 
     def _drafts(self) -> str:
         drafted, accepted = self.metrics.drafted, self.metrics.accepted
-        share = f" ({accepted / drafted:.0%})" if drafted else ""
-        return f"{drafted:,} / {accepted:,}{share}"
+        if not drafted:
+            return "none"
+        expected = self.metrics.expected_accepted
+        return f"{drafted:,} / {accepted:,} ({accepted / drafted:.0%}; expected {expected:,.0f})"
 
     def _shares(self) -> str:
         metrics = self.metrics
