@@ -1,4 +1,4 @@
-"""Making DraftTrees: from a corpus's proposal, or of nothing but roots."""
+"""Making DraftTrees of nothing but roots."""
 
 from __future__ import annotations
 
@@ -17,22 +17,3 @@ def only_roots(num_entries: int) -> DraftTrees:
         masks_N=np.zeros(0, dtype=np.uint64),
         probs_N=np.zeros(0, dtype=np.float32),
     )
-
-
-def check_trees(trees: DraftTrees) -> None:
-    """Assert the invariants verification relies on; for tests and debugging.
-
-    Parents precede children, masks are the parent's plus the node itself, depths grow by one, and
-    no tree has more nodes than a mask has bits.
-    """
-    for b in range(len(trees.offsets_B1) - 1):
-        first, last = int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])
-        assert 0 <= last - first < 64
-        masks, depths = [1], [0]
-        for j, node in enumerate(range(first, last), start=1):
-            parent = int(trees.parents_N[node])
-            assert 0 <= parent < j
-            masks.append(masks[parent] | 1 << j)
-            depths.append(depths[parent] + 1)
-            assert int(trees.masks_N[node]) == masks[j]
-            assert int(trees.depths_N[node]) == depths[j]

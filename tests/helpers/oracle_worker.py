@@ -6,10 +6,10 @@ import numpy as np
 
 from rollout.config import EngineConfig
 from rollout.types import Batch, DraftTrees
-from spec_workers.draft_tree import check_trees
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 from tests.helpers.requests import make_trees
+from tests.helpers.tree_checks import check_trees
 
 
 class OracleWorker(SpecWorker):
