@@ -1,0 +1,187 @@
+"""Replays recorded rollouts through a drafter.
+
+Exact: the recorded response is what the target sampled, the longest path of the draft tree that
+spells it is accepted, then one token more. With sample-and-match verification that is the true
+accept length at any temperature.
+
+Shape legend: B open sequences, N tokens or draft nodes of a call, flat, R responses of the trace,
+J nodes judged in the whole replay.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from drafters.drafter import SOURCES, Drafter
+from numpy.typing import NDArray
+from traces import Trace
+
+_WRONG = -1
+_UNDECIDED = -2
+
+
+@dataclass(kw_only=True, slots=True)
+class Replay:
+    """What happened, by response."""
+
+    trace: Trace
+    drafter: str
+    forwards_R: NDArray[np.int64]
+    drafted_R: NDArray[np.int64]
+    emitted_R: NDArray[np.int64]
+    accepted_by_source: dict[str, int] | None  # None when the drafter does not tell
+    estimates_J: NDArray[np.float32]  # empty when the drafter estimates nothing
+    accepted_J: NDArray[np.bool_]
+    propose_seconds: float  # CPU time of the calls
+    insert_seconds: float
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per forward and sequence, the target's own included."""
+        return float(self.emitted_R.sum() / self.forwards_R.sum())
+
+    @property
+    def drafted(self) -> float:
+        """Draft nodes per forward and sequence."""
+        return float(self.drafted_R.sum() / self.forwards_R.sum())
+
+    def accept_length_by(self, key_R: NDArray) -> dict[float, float]:
+        """Of the responses that share a key, for each key in order."""
+        keys, of_R = np.unique(key_R, return_inverse=True)
+        lengths = np.bincount(of_R, self.emitted_R) / np.bincount(of_R, self.forwards_R)
+        return dict(zip(keys.tolist(), lengths.tolist(), strict=True))
+
+
+def match_tree(
+    tokens: list[int], parents: list[int], begin: int, end: int, to_come: list[int], at: int
+) -> list[int]:
+    """How far the path to each of the nodes [begin, end) spells ``to_come[at:]``.
+
+    The node's depth when all of it agrees, else ``_WRONG``; ``_UNDECIDED`` when the path agrees up
+    to the end of the recording, which does not tell what would have come next. The root is first.
+    """
+    matched = [0]
+    for n in range(begin, end):
+        depth = matched[parents[n]]
+        if depth >= 0:
+            if at + depth == len(to_come):
+                depth = _UNDECIDED
+            elif tokens[n] == to_come[at + depth]:
+                depth += 1
+            else:
+                depth = _WRONG
+        matched.append(depth)
+    return matched
+
+
+def longest_path(matched: list[int], parents: list[int], begin: int) -> list[int]:
+    """Tree nodes of the longest path that agrees, from its end up to the root, which is left out.
+
+    A tree may offer a token twice, so this is not always the first child that agrees.
+    """
+    node = matched.index(max(matched))
+    path = []
+    while node:
+        path.append(node)
+        node = parents[begin + node - 1]
+    return path
+
+
+def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Replay:
+    """Run the responses of each step together, at most ``active`` at a time.
+
+    The trace's prompt index is the group, its response index the sequence id.
+
+    Raises:
+        ValueError: The drafter broke the budget, or put a node before its parent.
+    """
+    count = len(trace.responses)
+    to_come = [response.tolist() for response in trace.responses]
+    emitted, forwards, drafted = [0] * count, [0] * count, [0] * count
+    by_source: list[int] | None = None
+    estimates: list[NDArray[np.float32]] = []
+    matches: list[int] = []  # parallel to the estimates, once joined
+    propose_seconds = insert_seconds = 0.0
+    clock = time.process_time
+
+    for version, step in enumerate(trace.steps):
+        drafter.set_weight_version(version)
+        waiting = step[::-1]
+        running: list[int] = []
+        while waiting or running:
+            while waiting and len(running) < active:
+                response = waiting.pop()
+                prompt = int(trace.prompt_of_R[response])
+                drafter.open(response, prompt, trace.prompts[prompt])
+                running.append(response)
+            ids_B = np.array(running, np.int64)
+            start = clock()
+            drafts = drafter.propose(ids_B, budget)
+            propose_seconds += clock() - start
+
+            _check(drafter.name, drafts.offsets_B1, drafts.parents_N, budget)
+            tokens, parents = drafts.tokens_N.tolist(), drafts.parents_N.tolist()
+            ends = drafts.offsets_B1.tolist()
+            sources = None if drafts.sources_N is None else drafts.sources_N.tolist()
+            if sources is not None and by_source is None:
+                by_source = [0] * len(SOURCES)
+            fresh: list[int] = []
+            fresh_ends = [0]
+            for b, response in enumerate(running):
+                begin, end = ends[b], ends[b + 1]
+                at = emitted[response]
+                matched = match_tree(tokens, parents, begin, end, to_come[response], at)
+                accepted = max(matched)
+                emitted[response] = min(at + accepted + 1, len(to_come[response]))
+                forwards[response] += 1
+                drafted[response] += end - begin
+                fresh += to_come[response][at : emitted[response]]
+                fresh_ends.append(len(fresh))
+                if drafts.probabilities_N is not None:
+                    matches += matched[1:]
+                if sources is not None and by_source is not None:
+                    for node in longest_path(matched, parents, begin):
+                        by_source[sources[begin + node - 1]] += 1
+            if drafts.probabilities_N is not None:
+                estimates.append(drafts.probabilities_N)
+
+            tokens_N, offsets_B1 = np.array(fresh, np.int32), np.array(fresh_ends, np.int64)
+            start = clock()
+            drafter.insert(ids_B, tokens_N, offsets_B1)
+            insert_seconds += clock() - start
+            still = []
+            for response in running:
+                if emitted[response] < len(to_come[response]):
+                    still.append(response)
+                else:
+                    drafter.close(response)
+            running = still
+
+    matches_J = np.array(matches, np.int64)
+    decided = matches_J != _UNDECIDED
+    estimates_J = np.concatenate([np.empty(0, np.float32), *estimates])
+    return Replay(
+        trace=trace,
+        drafter=drafter.name,
+        forwards_R=np.array(forwards),
+        drafted_R=np.array(drafted),
+        emitted_R=np.array(emitted),
+        accepted_by_source=dict(zip(SOURCES, by_source, strict=True)) if by_source else None,
+        estimates_J=estimates_J[decided],
+        accepted_J=matches_J[decided] > 0,
+        propose_seconds=propose_seconds,
+        insert_seconds=insert_seconds,
+    )
+
+
+def _check(
+    name: str, offsets_B1: NDArray[np.int64], parents_N: NDArray[np.int32], budget: int
+) -> None:
+    sizes_B = np.diff(offsets_B1)
+    if len(sizes_B) and sizes_B.max() > budget:
+        raise ValueError(f"{name}: drafted {sizes_B.max()} nodes, must be at most {budget}")
+    tree_nodes_N = np.arange(1, len(parents_N) + 1) - np.repeat(offsets_B1[:-1], sizes_B)
+    if not ((parents_N >= 0) & (parents_N < tree_nodes_N)).all():
+        raise ValueError(f"{name}: parents must come before their children")
