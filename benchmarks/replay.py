@@ -3,60 +3,32 @@
     python benchmarks/replay.py --trace FILE --drafter corpus --drafter arctic --plot replay.png
 
 A drafter is any object with the methods of `drafters.drafter.Drafter`; to measure one of your own,
-call `replaying.replay`, or give it a name in `make_drafter`. Without a trace one is made up.
+call `replaying.replay`, or give it a name in
+`drafters.registry`. Without a trace one is made up.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from calibration import deciles, largest_gap
-from drafters.corpus import CorpusDrafter
 from drafters.drafter import Drafter
 from drafters.isolated import IsolatedDrafter, Sees
+from drafters.registry import DRAFTERS, make_drafter, missing
 from plots import plot_replays
 from replaying import Replay, replay
 from table import Row, finish, parser, row
-from traces import Trace, load_trace, load_traces
-
-DRAFTERS = ("corpus", "prompt-lookup", "arctic", "arctic-chain")
-
-
-def missing(name: str) -> str | None:
-    """Why a drafter cannot run here, if it cannot."""
-    package = {"arctic": "arctic_inference", "arctic-chain": "arctic_inference"}.get(
-        name, "transformers" if name == "prompt-lookup" else "ngram_native"
-    )
-    if importlib.util.find_spec(package) is None:
-        return f"{name}: skipped, no package {package}"
-    return None
-
-
-def make_drafter(name: str, *, floor: float = 0.0, external: Path | None = None) -> Drafter:
-    """A fresh drafter; each replay needs its own."""
-    if name == "prompt-lookup":
-        from drafters.prompt_lookup import PromptLookupDrafter
-
-        return PromptLookupDrafter()
-    if name in ("arctic", "arctic-chain"):
-        from drafters.suffix_decoding import SuffixDecodingDrafter
-
-        if name == "arctic":
-            return SuffixDecodingDrafter(tree=True, factor=4.0, min_probability=max(floor, 0.02))
-        return SuffixDecodingDrafter(tree=False, factor=1.0, min_probability=0.1)  # its defaults
-    documents = load_trace(external).responses if external is not None else []
-    return CorpusDrafter(min_probability=floor, external=documents)
+from traces import Trace, load_traces
 
 
 def replay_rows(result: Replay, *, detailed: bool = True) -> list[Row]:
     """The figures of one replay; ``detailed`` adds those by epoch, temperature and source."""
     trace = result.trace
     name = f"{trace.name}, {result.drafter}"
-    forwards, tokens = int(result.forwards_R.sum()), trace.num_tokens
+    tokens = trace.num_tokens
     rows = [
         row(f"{name}: accept length", result.accept_length, "tokens"),
         row(f"{name}: drafted", result.drafted, "nodes/request"),
@@ -64,8 +36,8 @@ def replay_rows(result: Replay, *, detailed: bool = True) -> list[Row]:
     if not detailed:
         return rows
     rows += [
-        row(f"{name}: propose", result.propose_seconds / forwards * 1e6, "us/request"),
-        row(f"{name}: insert", result.insert_seconds / tokens * 1e6, "us/token"),
+        row(f"{name}: propose", result.propose_cost, "us/request"),
+        row(f"{name}: insert", result.insert_cost, "us/token"),
     ]
     for epoch, length in result.accept_length_by(trace.epoch_of_R).items():
         rows.append(row(f"{name}: epoch {epoch:g}", length, "tokens"))

@@ -47,6 +47,16 @@ class Replay:
         """Draft nodes per forward and sequence."""
         return float(self.drafted_R.sum() / self.forwards_R.sum())
 
+    @property
+    def propose_cost(self) -> float:
+        """Microseconds per sequence and forward."""
+        return float(self.propose_seconds / self.forwards_R.sum() * 1e6)
+
+    @property
+    def insert_cost(self) -> float:
+        """Microseconds per token."""
+        return float(self.insert_seconds / self.emitted_R.sum() * 1e6)
+
     def accept_length_by(self, key_R: NDArray) -> dict[float, float]:
         """Of the responses that share a key, for each key in order."""
         keys, of_R = np.unique(key_R, return_inverse=True)

@@ -1,0 +1,56 @@
+"""How fast tokens come in, live and group scope, sequences interleaved."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+
+from table import Row, row
+
+from corpus_bench.call_script import Call, documents_of, interleave, num_tokens, write_script
+from corpus_bench.native import compile_program, compiler, run_program
+from corpus_bench.settings import Settings
+from corpus_bench.timing import clock_cost, cpu_clock, no_garbage_collection
+from ngram_native import Corpus
+
+MAX_BYTES = 256 << 20
+
+
+def insertion_rows(settings: Settings) -> list[Row]:
+    total = 400_000 if settings.quick else 1_300_000
+    repetitions = 3 if settings.quick else 5
+    calls = interleave(
+        documents_of(settings.traces),
+        num_tokens=total,
+        active=settings.active,
+        seed=settings.seed,
+    )
+    rows = []
+    found = compiler()
+    if found is None:
+        print("insert, C++ alone: skipped, no C++ compiler")
+    else:
+        program = compile_program(found)
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "calls.bin"
+            write_script(calls, script)
+            runs = run_program(program, script, max_bytes=MAX_BYTES, repetitions=repetitions)
+        rate = statistics.median(tokens / seconds for tokens, seconds in runs)
+        rows.append(row("insert, C++ alone", rate, "tokens/s", 4e6))
+    rate = statistics.median(python_rate(calls) for _ in range(repetitions))
+    rows.append(row("insert, one Python call per step", rate, "tokens/s", 2e6))
+    return rows
+
+
+def python_rate(calls: list[Call], max_bytes: int = MAX_BYTES) -> float:
+    """Tokens per CPU second through `Corpus.extend`, into a corpus that begins empty."""
+    corpus = Corpus(max_bytes=max_bytes)
+    nanoseconds = -clock_cost() * len(calls)
+    with no_garbage_collection():
+        for call in calls:
+            call.prepare(corpus)
+            start = cpu_clock()
+            corpus.extend(call.ids_B, call.tokens_N, call.offsets_B1)
+            nanoseconds += cpu_clock() - start
+    return num_tokens(calls) / nanoseconds * 1e9
