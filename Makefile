@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
 PROMPTS := runs/demo/prompts.jsonl
-CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp tests/native/cpp/*)
+CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp tests/native/cpp/* benchmarks/native/*)
 NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/csrc/* ngram_native/csrc/*)
 
 # Idle OpenMP threads yield the core after microseconds instead of milliseconds: on a machine that

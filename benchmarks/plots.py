@@ -49,6 +49,6 @@ def plot_replays(results: list[Replay], path: Path) -> None:
         by_epoch.locator_params(axis="x", integer=True)
         by_epoch.legend()
         if by_estimate.get_legend_handles_labels()[0]:
-            by_estimate.legend()
+            by_estimate.legend(loc="lower right", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -25,7 +25,7 @@ class CorpusDrafter:
             max_bytes: Of the corpus, external documents apart.
             external: Documents of an external corpus to begin with.
         """
-        self.name = "corpus"
+        self.name = f"corpus, floor {min_probability:g}" if min_probability > 0 else "corpus"
         self.corpus = Corpus(max_bytes=max_bytes)
         self._min_probability = min_probability
         if external:

@@ -1,5 +1,5 @@
-// Times Corpus::extend without Python. Reads the calls that call_script.py wrote and prints, for each
-// repetition, the tokens inserted and the CPU seconds of the extends.
+// Times Corpus::extend without Python. Reads the calls that call_script.py wrote and prints, for
+// each repetition, the tokens inserted and the CPU seconds of the extends.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,8 +17,8 @@ class Script {
  public:
   explicit Script(const char* path) : file_(path, std::ios::binary) {
     file_.exceptions(std::ios::failbit | std::ios::badbit);
-    for (auto* array : {&closed_offsets, &closed, &opened_offsets, &opened, &groups,
-                        &prompt_offsets}) {
+    for (auto* array :
+         {&closed_offsets, &closed, &opened_offsets, &opened, &groups, &prompt_offsets}) {
       *array = read();
     }
     prompts = tokens(read());
@@ -38,7 +38,8 @@ class Script {
     std::int64_t size = 0;
     file_.read(reinterpret_cast<char*>(&size), sizeof(size));
     std::vector<std::int64_t> values(static_cast<std::size_t>(size));
-    file_.read(reinterpret_cast<char*>(values.data()), size * static_cast<std::int64_t>(sizeof(size)));
+    file_.read(reinterpret_cast<char*>(values.data()),
+               size * static_cast<std::int64_t>(sizeof(size)));
     return values;
   }
   static std::vector<ngram::Token> tokens(const std::vector<std::int64_t>& values) {

@@ -1,0 +1,197 @@
+"""The replay driver against scripted drafters and a brute-force walk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from drafters.drafter import Drafts
+from drafters.isolated import IsolatedDrafter, Sees
+from replaying import longest_path, match_tree, replay
+from traces import Trace
+
+
+def make_trace(responses, *, steps=None, epochs=None, temperatures=None, prompt_of=None):
+    count = len(responses)
+    return Trace(
+        name="made",
+        prompts=[np.array([90 + p], np.int32) for p in range(count)],
+        responses=[np.array(tokens, np.int32) for tokens in responses],
+        prompt_of_R=np.array(prompt_of or range(count), np.int64),
+        epoch_of_R=np.array(epochs or [0] * count, np.int64),
+        temperature_of_R=np.array(temperatures or [np.nan] * count),
+        steps=steps or [list(range(count))],
+    )
+
+
+class Scripted:
+    """Drafts what `tree(sequence_id, tokens so far)` says, and writes down what it is told."""
+
+    name = "scripted"
+
+    def __init__(self, tree):
+        self.tree = tree
+        self.seen = {}
+        self.open_ids = set()
+        self.most_open = 0
+        self.versions = []
+
+    def set_weight_version(self, version):
+        assert not self.open_ids
+        self.versions.append(version)
+
+    def open(self, sequence_id, group, prompt):
+        assert sequence_id not in self.seen
+        self.open_ids.add(sequence_id)
+        self.most_open = max(self.most_open, len(self.open_ids))
+        self.seen[sequence_id] = []
+
+    def propose(self, sequence_ids_B, budget):
+        assert set(sequence_ids_B.tolist()) <= self.open_ids
+        trees = [self.tree(i, self.seen[i]) for i in sequence_ids_B.tolist()]
+        nodes = [node for tree in trees for node in tree]
+        return Drafts(
+            offsets_B1=np.cumsum([0, *map(len, trees)]),
+            tokens_N=np.array([node[0] for node in nodes], np.int32),
+            parents_N=np.array([node[1] for node in nodes], np.int32),
+            probabilities_N=np.array([node[2] for node in nodes], np.float32),
+            sources_N=np.array([node[3] for node in nodes], np.uint8),
+        )
+
+    def insert(self, sequence_ids_B, tokens_N, offsets_B1):
+        assert (np.diff(offsets_B1) >= 1).all()
+        for b, sequence_id in enumerate(sequence_ids_B.tolist()):
+            self.seen[sequence_id] += tokens_N[offsets_B1[b] : offsets_B1[b + 1]].tolist()
+
+    def close(self, sequence_id):
+        self.open_ids.remove(sequence_id)
+
+
+def test_oracle_of_three_tokens_emits_four():
+    responses = [list(range(i, i + 8 + 4 * i)) for i in range(5)]
+
+    def tree(sequence_id, so_far):
+        coming = responses[sequence_id][len(so_far) : len(so_far) + 3]
+        return [(token, j, 0.9, 1) for j, token in enumerate(coming)]
+
+    drafter = Scripted(tree)
+    trace = make_trace(
+        responses,
+        steps=[[1, 0, 2], [3, 4]],
+        epochs=[0, 0, 0, 1, 1],
+        temperatures=[0.5, 0.5, 1.0, 1.0, 1.0],
+    )
+    result = replay(trace, drafter, budget=3, active=2)
+    assert drafter.seen == dict(enumerate(responses))  # every token once
+    assert drafter.most_open == 2
+    assert drafter.versions == [0, 1]
+    assert not drafter.open_ids
+    assert result.forwards_R.tolist() == [2, 3, 4, 5, 6]
+    assert result.emitted_R.tolist() == [8, 12, 16, 20, 24]
+    assert result.accept_length == 4
+    assert result.accept_length_by(trace.epoch_of_R) == {0: 4, 1: 4}
+    assert result.accept_length_by(trace.temperature_of_R) == {0.5: 4, 1.0: 4}
+    assert result.accepted_by_source == {"group": 0, "live": 3 * 20, "external": 0}
+
+
+def test_drafting_nothing_emits_one():
+    result = replay(make_trace([[1, 2, 3], [4]]), Scripted(lambda *_: []), budget=8, active=64)
+    assert result.accept_length == 1
+    assert result.drafted == 0
+    assert len(result.estimates_J) == 0
+
+
+def test_accepted_counts_are_by_response():
+    # Right about every second token of response 0 and wrong about response 1.
+    def tree(sequence_id, so_far):
+        return [(7, 0, 0.25, 0), (8, 0, 0.5, 2)] if sequence_id == 0 else [(1, 0, 0.125, 0)]
+
+    result = replay(make_trace([[8, 9, 8, 9], [2, 2]]), Scripted(tree), budget=2, active=2)
+    assert result.forwards_R.tolist() == [2, 2]
+    assert result.drafted_R.tolist() == [4, 2]
+    assert result.accepted_by_source == {"group": 0, "live": 0, "external": 2}
+    assert sorted(zip(result.estimates_J.tolist(), result.accepted_J.tolist(), strict=True)) == [
+        *[(0.125, False)] * 2,
+        *[(0.25, False)] * 2,
+        *[(0.5, True)] * 2,
+    ]
+
+
+def test_nodes_beyond_the_recording_are_not_judged():
+    # The path 5, 6 agrees to the end; what follows was never sampled. A wrong path stays wrong.
+    nodes = [(5, 0, 0.9, 0), (6, 1, 0.8, 0), (7, 2, 0.7, 0), (8, 3, 0.6, 0), (1, 0, 0.1, 0)]
+    nodes.append((2, 5, 0.05, 0))
+    result = replay(make_trace([[5, 6]]), Scripted(lambda *_: nodes), budget=8, active=1)
+    assert result.drafted_R.tolist() == [6]
+    assert result.emitted_R.tolist() == [2]
+    np.testing.assert_allclose(result.estimates_J, [0.9, 0.8, 0.1, 0.05], rtol=1e-6)
+    assert result.accepted_J.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        ([(1, 0, 1.0, 0)] * 3, "at most 2"),
+        ([(1, 1, 1.0, 0)], "before their children"),
+        ([(1, -1, 1.0, 0)], "before their children"),
+    ],
+)
+def test_broken_trees_are_refused(tree, reason):
+    with pytest.raises(ValueError, match=reason):
+        replay(make_trace([[1, 2]]), Scripted(lambda *_: tree), budget=2, active=1)
+
+
+def test_longest_path_agrees_with_trying_them_all():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        size, begin = int(rng.integers(0, 12)), int(rng.integers(0, 3))
+        # Few tokens, so that siblings repeat one another; nodes of other entries around.
+        tokens = rng.integers(0, 2, begin + size + 2).tolist()
+        parents = [0] * begin + [int(rng.integers(0, j + 1)) for j in range(size)] + [0, 0]
+        to_come = rng.integers(0, 2, int(rng.integers(1, 9))).tolist()
+        at = int(rng.integers(0, len(to_come)))
+        best = 0
+        for node in range(1, size + 1):
+            spelled = []
+            above = node
+            while above:
+                spelled.insert(0, tokens[begin + above - 1])
+                above = parents[begin + above - 1]
+            if to_come[at : at + len(spelled)] == spelled:
+                best = max(best, len(spelled))
+        matched = match_tree(tokens, parents, begin, begin + size, to_come, at)
+        path = longest_path(matched, parents, begin)
+        assert len(matched) == size + 1
+        assert max(matched) == len(path) == best
+        assert [tokens[begin + node - 1] for node in reversed(path)] == to_come[at : at + best]
+
+
+@pytest.mark.parametrize("sees", Sees)
+def test_isolated_parts_see_only_their_own(sees):
+    parts = []
+
+    class Part(Scripted):
+        def __init__(self):
+            super().__init__(lambda sequence_id, so_far: [(sequence_id, 0, 1.0, 0)])
+            self.groups = {}
+            parts.append(self)
+
+        def open(self, sequence_id, group, prompt):
+            self.groups[sequence_id] = group
+            super().open(sequence_id, group, prompt)
+
+    responses = [[i] * 6 for i in range(6)]
+    trace = make_trace(responses, steps=[[0, 1, 2], [3, 4, 5]], prompt_of=[0, 0, 1, 0, 1, 1])
+    result = replay(trace, IsolatedDrafter(Part, sees), budget=1, active=2)
+    assert result.accept_length == 2  # each got its own draft
+    together = sorted(sorted(part.seen) for part in parts if part.seen)
+    assert (
+        together
+        == {
+            Sees.OWN: [[0], [1], [2], [3], [4], [5]],
+            Sees.SIBLINGS: [[0, 1], [2], [3], [4, 5]],
+            Sees.GROUP: [[0, 1, 3], [2, 4, 5]],
+            Sees.ALL_UNGROUPED: [[0, 1, 2, 3, 4, 5]],
+        }[sees]
+    )
+    if sees is Sees.ALL_UNGROUPED:
+        assert len(set(parts[-1].groups.values())) == 6
