@@ -3,8 +3,9 @@
     python benchmarks/bench_corpus.py [--trace FILE ...] [--quick] [--json FILE] [--plot FILE]
 
 Traces are recorded rollouts (see `traces.load_trace`); without one, one is made up. Times are CPU
-times of the calling thread with Python's garbage collector off, unless a row says otherwise;
-`PART ...` picks from the parts. Peers that are not installed are skipped, with a line saying so.
+times with Python's garbage collector off, except where wall time is what counts: while another
+thread removes a corpus, and for the disk. Peers that are not installed are skipped, with a line
+saying so.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def main() -> None:
     options = arguments.parse_args()
     if unknown := sorted(set(options.parts) - set(PARTS)):
         arguments.error(f"PART={unknown[0]!r}: must be one of {', '.join(PARTS)}")
+    parts = options.parts or PARTS
+    if options.plot is not None and not set(parts) & set(REPLAYS):
+        arguments.error(f"--plot: needs one of the parts {', '.join(REPLAYS)}")
     settings = Settings(
         traces=load_traces(options.trace, options.seed),
         external_text=options.external_text,
@@ -69,7 +73,7 @@ def main() -> None:
     )
     rows: list[Row] = []
     pictures: list[Replay] = []
-    for part in options.parts or PARTS:
+    for part in parts:
         start = time.perf_counter()
         if part in ROWS:
             rows += ROWS[part](settings)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 from pathlib import Path
 
 from calibration import deciles, tenths
 from replaying import Replay
 
 
-def plot_replays(results: list[Replay], path: Path) -> None:
-    """A row per trace: accept length by epoch, and acceptance against estimate, for each drafter.
+def add_plot_option(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument("--plot", type=_plot_path, help="write a picture to this file")
 
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+
+def _plot_path(value: str) -> Path:
+    """Found out before the run, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"{value!r} needs matplotlib; install it first")
+    return Path(value)
+
+
+def plot_replays(results: list[Replay], path: Path) -> None:
+    """A row per trace: accept length by epoch, and acceptance by estimate, for each drafter."""
     from matplotlib.figure import Figure
 
     traces = list(dict.fromkeys(result.trace.name for result in results))

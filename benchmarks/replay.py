@@ -18,7 +18,7 @@ from calibration import deciles, largest_gap
 from drafters.drafter import Drafter
 from drafters.isolated import IsolatedDrafter, Sees
 from drafters.registry import DRAFTERS, make_drafter, missing
-from plots import plot_replays
+from plots import add_plot_option, plot_replays
 from replaying import Replay, replay
 from table import Row, finish, parser, row
 from traces import Trace, load_traces
@@ -76,7 +76,7 @@ def add_replay_options(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("--budget", type=int, default=8, help="draft nodes per request")
     arguments.add_argument("--active", type=int, default=64, help="sequences of a batch")
     arguments.add_argument("--seed", type=int, default=0, help="of what is made up")
-    arguments.add_argument("--plot", type=Path, help="write a picture to this file")
+    add_plot_option(arguments)
 
 
 def main() -> None:

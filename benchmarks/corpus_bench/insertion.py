@@ -1,4 +1,5 @@
-"""How fast tokens come in, live and group scope, sequences interleaved."""
+"""How fast tokens come in, live and group scope, sequences interleaved: 1 to 4 tokens for each of
+them per call. Prompts enter by `open`, which is not timed."""
 
 from __future__ import annotations
 

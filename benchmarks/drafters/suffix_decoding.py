@@ -1,5 +1,10 @@
 """arctic-inference's suffix decoding, where its package can be imported: a suffix tree per sequence
-and one of all responses, of which the better draft is taken."""
+and one of all responses, of which the better draft is taken.
+
+The rest of the package asks for CUDA and vLLM, this part does not: `csrc/suffix_decoding` of its
+source distribution builds alone, with cmake and nanobind, and the module it gives belongs in
+`arctic_inference/suffix_decoding`.
+"""
 
 from __future__ import annotations
 
