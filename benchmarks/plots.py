@@ -26,7 +26,7 @@ def plot_replays(results: list[Replay], path: Path) -> None:
     from matplotlib.figure import Figure
 
     traces = list(dict.fromkeys(result.trace.name for result in results))
-    figure = Figure(figsize=(11, 4.5 * max(len(traces), 1)), layout="constrained")
+    figure = Figure(figsize=(13, 4.5 * max(len(traces), 1)), layout="constrained")
     axes = figure.subplots(max(len(traces), 1), 2, squeeze=False)
     for (by_epoch, by_estimate), trace in zip(axes, traces, strict=False):
         by_epoch.set(title=trace, xlabel="epoch", ylabel="accept length (tokens)")
@@ -58,6 +58,6 @@ def plot_replays(results: list[Replay], path: Path) -> None:
         by_epoch.locator_params(axis="x", integer=True)
         by_epoch.legend()
         if by_estimate.get_legend_handles_labels()[0]:
-            by_estimate.legend(loc="lower right", fontsize="small")
+            by_estimate.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

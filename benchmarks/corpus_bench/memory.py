@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import numpy as np
 import psutil
 from table import Row, row
 
 from corpus_bench.call_script import Call, documents_of, interleave
+from corpus_bench.fresh_process import in_fresh_process
 from corpus_bench.settings import Settings
 from ngram_native import Corpus
 
@@ -29,10 +27,7 @@ def memory_rows(settings: Settings) -> list[Row]:
     fill(full, calls)
     held = corpus.num_bytes / corpus.num_tokens
     held_full = full.num_bytes / full.num_tokens
-    # A fresh process: in one that did other things, freed memory would hide the growth.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        growth, external_growth = pool.submit(process_growth, settings.seed).result()
+    growth, external_growth = in_fresh_process(process_growth, settings.seed)
     return [
         row("memory, 2M tokens, default size", held, "bytes/token", 40, at_most=True),
         row("memory, 32 MiB, full", held_full, "bytes/token", 40, at_most=True),
