@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from calibration import deciles, largest_gap, tenths
+from corpus_bench.timing import no_garbage_collection
 from drafters.registry import PEERS, make_drafter, missing
 from numpy.typing import NDArray
 from replaying import Replay, replay
@@ -59,7 +60,8 @@ def precision_rows(settings: Settings) -> tuple[list[Row], list[Replay]]:
 
 def run(settings: Settings, name: str, trace: Trace, *, floor: float) -> Replay:
     drafter = make_drafter(name, floor=floor)
-    return replay(trace, drafter, budget=settings.budget, active=settings.active)
+    with no_garbage_collection():
+        return replay(trace, drafter, budget=settings.budget, active=settings.active)
 
 
 def gap_rows(
