@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 from calibration import deciles, largest_gap, tenths
-from corpus_bench.timing import no_garbage_collection
 from drafters.registry import PEERS, make_drafter, missing
 from numpy.typing import NDArray
 from replaying import Replay, replay
@@ -12,6 +11,7 @@ from table import Row, row
 from traces import Trace
 
 from corpus_bench.settings import Settings
+from corpus_bench.timing import no_garbage_collection
 
 # At 8 nodes and 64 active: least accept length, most nodes drafted.
 BARS = {"gsm_rollouts_t05": (2.9, 7.6), "procedural_groups": (4.6, 6.8)}
