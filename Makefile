@@ -6,7 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
 PROMPTS := runs/demo/prompts.jsonl
-CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp tests/native/cpp/* benchmarks/native/*)
+FUZZERS := build/native-tests
+FUZZ_SECONDS ?= 600
+CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp \
+  tests/native/cpp/* tests/native/fuzz/* benchmarks/native/*)
 NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/csrc/* ngram_native/csrc/*)
 
 # Idle OpenMP threads yield the core after microseconds instead of milliseconds: on a machine that
@@ -58,6 +61,15 @@ format: $(STAMP)  ## apply the formatting
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
+
+# A failing input is kept beside the program, which says how to replay it.
+.PHONY: fuzz
+fuzz: $(STAMP)  ## fuzz the corpus under sanitizers for FUZZ_SECONDS (600)
+	$(BIN)/cmake -S tests/native -B $(FUZZERS)
+	$(BIN)/cmake --build $(FUZZERS) --parallel 2
+	for target in fuzz_calls fuzz_load stress; do \
+	  $(FUZZERS)/$$target --seconds $$(($(FUZZ_SECONDS) / 3)) --seed $$(date +%s) || exit 1; \
+	done
 
 .PHONY: bench
 bench: $(STAMP) $(MODEL)/config.json  ## all benchmarks, as tables; JSON in runs/bench

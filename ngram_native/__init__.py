@@ -1,5 +1,6 @@
 """Drafts from what was said before. Knows nothing of models or engines."""
 
-from ngram_native.corpus import MAX_BUDGET, Corpus, Proposal
+from ngram_native._ext import Proposal
+from ngram_native.corpus import MAX_BUDGET, Corpus, Source
 
-__all__ = ["MAX_BUDGET", "Corpus", "Proposal"]
+__all__ = ["MAX_BUDGET", "Corpus", "Proposal", "Source"]

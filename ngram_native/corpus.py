@@ -6,34 +6,28 @@ Shape legend: B sequences of a call, N tokens or draft nodes of a call, flat.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ngram_native import _ext
+from ngram_native._ext import Proposal
 
 MAX_BUDGET = 63
 """Draft nodes of one tree: with the root they fit a 64-bit ancestor mask."""
 
 
-class Proposal(NamedTuple):
-    """Draft nodes of a batch, flat, without the roots.
+class Source(enum.IntEnum):
+    """Where a draft node was copied from."""
 
-    Entry b owns nodes ``[offsets_B1[b], offsets_B1[b + 1])``, best first, so a prefix of an entry
-    is the best tree of that size. Within an entry tree node 0 is the root (the last committed
-    token, not stored) and its node j, from 0, is tree node j + 1; parents come before children.
-    """
-
-    offsets_B1: NDArray[np.int64]
-    tokens_N: NDArray[np.int32]
-    parents_N: NDArray[np.int32]  # tree numbering within the entry
-    depths_N: NDArray[np.int32]  # the root has 0
-    masks_N: NDArray[np.uint64]  # bit k: tree node k is on the path, node itself and root included
-    probabilities_N: NDArray[np.float32]  # estimated probability that the node is accepted
+    GROUP = 0  # a sample of the same prompt
+    LIVE = 1  # another rollout
+    EXTERNAL = 2  # an external corpus
+    GAP = 3  # a sample of the same prompt that agrees up to the last token but not in it
 
 
 class Corpus:
@@ -49,9 +43,13 @@ class Corpus:
             KiB. An eighth is the index's table, taken at once; a 32nd is set aside for open
             sequences, about 2 KiB each. When the rest is full the oldest policy's pages go first,
             at constant cost per token. No more than 2**29 tokens are kept.
-        max_external_bytes: Bound on all external corpora together.
-        max_candidates: Earlier occurrences of a context looked at per scope, the most recent ones.
+        max_external_bytes: Bound on all external corpora together, those being built included with
+            their working memory: about 13 bytes per token and 1 MiB, 11 once built.
+        max_candidates: Earlier occurrences of a context looked at per scope: the most recent ones,
+            or the longest matches of an external corpus.
         max_steps: Links followed per hash chain and query; default four per candidate.
+        vocabulary: Says whose token ids these are, e.g. the tokenizer's name: `load` refuses what
+            was saved under another.
     """
 
     def __init__(
@@ -59,8 +57,9 @@ class Corpus:
         *,
         max_bytes: int = 256 << 20,
         max_external_bytes: int = 1 << 30,
-        max_candidates: int = 32,
+        max_candidates: int = 12,
         max_steps: int | None = None,
+        vocabulary: str = "",
     ) -> None:
         max_steps = 4 * max_candidates if max_steps is None else max_steps
         self._ext = _ext.Corpus(
@@ -68,6 +67,7 @@ class Corpus:
             max_external_bytes=_integer("max_external_bytes", max_external_bytes, 1 << 62),
             max_candidates=_integer("max_candidates", max_candidates, 1 << 31),
             max_steps=_integer("max_steps", max_steps, 1 << 31),
+            vocabulary=vocabulary,
         )
 
     def insert(self, tokens: NDArray[np.int32], *, group: int | None = None) -> None:
@@ -129,13 +129,14 @@ class Corpus:
             budgets: int32 ``(B,)``: at most so many nodes, in [0, 63].
             min_probability: Nodes less likely than this to be accepted are not drafted.
         """
-        return Proposal(
-            *self._ext.propose(
+        try:
+            return self._ext.propose(sequence_ids, budgets, min_probability)
+        except TypeError:  # of another type or layout: say so, or make it fit
+            return self._ext.propose(
                 _array("sequence_ids", sequence_ids, np.int64),
                 _array("budgets", budgets, np.int32),
-                float(min_probability),
+                _number("min_probability", min_probability),
             )
-        )
 
     def query(
         self, group: int, tokens: NDArray[np.int32], budget: int, min_probability: float
@@ -145,13 +146,11 @@ class Corpus:
         Inserts and remembers nothing; the proposal has one entry. Arguments as for `open` and
         `propose`.
         """
-        return Proposal(
-            *self._ext.query(
-                _group(group),
-                _array("tokens", tokens, np.int32),
-                _integer("budget", budget, 1 << 31),
-                float(min_probability),
-            )
+        return self._ext.query(
+            _group(group),
+            _array("tokens", tokens, np.int32),
+            _integer("budget", budget, 1 << 31),
+            _number("min_probability", min_probability),
         )
 
     def close(self, sequence_id: int) -> None:
@@ -168,26 +167,41 @@ class Corpus:
     def add_external(self, name: str, documents: Sequence[NDArray[np.int32]]) -> None:
         """Index documents as a frozen scope of its own; other calls go on meanwhile.
 
-        Published whole when the call returns. Refused, nothing loaded, when the name is taken or
-        ``max_external_bytes`` would be exceeded.
+        Published whole when the call returns; `ExternalLoads` does it in the background. Refused,
+        nothing loaded, when the name is taken or ``max_external_bytes`` would be exceeded.
 
         Args:
             name: Any string not in `external_names`.
             documents: int32 ``(n_i,)`` each, tokens >= 0.
         """
-        arrays = [_array(f"documents[{i}]", d, np.int32) for i, d in enumerate(documents)]
-        offsets = np.zeros(len(arrays) + 1, np.int64)
-        np.cumsum([len(array) for array in arrays], out=offsets[1:])
-        tokens = np.concatenate([np.empty(0, np.int32), *arrays])
-        self._ext.add_external(name, tokens, offsets)
+        self._ext.add_external(name, *flat_documents(documents))
+
+    def external_builder(self) -> _ext.ExternalBuilder:
+        """What builds an external corpus for this one, for `publish_external`."""
+        return _ext.ExternalBuilder(self._ext)
+
+    def publish_external(self, name: str, builder: _ext.ExternalBuilder) -> None:
+        """Make visible, whole and in constant time, what an `external_builder` has built.
+
+        Refused when the name is taken.
+        """
+        self._ext.publish_external(name, builder)
 
     def remove_external(self, name: str) -> None:
-        """Forget an external corpus. The memory is freed without holding up other calls."""
+        """Forget an external corpus. Its memory is freed without holding up other calls."""
         self._ext.remove_external(name)
+
+    def withdraw_external(self, name: str) -> _ext.Withdrawn:
+        """Forget an external corpus, in constant time; its memory waits for ``free()``."""
+        return self._ext.withdraw_external(name)
 
     def external_names(self) -> list[str]:
         """The external corpora in force, sorted."""
         return self._ext.external_names()
+
+    def external_sizes(self) -> dict[str, tuple[int, int]]:
+        """Name -> tokens and bytes of the external corpora in force."""
+        return self._ext.external_sizes()
 
     def reset(self) -> None:
         """Forget all rollouts and what was learned. Open sequences and external corpora stay."""
@@ -196,10 +210,13 @@ class Corpus:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, external corpora and calibration to a file, whole or not at all.
 
-        Other calls wait until it is written. Raises OSError when it cannot be.
+        Other calls wait until it is written. Raises OSError when it cannot be. A process that dies
+        meanwhile leaves a `<path>.saving.*` behind.
         """
         folder = os.path.dirname(os.path.abspath(path))
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
+        descriptor, temporary = tempfile.mkstemp(
+            dir=folder, prefix=os.path.basename(path) + ".saving."
+        )
         try:
             with os.fdopen(descriptor, "wb") as file:
                 self._ext.save(file.fileno())
@@ -213,7 +230,8 @@ class Corpus:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote, in place of all that is held.
 
-        The corpus must have the same ``max_bytes``. Open sequences stay open and go on as new
+        The corpus must have the same ``max_bytes`` and ``vocabulary``, and room for the file's
+        external corpora, whose indices are made again. Open sequences stay open and go on as new
         documents.
 
         Raises:
@@ -239,7 +257,10 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held: at most max_bytes for rollouts and sequences, plus external corpora."""
+        """Bytes held: at most max_bytes for rollouts and sequences, plus external corpora.
+
+        Those being built count too, with their working memory.
+        """
         return self._ext.num_bytes()
 
     def counters(self) -> dict[str, float]:
@@ -256,12 +277,31 @@ def _array(name: str, value: object, dtype: type[np.generic]) -> NDArray:
     return np.ascontiguousarray(value)
 
 
+def flat_documents(
+    documents: Sequence[NDArray[np.int32]],
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Documents end to end, int32 ``(N,)``, and where each begins, int64 ``(D + 1,)``.
+
+    Raises ValueError for a document that is no one-dimensional int32 array.
+    """
+    arrays = [_array(f"documents[{i}]", d, np.int32) for i, d in enumerate(documents)]
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    return np.concatenate([np.empty(0, np.int32), *arrays]), offsets
+
+
 def _integer(name: str, value: int, end: int, begin: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name}={value!r}: must be an integer")
     if not begin <= value < end:
         raise ValueError(f"{name}={value!r}: must be in [{begin}, {end})")
     return int(value)
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, float | int | np.floating | np.integer):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    return float(value)
 
 
 def _sequence_id(value: int, name: str = "sequence_id") -> int:

@@ -52,7 +52,7 @@ PageNumber ChainedLog::begin_page(Cursor& cursor, std::uint32_t policy) {
   return page;
 }
 
-void ChainedLog::append(Cursor& cursor, Token token, const Context& context, std::uint32_t policy) {
+void ChainedLog::append(Cursor& cursor, Token token, ContextView context, std::uint32_t policy) {
   PageNumber page = cursor.page;
   if (page == kNoPage || !log_.alive(page) || log_.header(page).used == kPageTokens) {
     page = begin_page(cursor, policy);
@@ -104,32 +104,44 @@ std::size_t ChainedLog::follow(Cursor& cursor, std::span<const Token> tokens) co
   return longest;
 }
 
-std::uint32_t ChainedLog::match_length(Position position, const Context& context) const {
-  std::uint32_t length = 0;
-  Position p = position;
-  while (length < context.size()) {
-    p = log_.before(p);
-    if (p == kNoPosition || log_.token(p) != context.back(length)) break;
-    ++length;
+std::uint32_t ChainedLog::match_length(PageView page, std::uint32_t offset,
+                                       ContextView context) const {
+  const Token* said = context.end();
+  std::uint32_t left = context.size();
+  while (true) {
+    const Token* token = page.tokens() + offset;
+    const Token* const stop = token - std::min(offset, left);
+    left -= static_cast<std::uint32_t>(token - stop);
+    while (token != stop && token[-1] == said[-1]) {
+      --token;
+      --said;
+    }
+    if (token != stop || left == 0) break;
+    const Position parent = page.header().parent;
+    if (!log_.holds(parent)) break;
+    page = log_.view(parent / kPageTokens);
+    offset = parent % kPageTokens + 1;
   }
-  return length;
+  return static_cast<std::uint32_t>(context.end() - said);
 }
 
-void ChainedLog::prefetch(Position position, std::uint32_t which) const {
-  if (!log_.holds(position)) return;
-  const PageNumber page = position / kPageTokens;
-  __builtin_prefetch(&log_.header(page));
-  __builtin_prefetch(log_.tokens(page) + position % kPageTokens);
-  __builtin_prefetch(log_.link_address(position, which));
+bool ChainedLog::prefetch(Position position, std::uint32_t which) const {
+  if (!log_.may_hold(position)) return false;
+  const PageView page = log_.view(position / kPageTokens);
+  const std::uint32_t offset = position % kPageTokens;
+  __builtin_prefetch(&page.header());
+  __builtin_prefetch(page.tokens() + offset);
+  __builtin_prefetch(page.link(offset, which));
+  return true;
 }
 
 std::string ChainedLog::check() const {
   std::uint64_t tokens = 0;
-  PageNumber page = log_.oldest_page();
-  for (std::uint32_t i = 0; i < log_.num_pages(); ++i, page = log_.successor(page)) {
-    const PageHeader& header = log_.header(page);
+  for (std::uint32_t slot = 0; slot < log_.num_pages(); ++slot) {
+    const PageHeader& header = log_.header_of_slot(slot);
+    const PageNumber page = header.number;
     const std::string name = "page " + std::to_string(page) + ": ";
-    if (header.number != page) return name + "its slot holds page " + std::to_string(header.number);
+    if (!log_.lies_in(page, slot)) return name + "lies in slot " + std::to_string(slot);
     if (header.used == 0 || header.used > kPageTokens) {
       return name + "holds " + std::to_string(header.used) + " tokens";
     }
@@ -142,7 +154,7 @@ std::string ChainedLog::check() const {
       }
     }
     for (std::uint32_t offset = 0; offset < header.used; ++offset) {
-      if (log_.tokens(page)[offset] < 0) return name + "holds a negative token";
+      if (log_.view(page).tokens()[offset] < 0) return name + "holds a negative token";
     }
     tokens += header.used;
   }

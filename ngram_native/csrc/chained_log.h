@@ -44,7 +44,7 @@ class ChainedLog {
   static std::uint64_t table_bytes(const std::vector<Chain>& chains, std::uint32_t part_slots);
 
   // Appends one token of the cursor's document; `context` ends just before it.
-  void append(Cursor& cursor, Token token, const Context& context, std::uint32_t policy);
+  void append(Cursor& cursor, Token token, ContextView context, std::uint32_t policy);
 
   // The longest run of `tokens` that the group holds from a document's beginning, through whatever
   // branches. Leaves the cursor at its end, ready to branch, and returns its length.
@@ -52,17 +52,17 @@ class ChainedLog {
 
   // A walk goes from the head of a chain to ever earlier positions; each must be checked: it may be
   // dropped, of another group or of another context.
-  std::size_t slot(std::uint32_t which, const Context& context, std::uint64_t group) const {
+  std::size_t slot(std::uint32_t which, ContextView context, std::uint64_t group) const {
     const std::uint64_t hash = context.hash(chains_[which].order);
     return slot_in_part(which, chains_[which].per_group ? mix(hash, group) : hash);
   }
   Position head(std::size_t slot) const { return ~heads_[slot]; }
   void prefetch_head(std::size_t slot) const { __builtin_prefetch(&heads_[slot]); }
-  // Asks for the memory a walk along chain `which` reads at `position`.
-  void prefetch(Position position, std::uint32_t which) const;
+  // Asks for the memory a walk along chain `which` reads at `position`; false where none is.
+  bool prefetch(Position position, std::uint32_t which) const;
 
-  // Tokens before `position` that agree with the end of `context`, at most kMaxMatch.
-  std::uint32_t match_length(Position position, const Context& context) const;
+  // Tokens before a position, given as page and offset, that agree with the end of `context`.
+  std::uint32_t match_length(PageView page, std::uint32_t offset, ContextView context) const;
 
   const TokenLog& log() const { return log_; }
   TokenLog& log() { return log_; }

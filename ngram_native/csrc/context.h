@@ -3,7 +3,6 @@
 #define NGRAM_NATIVE_CONTEXT_H_
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -18,6 +17,33 @@ inline std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
   hash = (hash ^ value) * 0x9E3779B97F4A7C15ull;
   return hash ^ (hash >> 29);
 }
+
+// Tokens that end somewhere in memory; valid as long as what they are a view of.
+class ContextView {
+ public:
+  ContextView(const Token* end, std::uint32_t size) : end_(end), size_(size) {}
+
+  const Token* end() const { return end_; }  // one past the last: size() tokens lie before it
+  std::uint32_t size() const { return size_; }
+  Token back(std::uint32_t distance) const {  // 0: the last
+    return end_[-1 - static_cast<std::int32_t>(distance)];
+  }
+  ContextView without_last() const { return {end_ - 1, size_ - 1}; }
+
+  // Hash of the last `order` tokens; requires order <= size(). A longer context's hash goes on from
+  // a shorter one's.
+  std::uint64_t hash(std::uint32_t order) const { return hash(order, 0, kHashSeed); }
+  std::uint64_t hash(std::uint32_t order, std::uint32_t from, std::uint64_t hash) const {
+    for (std::uint32_t i = from; i < order; ++i) {
+      hash = mix(hash, static_cast<std::uint32_t>(back(i)));
+    }
+    return hash;
+  }
+
+ private:
+  const Token* end_;
+  std::uint32_t size_;
+};
 
 // A sliding window over the last kMaxMatch tokens.
 class Context {
@@ -36,15 +62,7 @@ class Context {
     for (const Token token : tokens.subspan(skipped)) push(token);
   }
 
-  std::uint32_t size() const { return size_; }
-  Token back(std::uint32_t distance) const { return buffer_[end_ - 1 - distance]; }  // 0: the last
-
-  // Hash of the last `order` tokens; requires order <= size().
-  std::uint64_t hash(std::uint32_t order) const {
-    std::uint64_t hash = kHashSeed;
-    for (std::uint32_t i = 0; i < order; ++i) hash = mix(hash, static_cast<std::uint32_t>(back(i)));
-    return hash;
-  }
+  ContextView view() const { return {buffer_.data() + end_, size_}; }
 
  private:
   std::array<Token, 2 * kMaxMatch> buffer_;

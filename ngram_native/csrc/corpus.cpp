@@ -1,6 +1,8 @@
 #include "corpus.h"
 
 #include <algorithm>
+#include <bit>
+#include <numeric>
 #include <utility>
 
 #include "validation.h"
@@ -15,15 +17,17 @@ constexpr std::int32_t kJudgedNodes = 8;
 
 constexpr std::uint64_t kMinReserve = 64 << 10;
 
+std::int32_t nodes_grown(std::int32_t budget) { return std::max(budget, kJudgedNodes); }
+
 // Sequences of a batch whose searches wait for memory together.
-constexpr std::size_t kTogether = 8;
+constexpr std::size_t kTogether = 16;
 
 }  // namespace
 
 Corpus::Corpus(const Options& options)
     : options_(checked(options)),
       live_(make_live()),
-      externals_(options.max_external_bytes),
+      external_budget_(std::make_shared<ExternalBudget>(options.max_external_bytes)),
       matcher_(options.max_candidates, options.max_steps) {}
 
 std::unique_ptr<ChainedLog> Corpus::make_live() const {
@@ -54,8 +58,11 @@ std::vector<Sequence*> Corpus::find_all(std::span<const std::int64_t> sequence_i
   sequences.reserve(sequence_ids.size());
   for (const std::int64_t id : sequence_ids) {
     sequences.push_back(&find(id));
-    if (std::exchange(sequences.back()->named_by, calls_) == calls_) {
-      refuse("sequence_ids", std::to_string(id), "is named twice in one call");
+    sequences.back()->prefetch();
+  }
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    if (std::exchange(sequences[b]->named_by, calls_) == calls_) {
+      refuse("sequence_ids", std::to_string(sequence_ids[b]), "is named twice in one call");
     }
   }
   return sequences;
@@ -67,7 +74,7 @@ void Corpus::insert(std::span<const Token> tokens, std::optional<std::uint64_t> 
   Cursor cursor{.group = group.value_or(0), .has_group = group.has_value()};
   Context context;
   for (const Token token : tokens) {
-    live_->append(cursor, token, context, policy_);
+    live_->append(cursor, token, context.view(), policy_);
     context.push(token);
   }
   totals_.inserted_tokens += tokens.size();
@@ -84,7 +91,7 @@ void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const
   const std::size_t held = live_->follow(sequence->cursor, tokens);
   sequence->context.push(tokens.first(held));
   for (const Token token : tokens.subspan(held)) {
-    live_->append(sequence->cursor, token, sequence->context, policy_);
+    live_->append(sequence->cursor, token, sequence->context.view(), policy_);
     sequence->context.push(token);
   }
   totals_.inserted_tokens += tokens.size() - held;
@@ -92,21 +99,25 @@ void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const
 }
 
 void Corpus::judge(Sequence& sequence, std::span<const Token> tokens) {
-  // A node was tried when its parent lies on the committed path and a token came after it.
-  const std::vector<Guess>& guesses = sequence.guesses;
-  std::size_t on_path = 0;
-  for (const Token token : tokens) {
-    std::size_t matched = 0;
-    for (std::size_t j = 0; j < guesses.size(); ++j) {
-      if (guesses[j].parent != on_path) continue;
-      const bool right = guesses[j].token == token;
-      calibration_.observe(guesses[j].cell, guesses[j].prior, right);
-      if (right) matched = j + 1;
+  std::uint64_t accepted = 1;  // by tree number; the root came true
+  std::uint64_t unknown = 0;   // came true or not: the tokens end before it
+  for (std::size_t j = 0; j < sequence.guesses.size(); ++j) {
+    const Guess& guess = sequence.guesses[j];
+    const std::uint64_t self = std::uint64_t{1} << (j + 1);
+    const bool parent_came = accepted >> guess.parent & 1;
+    if (unknown >> guess.parent & 1 || (parent_came && guess.depth > tokens.size())) {
+      unknown |= self;
+      continue;
     }
-    if (matched == 0) break;
-    ++totals_.matched_nodes;
-    on_path = matched;
+    const bool right = parent_came && tokens[guess.depth - 1u] == guess.token;
+    if (right) accepted |= self;
+    if (parent_came) calibration_.observe_step(guess.basis, right);
+    // Below a node that was not handed out only misses are sure to be seen.
+    if (guess.parent <= sequence.drafted) {
+      calibration_.observe_path(guess.product, guess.depth, right);
+    }
   }
+  totals_.matched_nodes += static_cast<std::uint64_t>(std::popcount(accepted)) - 1;
   sequence.guesses.clear();
 }
 
@@ -123,16 +134,15 @@ void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const 
     if (fresh.empty()) continue;
     judge(sequence, fresh);
     for (const Token token : fresh) {
-      live_->append(sequence.cursor, token, sequence.context, policy_);
+      live_->append(sequence.cursor, token, sequence.context.view(), policy_);
       sequence.context.push(token);
     }
   }
   totals_.inserted_tokens += tokens.size();
 }
 
-const std::vector<DraftNode>& Corpus::grow(const std::vector<Candidate>& candidates,
-                                           std::int32_t budget) {
-  return builder_.build(candidates, std::max(budget, kJudgedNodes), calibration_);
+const std::vector<DraftNode>& Corpus::grow(const Candidates& candidates, std::int32_t budget) {
+  return builder_.build(candidates, nodes_grown(budget), calibration_);
 }
 
 Proposal Corpus::propose(std::span<const std::int64_t> sequence_ids,
@@ -143,20 +153,26 @@ Proposal Corpus::propose(std::span<const std::int64_t> sequence_ids,
            "must be len(sequence_ids)=" + std::to_string(sequence_ids.size()));
   }
   for (std::size_t b = 0; b < budgets.size(); ++b) {
-    check_budget("budgets[" + std::to_string(b) + "]", budgets[b]);
+    if (budgets[b] < 0 || budgets[b] >= kMaxTreeNodes) {
+      check_budget("budgets[" + std::to_string(b) + "]", budgets[b]);
+    }
   }
   const std::scoped_lock lock(mutex_);
   const std::vector<Sequence*> sequences = find_all(sequence_ids);
   Proposal out;
+  out.reserve(budgets.size(), std::accumulate(budgets.begin(), budgets.end(), std::size_t{0}));
   for (std::size_t begin = 0; begin < sequences.size(); begin += kTogether) {
     const std::size_t end = std::min(begin + kTogether, sequences.size());
     queries_.clear();
+    std::int32_t depth = 0;
     for (std::size_t b = begin; b < end; ++b) {
       if (budgets[b] > 0) {
-        queries_.push_back(Query{&sequences[b]->context, sequences[b]->cursor.group});
+        queries_.push_back(Query{sequences[b]->context.view(), sequences[b]->cursor.group});
+        depth = std::max(depth, nodes_grown(budgets[b]));
       }
     }
-    auto candidates = matcher_.gather(scopes(), queries_).begin();
+    auto candidates =
+        matcher_.gather(scopes(), queries_, static_cast<std::uint32_t>(depth)).begin();
     for (std::size_t b = begin; b < end; ++b) {
       std::vector<Guess>& guesses = sequences[b]->guesses;
       guesses.clear();
@@ -166,10 +182,10 @@ Proposal Corpus::propose(std::span<const std::int64_t> sequence_ids,
       }
       const std::vector<DraftNode>& nodes = grow(*candidates++, budgets[b]);
       for (const DraftNode& node : nodes) {
-        guesses.push_back(
-            Guess{node.token, node.cell, static_cast<std::uint8_t>(node.parent), node.prior});
+        guesses.push_back(Guess{node.token, static_cast<std::uint8_t>(node.parent),
+                                static_cast<std::uint8_t>(node.depth), node.basis, node.product});
       }
-      out.add(nodes, budgets[b], min_probability);
+      sequences[b]->drafted = out.add(nodes, budgets[b], min_probability);
     }
   }
   totals_.proposals += sequences.size();
@@ -184,10 +200,12 @@ Proposal Corpus::query(std::uint64_t group, std::span<const Token> tokens, std::
   check_min_probability(min_probability);
   Context context;
   context.push(tokens);
-  const Query query{&context, group};
+  const Query query{context.view(), group};
   Proposal out;
   const std::scoped_lock lock(mutex_);
-  out.add(grow(matcher_.gather(scopes(), {&query, 1}).front(), budget), budget, min_probability);
+  const auto depth = static_cast<std::uint32_t>(nodes_grown(budget));
+  const Candidates& candidates = matcher_.gather(scopes(), {&query, 1}, depth).front();
+  out.add(grow(candidates, budget), budget, min_probability);
   return out;
 }
 
@@ -207,29 +225,39 @@ void Corpus::set_weight_version(std::int64_t version) {
 
 void Corpus::add_external(const std::string& name, std::span<const Token> tokens,
                           std::span<const std::int64_t> offsets) {
-  check_tokens(tokens);
-  if (offsets.empty()) refuse("len(offsets)", "0", "must be at least 1");
-  check_offsets(offsets, offsets.size() - 1, tokens.size());
-  const std::uint64_t bytes = ExternalCorpora::bytes_needed(offsets);
   {
     const std::scoped_lock lock(mutex_);
-    externals_.admit(name, bytes);
+    externals_.check_free(name);
   }
-  auto corpus = ExternalCorpora::build(tokens, offsets);
-  const std::scoped_lock lock(mutex_);
-  externals_.admit(name, bytes);  // again: others may have come first
-  externals_.add(name, std::move(corpus));
+  ExternalBuilder builder(external_budget_);
+  builder.append(tokens, offsets);
+  builder.build({});
+  publish_external(name, builder);  // asks for the name again: others may have come first
 }
 
-void Corpus::remove_external(const std::string& name) {
-  std::unique_ptr<ChainedLog> removed;  // outlives the lock, so that nobody waits while it is freed
+void Corpus::publish_external(const std::string& name, ExternalBuilder& builder) {
   const std::scoped_lock lock(mutex_);
-  removed = externals_.remove(name);
+  externals_.check_free(name);
+  externals_.add(name, builder.take());
+}
+
+std::unique_ptr<ContextIndex> Corpus::withdraw_external(const std::string& name) {
+  const std::scoped_lock lock(mutex_);
+  return externals_.remove(name);
 }
 
 std::vector<std::string> Corpus::external_names() const {
   const std::scoped_lock lock(mutex_);
   return externals_.names();
+}
+
+std::map<std::string, ExternalSize> Corpus::external_sizes() const {
+  std::map<std::string, ExternalSize> sizes;
+  const std::scoped_lock lock(mutex_);
+  for (const auto& [name, corpus] : externals_.by_name()) {
+    sizes.emplace(name, ExternalSize{corpus->num_tokens(), corpus->num_bytes()});
+  }
+  return sizes;
 }
 
 void Corpus::detach_sequences() {
@@ -283,7 +311,7 @@ std::uint64_t Corpus::num_tokens() const {
 
 std::uint64_t Corpus::num_bytes() const {
   const std::scoped_lock lock(mutex_);
-  return live_->num_bytes() + externals_.num_bytes() + bookkeeping_bytes();
+  return live_->num_bytes() + external_budget_->used() + bookkeeping_bytes();
 }
 
 std::map<std::string, double> Corpus::counters() const {
@@ -296,7 +324,7 @@ std::map<std::string, double> Corpus::counters() const {
       {"inserted_tokens", number(totals_.inserted_tokens)},
       {"external_corpora", number(externals_.by_name().size())},
       {"external_tokens", number(externals_.num_tokens())},
-      {"external_bytes", number(externals_.num_bytes())},
+      {"external_bytes", number(external_budget_->used())},
       {"open_sequences", number(sequences_.size())},
       {"bookkeeping_bytes", number(bookkeeping_bytes())},
       {"weight_version", number(weight_version_)},

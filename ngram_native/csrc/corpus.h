@@ -14,6 +14,8 @@
 
 #include "calibration.h"
 #include "chained_log.h"
+#include "external_budget.h"
+#include "external_builder.h"
 #include "external_corpora.h"
 #include "fork_guard.h"
 #include "matcher.h"
@@ -27,6 +29,11 @@ namespace ngram {
 
 class ByteReader;
 class ByteWriter;
+
+struct ExternalSize {
+  std::uint64_t num_tokens;
+  std::uint64_t num_bytes;
+};
 
 // Every public method may be called from any thread: one mutex, held for the call. A call that
 // throws has changed nothing; what the caller got wrong is a std::invalid_argument.
@@ -46,10 +53,17 @@ class Corpus {
   void close(std::int64_t sequence_id);
   void set_weight_version(std::int64_t version);
 
+  // Builds and publishes in one call. Documents d = tokens[offsets[d], offsets[d + 1]).
   void add_external(const std::string& name, std::span<const Token> tokens,
                     std::span<const std::int64_t> offsets);
-  void remove_external(const std::string& name);
+  // Makes a built corpus visible whole; constant time.
+  void publish_external(const std::string& name, ExternalBuilder& builder);
+  // Takes one out of force; constant time. Its memory is the caller's to free.
+  std::unique_ptr<ContextIndex> withdraw_external(const std::string& name);
+  void remove_external(const std::string& name) { withdraw_external(name); }
   std::vector<std::string> external_names() const;
+  std::map<std::string, ExternalSize> external_sizes() const;
+  std::shared_ptr<ExternalBudget> external_budget() const { return external_budget_; }
 
   void reset();
   void save(ByteWriter& writer) const;
@@ -72,7 +86,7 @@ class Corpus {
   Sequence& find(std::int64_t sequence_id);
   std::vector<Sequence*> find_all(std::span<const std::int64_t> sequence_ids);
   void judge(Sequence& sequence, std::span<const Token> tokens);
-  const std::vector<DraftNode>& grow(const std::vector<Candidate>& candidates, std::int32_t budget);
+  const std::vector<DraftNode>& grow(const Candidates& candidates, std::int32_t budget);
   Scopes scopes() const { return Scopes{*live_, externals_, policy_}; }
   void detach_sequences();
   std::uint64_t bookkeeping_bytes() const;
@@ -82,6 +96,7 @@ class Corpus {
   const Options options_;
   mutable std::mutex mutex_;
   std::unique_ptr<ChainedLog> live_;
+  const std::shared_ptr<ExternalBudget> external_budget_;
   ExternalCorpora externals_;
   std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
   Calibration calibration_;

@@ -1,5 +1,7 @@
 #include "matcher.h"
 
+#include <algorithm>
+#include <array>
 #include <utility>
 
 namespace ngram {
@@ -7,12 +9,38 @@ namespace ngram {
 namespace {
 
 enum LiveChain : std::uint32_t { kGroupLong, kGroupShort, kLiveLong, kLiveShort };
-enum ExternalChain : std::uint32_t { kExternalLong, kExternalShort };
 
 // Of an occurrence, by its scope.
-constexpr double kScopeWeight[kNumSources] = {1.0, 0.2, 0.2};
+constexpr double kScopeWeight[kNumSources] = {1.0, 0.2, 0.2, 1.0};
 
 constexpr double kAging = 0.15;  // per change of policy
+
+// Occurrences of the wider scopes looked at in any case.
+constexpr std::uint32_t kMinWider = 6;
+
+// A single token of context says nothing outside the group.
+constexpr std::uint32_t kMinExternalMatch = 2;
+
+// Long contexts of the group that leave other rollouts nothing to say.
+constexpr std::size_t kPlenty = 8;
+
+constexpr std::uint32_t kMostGaps = 8;
+// An occurrence across a gap weighs as much as one that shares so many tokens.
+constexpr std::uint32_t kGapMatch = 2;
+
+// By the length of its match: each further token of context doubles it up to a point, so that long
+// contexts decide and short ones break ties.
+constexpr std::array<double, kMaxMatch + 1> make_match_weights() {
+  std::array<double, kMaxMatch + 1> weights{};
+  double weight = 1.0;
+  for (std::uint32_t match = 0; match <= kMaxMatch; ++match) {
+    weights[match] = weight;
+    weight *= match < 12 ? 2.0 : 1.05;
+  }
+  return weights;
+}
+
+constexpr std::array<double, kMaxMatch + 1> kMatchWeights = make_match_weights();
 
 }  // namespace
 
@@ -21,85 +49,79 @@ const std::vector<Chain>& Matcher::live_chains() {
   return chains;
 }
 
-Matcher::Search& Matcher::add_search() {
+Matcher::Search& Matcher::add_search(const ChainedLog& chained, const Query& query, Source source,
+                                     std::uint32_t chain, std::uint32_t last_chain) {
   if (num_searches_ == searches_.size()) searches_.emplace_back();
   Search& search = searches_[num_searches_++];
+  search.chained = &chained;
+  search.context = query.context;
+  search.group = query.group;
+  search.source = source;
+  search.chain = chain;
+  search.last_chain = last_chain;
+  search.most = max_candidates_;
+  search.max_steps = max_steps_;
+  search.shorter_than = kMaxMatch + 1;
   search.found.clear();
   return search;
 }
 
-void Matcher::begin_chain(Search& search) const {
+// Goes to the first chain from search.chain on that the context is long enough for; false when none
+// is left.
+bool Matcher::enter_chain(Search& search) const {
+  const ChainedLog& chained = *search.chained;
+  while (search.context.size() < chained.chains()[search.chain].order) {
+    if (search.chain++ == search.last_chain) return false;
+  }
   search.steps = 0;
   search.at_head = true;
-  search.position = kNoPosition;
-  if (search.query.context->size() < search.chained->chains()[search.chain].order) {
-    search.at_head = false;
-    return;
-  }
-  search.slot = search.chained->slot(search.chain, *search.query.context, search.query.group);
-  search.chained->prefetch_head(search.slot);
+  search.slot = chained.slot(search.chain, search.context, search.group);
+  chained.prefetch_head(search.slot);
+  return true;
 }
 
+// Looks at search.position and moves on; false when the chain's end was met.
 bool Matcher::visit(Search& search) const {
-  const TokenLog& log = search.chained->log();
-  const PageHeader& page = log.header(search.position / kPageTokens);
-  const Chain chain = search.chained->chains()[search.chain];
-  const bool in_group = page.has_group && page.group == search.query.group;
-  if (chain.per_group ? !in_group : (search.outside_group && in_group)) return true;
-  if (search.position % kPageTokens >= page.used) return true;
-  const std::uint32_t match = search.chained->match_length(search.position, *search.query.context);
+  const ChainedLog& chained = *search.chained;
+  const std::uint32_t offset = search.position % kPageTokens;
+  const PageView page = chained.log().view(search.position / kPageTokens);
+  const PageHeader& header = page.header();
+  if (header.number != search.position / kPageTokens || offset >= header.used) return false;
+  const Chain chain = chained.chains()[search.chain];
+  const Position position = search.position;
+  search.position = *page.link(offset, search.chain);
+  const bool in_group = header.has_group && header.group == search.group;
+  if (chain.per_group ? !in_group : (search.source == Source::kLive && in_group)) return true;
+  const std::uint32_t match = chained.match_length(page, offset, search.context);
   if (match < chain.order || match >= search.shorter_than) return true;
-  const double age = search.policy - page.policy;
-  search.found.push_back(
-      Candidate{&log, search.position, match, search.source,
-                kScopeWeight[static_cast<std::size_t>(search.source)] / (1.0 + kAging * age)});
-  return search.found.size() < max_candidates_;
+  search.found.push_back(Found{position, match, header.policy});
+  return true;
 }
 
 bool Matcher::step(Search& search) const {
   const ChainedLog& chained = *search.chained;
+  bool goes_on = true;
   if (search.at_head) {
     search.at_head = false;
     search.position = chained.head(search.slot);
-  } else if (search.steps++ < max_steps_ && chained.log().holds(search.position)) {
-    if (!visit(search)) return false;
-    search.position = chained.log().link(search.position, search.chain);
   } else {
-    if (search.chain == search.last_chain) return false;
-    search.shorter_than = chained.chains()[search.chain].order;
-    ++search.chain;
-    begin_chain(search);
+    goes_on = visit(search);
+    if (search.found.size() == search.most) return false;
+  }
+  if (goes_on && search.steps++ < search.max_steps &&
+      chained.prefetch(search.position, search.chain)) {
     return true;
   }
-  chained.prefetch(search.position, search.chain);
-  return true;
+  if (search.chain == search.last_chain) return false;
+  search.shorter_than = chained.chains()[search.chain++].order;
+  return enter_chain(search);
 }
 
-std::span<const std::vector<Candidate>> Matcher::gather(const Scopes& scopes,
-                                                        std::span<const Query> queries) {
-  num_searches_ = 0;
-  const auto add = [&](const ChainedLog& chained, const Query& query, std::uint32_t long_chain,
-                       std::uint32_t short_chain, Source source) {
-    Search& search = add_search();
-    search.chained = &chained;
-    search.query = query;
-    search.chain = long_chain;
-    search.last_chain = short_chain;
-    search.source = source;
-    search.policy = source == Source::kExternal ? 0 : scopes.policy;
-    search.outside_group = source == Source::kLive;
-    search.shorter_than = kMaxMatch + 1;
-    begin_chain(search);
-  };
-  for (const Query& query : queries) {
-    add(scopes.live, query, kGroupLong, kGroupShort, Source::kGroup);
-    add(scopes.live, query, kLiveLong, kLiveShort, Source::kLive);
-    for (const auto& [name, external] : scopes.externals.by_name()) {
-      add(*external, query, kExternalLong, kExternalShort, Source::kExternal);
-    }
-  }
+void Matcher::run(std::size_t first) {
   running_.clear();
-  for (std::size_t i = 0; i < num_searches_; ++i) running_.push_back(&searches_[i]);
+  for (std::size_t i = first; i < num_searches_; ++i) {
+    if (enter_chain(searches_[i])) running_.push_back(&searches_[i]);
+  }
   while (!running_.empty()) {
     for (std::size_t i = 0; i < running_.size();) {
       if (step(*running_[i])) {
@@ -110,14 +132,86 @@ std::span<const std::vector<Candidate>> Matcher::gather(const Scopes& scopes,
       }
     }
   }
-  if (candidates_.size() < queries.size()) candidates_.resize(queries.size());
-  const std::size_t per_query = queries.empty() ? 0 : num_searches_ / queries.size();
-  for (std::size_t q = 0; q < queries.size(); ++q) {
-    candidates_[q].clear();
-    for (std::size_t i = q * per_query; i < (q + 1) * per_query; ++i) {
-      candidates_[q].insert(candidates_[q].end(), searches_[i].found.begin(),
-                            searches_[i].found.end());
+}
+
+std::size_t Matcher::num_long(const Search& group_search) {
+  const std::uint32_t order = live_chains()[kGroupLong].order;
+  const auto& found = group_search.found;
+  return static_cast<std::size_t>(std::count_if(
+      found.begin(), found.end(), [order](const Found& f) { return f.match >= order; }));
+}
+
+void Matcher::add_candidates(const Search& search, std::uint32_t policy, Candidates& out) const {
+  const TokenLog& log = search.chained->log();
+  const bool gap = search.source == Source::kGap;
+  for (const Found& found : search.found) {
+    const Position next = gap ? log.after(found.position) : found.position;
+    if (next == kNoPosition) continue;
+    const std::uint32_t length = log.read(next, out.depth(), out.room());
+    const double age = policy - found.policy;
+    const double weight = kScopeWeight[static_cast<std::size_t>(search.source)] *
+                          kMatchWeights[gap ? kGapMatch : found.match] / (1.0 + kAging * age);
+    out.add(Candidate{found.match, length, search.source, weight});
+  }
+}
+
+std::uint32_t Matcher::wider_most(const Search& group_search) const {
+  const auto held = static_cast<std::uint32_t>(group_search.found.size());
+  return std::min(max_candidates_, max_candidates_ - held + kMinWider);
+}
+
+void Matcher::add_external(const ExternalCorpora& externals, ContextView context,
+                           std::uint32_t most, Candidates& out) {
+  constexpr auto kSource = static_cast<std::size_t>(Source::kExternal);
+  for (const auto& [name, external] : externals.by_name()) {
+    external->find(context, most, occurrences_);
+    for (const Occurrence& occurrence : occurrences_) {
+      if (occurrence.match < kMinExternalMatch) break;
+      Token* const tokens = out.room();
+      std::uint32_t length = 0;
+      while (length < out.depth() && occurrence.next[length] >= 0) {
+        tokens[length] = occurrence.next[length];
+        ++length;
+      }
+      out.add(Candidate{occurrence.match, length, Source::kExternal,
+                        kScopeWeight[kSource] * kMatchWeights[occurrence.match]});
     }
+  }
+}
+
+std::span<const Candidates> Matcher::gather(const Scopes& scopes, std::span<const Query> queries,
+                                            std::uint32_t depth) {
+  num_searches_ = 0;
+  for (const Query& query : queries) {
+    add_search(scopes.live, query, Source::kGroup, kGroupLong, kGroupShort);
+  }
+  run(0);
+  first_wider_.clear();
+  for (std::size_t q = 0; q < queries.size(); ++q) {
+    const std::size_t held_long = num_long(searches_[q]);
+    const std::uint32_t most = wider_most(searches_[q]);
+    first_wider_.push_back(num_searches_);
+    if (held_long < kPlenty) {
+      Search& search = add_search(scopes.live, queries[q], Source::kLive, kLiveLong, kLiveShort);
+      search.most = most;
+      search.max_steps = static_cast<std::uint32_t>(
+          (std::uint64_t{max_steps_} * most + max_candidates_ - 1) / max_candidates_);
+    }
+    if (held_long == 0 && queries[q].context.size() > live_chains()[kGroupLong].order) {
+      const Query before{queries[q].context.without_last(), queries[q].group};
+      add_search(scopes.live, before, Source::kGap, kGroupLong, kGroupLong).most = kMostGaps;
+    }
+  }
+  first_wider_.push_back(num_searches_);
+  run(queries.size());
+  if (candidates_.size() < queries.size()) candidates_.resize(queries.size());
+  for (std::size_t q = 0; q < queries.size(); ++q) {
+    candidates_[q].clear(depth);
+    add_candidates(searches_[q], scopes.policy, candidates_[q]);
+    for (std::size_t i = first_wider_[q]; i < first_wider_[q + 1]; ++i) {
+      add_candidates(searches_[i], scopes.policy, candidates_[q]);
+    }
+    add_external(scopes.externals, queries[q].context, wider_most(searches_[q]), candidates_[q]);
   }
   return {candidates_.data(), queries.size()};
 }

@@ -10,6 +10,7 @@
 #include "candidate.h"
 #include "chained_log.h"
 #include "context.h"
+#include "context_index.h"
 #include "external_corpora.h"
 #include "types.h"
 
@@ -23,15 +24,19 @@ struct Scopes {
 };
 
 struct Query {
-  const Context* context;
+  ContextView context;
   std::uint64_t group;
 };
 
-// Per scope the max_candidates most recent occurrences of its long chain's order, filled up with
-// shorter ones from its short chain. This is a function of scopes and context alone: nothing is
-// carried from query to query, so a sequence that jumped, lost pages or was opened anew finds the
-// same. Carrying survivors over would spare comparing tokens, but what a walk waits for is the
-// memory of occurrences it has not seen yet; so the walks of several queries wait together.
+// Per scope the most recent occurrences of its long chain's order, filled up with shorter ones from
+// its short chain: up to max_candidates of the group, of the wider scopes what is left of that and
+// some in any case. Where the group knows no long context, the last token may be the odd one:
+// occurrences of the context before it are candidates too, as if their own next token were ours.
+//
+// This is a function of scopes and context alone: nothing is carried from query to query, so a
+// sequence that jumped, lost pages or was opened anew finds the same. Carrying survivors over would
+// spare comparing tokens, but what a walk waits for is the memory of occurrences it has not seen
+// yet; so the walks of several queries wait together.
 class Matcher {
  public:
   Matcher(std::uint32_t max_candidates, std::uint32_t max_steps)
@@ -41,40 +46,58 @@ class Matcher {
   // something there.
   static const std::vector<Chain>& live_chains();
 
-  // Candidates of each query; valid until the next call.
-  std::span<const std::vector<Candidate>> gather(const Scopes& scopes,
-                                                 std::span<const Query> queries);
+  // Candidates of each query, for trees of that depth; valid until the next call.
+  std::span<const Candidates> gather(const Scopes& scopes, std::span<const Query> queries,
+                                     std::uint32_t depth);
 
  private:
+  struct Found {
+    Position position;  // of the token that came next
+    std::uint32_t match;
+    std::uint32_t policy;
+  };
+
   // A search of one scope for one query, advanced a link at a time so that many can wait for their
   // memory together.
   struct Search {
-    const ChainedLog* chained;
-    Query query;
-    std::uint32_t chain;  // under way
-    std::uint32_t last_chain;
-    Source source;
-    std::uint32_t policy;
-    bool outside_group;  // leaves the group's own occurrences to the group's search
-    std::size_t slot;    // of the chain's head, while it is being fetched
-    bool at_head;
-    Position position;  // being fetched
-    std::uint32_t steps;
-    std::uint32_t shorter_than;  // longer matches were the long chain's
-    std::vector<Candidate> found;
+    const ChainedLog* chained = nullptr;
+    ContextView context{nullptr, 0};
+    std::uint64_t group = 0;
+    Source source = Source::kGroup;
+    std::uint32_t chain = 0;  // under way
+    std::uint32_t last_chain = 0;
+    std::uint32_t most = 0;          // occurrences wanted
+    std::uint32_t max_steps = 0;     // links followed per chain
+    std::uint32_t shorter_than = 0;  // longer matches were the long chain's
+    bool at_head = false;
+    std::size_t slot = 0;             // of the chain's head, while it is being fetched
+    Position position = kNoPosition;  // being fetched
+    std::uint32_t steps = 0;
+    std::vector<Found> found;
   };
 
-  Search& add_search();
-  void begin_chain(Search& search) const;
-  bool step(Search& search) const;  // false when the search is over
-  bool visit(Search& search) const;
+  Search& add_search(const ChainedLog& chained, const Query& query, Source source,
+                     std::uint32_t chain, std::uint32_t last_chain);
+  void run(std::size_t first);  // the searches from `first` on, together
+  bool enter_chain(Search& search) const;
+  bool step(Search& search) const;   // false when the search is over
+  bool visit(Search& search) const;  // false when the chain is over
+  // Occurrences found that share a context of the long chain's order.
+  static std::size_t num_long(const Search& group_search);
+  // Occurrences wanted of each wider scope.
+  std::uint32_t wider_most(const Search& group_search) const;
+  void add_candidates(const Search& search, std::uint32_t policy, Candidates& out) const;
+  void add_external(const ExternalCorpora& externals, ContextView context, std::uint32_t most,
+                    Candidates& out);
 
   const std::uint32_t max_candidates_;
-  const std::uint32_t max_steps_;  // links followed per chain
-  std::vector<Search> searches_;   // the first num_searches_ are in use; the rest keep memory
+  const std::uint32_t max_steps_;
+  std::vector<Search> searches_;  // the first num_searches_ are in use; the rest keep memory
   std::size_t num_searches_ = 0;
   std::vector<Search*> running_;
-  std::vector<std::vector<Candidate>> candidates_;
+  std::vector<std::size_t> first_wider_;  // by query, its searches beside the group's
+  std::vector<Occurrence> occurrences_;
+  std::vector<Candidates> candidates_;
 };
 
 }  // namespace ngram

@@ -3,6 +3,7 @@
 #define NGRAM_NATIVE_OPTIONS_H_
 
 #include <cstdint>
+#include <string>
 
 namespace ngram {
 
@@ -11,6 +12,7 @@ struct Options {
   std::uint64_t max_external_bytes;  // of all external corpora together
   std::uint32_t max_candidates;      // occurrences kept per scope
   std::uint32_t max_steps;           // links followed per chain and query
+  std::string vocabulary = {};       // whose token ids these are; a file of another is refused
 };
 
 // The same, or a std::invalid_argument.

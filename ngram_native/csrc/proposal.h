@@ -18,9 +18,12 @@ struct Proposal {
   std::vector<std::int32_t> depths;
   std::vector<std::uint64_t> masks;
   std::vector<float> probabilities;
+  std::vector<std::uint8_t> sources;
 
-  // Appends an entry: the first nodes, as many as the budget and the floor allow.
-  void add(const std::vector<DraftNode>& nodes, std::int32_t budget, double min_probability);
+  void reserve(std::size_t entries, std::size_t nodes);
+
+  // Appends an entry: the first nodes, as many as the budget and the floor allow. Returns how many.
+  std::size_t add(const std::vector<DraftNode>& nodes, std::int32_t budget, double min_probability);
 };
 
 }  // namespace ngram

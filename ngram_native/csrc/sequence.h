@@ -2,28 +2,42 @@
 #ifndef NGRAM_NATIVE_SEQUENCE_H_
 #define NGRAM_NATIVE_SEQUENCE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "calibration.h"
 #include "chained_log.h"
 #include "context.h"
 #include "types.h"
 
 namespace ngram {
 
-// A proposed node, as far as the tokens that come can judge it.
+// A node that was grown, as far as the tokens that come can judge it.
 struct Guess {
   Token token;
-  std::uint16_t cell;   // of the calibration
   std::uint8_t parent;  // tree numbering
-  double prior;
+  std::uint8_t depth;
+  StepBasis basis;
+  float product;  // of the steps along its path
 };
+
+inline constexpr std::size_t kCacheLine = 64;
 
 struct Sequence {
   Cursor cursor;               // its place in the live log; carries the group
   Context context;             // ends with the root, the last committed token
-  std::vector<Guess> guesses;  // what was last proposed; forgotten when the next tokens came
+  std::vector<Guess> guesses;  // the tree last grown; forgotten when the next tokens came
+  std::size_t drafted = 0;     // its first nodes: those that were handed out
   std::uint64_t named_by = 0;  // the last call that named this sequence, to catch duplicates
+
+  // Asks for its memory: between two calls a forward of the model takes over all caches.
+  void prefetch() const {
+    const auto* memory = reinterpret_cast<const std::byte*>(this);
+    for (std::size_t at = 0; at < sizeof(*this); at += kCacheLine) {
+      __builtin_prefetch(memory + at);
+    }
+  }
 };
 
 }  // namespace ngram

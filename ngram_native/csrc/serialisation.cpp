@@ -1,44 +1,110 @@
 // The saved form of a corpus: magic, format, byte order, sizes, then the memory of each part as it
-// lies, so that a loaded corpus proposes what the saved one did. A checksum follows.
+// lies, of external corpora the texts, so that a loaded corpus proposes what the saved one did. A
+// checksum follows.
+#include <algorithm>
 #include <array>
-#include <bit>
-#include <cstring>
+#include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "byte_stream.h"
+#include "context_index.h"
 #include "corpus.h"
+#include "mapped_array.h"
+#include "validation.h"
 
 namespace ngram {
 
 namespace {
 
 constexpr std::array<char, 8> kMagic = {'n', 'g', 'r', 'a', 'm', 'l', 'o', 'g'};
-constexpr std::uint32_t kFormat = 1;  // raised whenever any saved structure changes
+constexpr std::uint32_t kFormat = 2;  // raised whenever any saved structure changes
 constexpr std::uint32_t kByteOrder = 0x01020304;
+
+void put_string(ByteWriter& writer, const std::string& text) {
+  writer.put(static_cast<std::uint64_t>(text.size()));
+  writer.put_bytes(text.data(), text.size());
+}
+
+std::string get_string(ByteReader& reader) {
+  const auto length = reader.get<std::uint64_t>();
+  reader.expect(length);
+  std::string text(static_cast<std::size_t>(length), '\0');
+  reader.get_bytes(text.data(), text.size());
+  return text;
+}
 
 struct LogSizes {
   std::uint32_t capacity_pages;
   std::uint32_t num_links;
   std::uint32_t part_slots;
   std::uint32_t num_pages;
-  PageNumber oldest_page;
+  std::uint32_t oldest_slot;
 };
+
+// A byte that is neither 0 nor 1 must not be read as a bool.
+bool flags_are_bools(const std::byte* page) {
+  return page[offsetof(PageHeader, has_group)] <= std::byte{1} &&
+         page[offsetof(PageHeader, starts_segment)] <= std::byte{1};
+}
+
+// Most heads of a young log are empty: those that are not come one by one then.
+struct PlacedHead {
+  std::uint32_t slot;
+  std::uint32_t head;
+};
+
+void put_heads(ByteWriter& writer, std::span<const std::uint32_t> heads) {
+  const auto taken = heads.size() - static_cast<std::size_t>(std::ranges::count(heads, 0u));
+  const bool placed = taken * sizeof(PlacedHead) < heads.size_bytes();
+  writer.put(static_cast<std::uint64_t>(placed ? taken : heads.size()));
+  if (!placed) {
+    writer.put_bytes(heads.data(), heads.size_bytes());
+    return;
+  }
+  for (std::size_t slot = 0; slot < heads.size(); ++slot) {
+    if (heads[slot] != 0) writer.put(PlacedHead{static_cast<std::uint32_t>(slot), heads[slot]});
+  }
+}
+
+// Into heads that are all empty.
+void get_heads(ByteReader& reader, std::span<std::uint32_t> heads) {
+  const auto count = reader.get<std::uint64_t>();
+  if (count == heads.size()) {
+    reader.get_bytes(heads.data(), heads.size_bytes());
+    return;
+  }
+  if (count > heads.size()) {
+    throw std::invalid_argument("the file is damaged: its sizes are impossible");
+  }
+  reader.expect(count * sizeof(PlacedHead));
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const auto placed = reader.get<PlacedHead>();
+    if (placed.slot >= heads.size()) {
+      throw std::invalid_argument("the file is damaged: a chain's head has no place");
+    }
+    heads[placed.slot] = placed.head;
+  }
+}
 
 void put_log(ByteWriter& writer, const ChainedLog& chained) {
   const TokenLog& log = chained.log();
   writer.put(LogSizes{log.capacity_pages(), log.num_links(), chained.part_slots(), log.num_pages(),
-                      log.oldest_page()});
-  PageNumber page = log.oldest_page();
-  for (std::uint32_t i = 0; i < log.num_pages(); ++i, page = log.successor(page)) {
-    writer.put_bytes(log.raw_page(page), TokenLog::page_bytes(log.num_links()));
+                      log.oldest_slot()});
+  for (std::uint32_t slot = 0; slot < log.num_pages(); ++slot) {
+    writer.put_bytes(log.raw_page(slot), TokenLog::page_bytes(log.num_links()));
   }
-  writer.put_bytes(chained.heads(), chained.num_heads() * sizeof(Position));
+  put_heads(writer, {chained.heads(), chained.num_heads()});
 }
 
-std::unique_ptr<ChainedLog> get_log(ByteReader& reader, const std::vector<Chain>& chains) {
+// max_bytes: what the log may come to hold, which is no more than what it was made to hold.
+std::unique_ptr<ChainedLog> get_log(ByteReader& reader, const std::vector<Chain>& chains,
+                                    std::uint64_t max_bytes) {
   const auto sizes = reader.get<LogSizes>();
   if (sizes.num_links != chains.size() || sizes.part_slots < 1 ||
       sizes.num_pages > sizes.capacity_pages || sizes.capacity_pages < 1 ||
@@ -46,16 +112,52 @@ std::unique_ptr<ChainedLog> get_log(ByteReader& reader, const std::vector<Chain>
     throw std::invalid_argument("the file is damaged: its sizes are impossible");
   }
   const std::size_t stride = TokenLog::page_bytes(sizes.num_links);
-  reader.expect(sizes.num_pages * std::uint64_t{stride} +
-                ChainedLog::table_bytes(chains, sizes.part_slots));
+  const std::uint64_t table_bytes = ChainedLog::table_bytes(chains, sizes.part_slots);
+  reader.expect(sizes.num_pages * std::uint64_t{stride});
+  if (sizes.capacity_pages * std::uint64_t{stride} + table_bytes > max_bytes) {
+    throw std::invalid_argument("the file holds a log larger than " + std::to_string(max_bytes) +
+                                " bytes");
+  }
   auto chained = std::make_unique<ChainedLog>(chains, sizes.capacity_pages, sizes.part_slots);
-  chained->log().begin_numbering_at(sizes.oldest_page);
+  chained->log().adopt_oldest_slot(sizes.oldest_slot);
   for (std::uint32_t i = 0; i < sizes.num_pages; ++i) {
-    reader.get_bytes(chained->log().adopt_page(), stride);
+    std::byte* page = chained->log().adopt_page();
+    reader.get_bytes(page, stride);
+    if (!flags_are_bools(page)) throw std::invalid_argument("the file is damaged: a page's flags");
   }
   chained->log().count_tokens();
-  reader.get_bytes(chained->heads(), chained->num_heads() * sizeof(Position));
+  get_heads(reader, {chained->heads(), chained->num_heads()});
   return chained;
+}
+
+// Of an external corpus only the text is kept: making its index again takes no longer than checking
+// a stored one would, and is the same everywhere.
+void put_text(ByteWriter& writer, std::span<const Token> text) {
+  writer.put(static_cast<std::uint64_t>(text.size()));
+  writer.put_bytes(text.data(), text.size_bytes());
+}
+
+MappedArray<Token> get_text(ByteReader& reader) {
+  const auto size = reader.get<std::uint64_t>();
+  if (size > ContextIndex::kMaxText) {
+    throw std::invalid_argument("the file is damaged: its sizes are impossible");
+  }
+  reader.expect(size * sizeof(Token));
+  MappedArray<Token> text(static_cast<std::size_t>(size));
+  reader.get_bytes(text.data(), text.size() * sizeof(Token));
+  return text;
+}
+
+std::unique_ptr<ContextIndex> make_index(MappedArray<Token> text,
+                                         const std::shared_ptr<ExternalBudget>& budget) {
+  const auto is_text = [](Token token) { return token >= ContextIndex::kSeparator; };
+  if (text.size() == 0 || text[0] != ContextIndex::kSeparator ||
+      text[text.size() - 1] != ContextIndex::kSeparator ||
+      !std::all_of(text.begin(), text.end(), is_text)) {
+    throw std::invalid_argument("the file is damaged: an external corpus has no text");
+  }
+  BuildMonitor monitor(budget, /*bounded=*/false);  // the corpora it takes the place of go later
+  return std::make_unique<ContextIndex>(std::move(text), monitor);
 }
 
 }  // namespace
@@ -65,6 +167,7 @@ void Corpus::save(ByteWriter& writer) const {
   writer.put(kMagic);
   writer.put(kFormat);
   writer.put(kByteOrder);
+  put_string(writer, options_.vocabulary);
   writer.put(options_.max_bytes);
   writer.put(weight_version_);
   writer.put(policy_);
@@ -72,9 +175,8 @@ void Corpus::save(ByteWriter& writer) const {
   put_log(writer, *live_);
   writer.put(static_cast<std::uint64_t>(externals_.by_name().size()));
   for (const auto& [name, external] : externals_.by_name()) {
-    writer.put(static_cast<std::uint64_t>(name.size()));
-    writer.put_bytes(name.data(), name.size());
-    put_log(writer, *external);
+    put_string(writer, name);
+    put_text(writer, external->text());
   }
   writer.finish();
 }
@@ -90,6 +192,10 @@ void Corpus::load(ByteReader& reader) {
   if (reader.get<std::uint32_t>() != kByteOrder) {
     throw std::invalid_argument("the file was saved on a machine of another byte order");
   }
+  if (const std::string vocabulary = get_string(reader); vocabulary != options_.vocabulary) {
+    throw std::invalid_argument("the file's tokens are of the vocabulary '" + vocabulary +
+                                "', not of '" + options_.vocabulary + "'");
+  }
   if (const auto max_bytes = reader.get<std::uint64_t>(); max_bytes != options_.max_bytes) {
     throw std::invalid_argument("the file was saved with max_bytes=" + std::to_string(max_bytes) +
                                 ", load it into a corpus of that size, not " +
@@ -97,27 +203,36 @@ void Corpus::load(ByteReader& reader) {
   }
   const auto weight_version = reader.get<std::int64_t>();
   const auto policy = reader.get<std::uint32_t>();
-  const auto calibration = reader.get<Calibration>();
-  auto live = get_log(reader, Matcher::live_chains());
-  ExternalCorpora externals(options_.max_external_bytes);
+  auto calibration = reader.get<Calibration>();
+  if (!calibration.settle()) {
+    throw std::invalid_argument("the file is damaged: what it learned cannot have come about");
+  }
+  auto live = get_log(reader, Matcher::live_chains(), options_.max_bytes);
+  std::map<std::string, MappedArray<Token>> texts;
   const auto num_externals = reader.get<std::uint64_t>();
   for (std::uint64_t i = 0; i < num_externals; ++i) {
-    const auto length = reader.get<std::uint64_t>();
-    reader.expect(length);
-    std::string name(static_cast<std::size_t>(length), '\0');
-    reader.get_bytes(name.data(), name.size());
-    auto external = get_log(reader, ExternalCorpora::chains());
-    externals.admit(name, external->num_bytes());
-    externals.add(name, std::move(external));
+    std::string name = get_string(reader);
+    if (!texts.emplace(std::move(name), get_text(reader)).second) {
+      throw std::invalid_argument("the file is damaged: two external corpora have one name");
+    }
   }
   reader.finish();
-  std::string reason = live->check();
-  for (const auto& [name, external] : externals.by_name()) {
-    if (reason.empty()) reason = external->check();
+  if (const std::string reason = live->check(); !reason.empty()) {
+    throw std::invalid_argument("the file is damaged: " + reason);
   }
-  if (!reason.empty()) throw std::invalid_argument("the file is damaged: " + reason);
+  ExternalCorpora externals;
+  for (auto& [name, text] : texts) {
+    externals.add(name, make_index(std::move(text), external_budget_));
+  }
 
   const std::scoped_lock lock(mutex_);
+  // Once those in force are gone.
+  const std::uint64_t external_bytes = external_budget_->used() - externals_.num_bytes();
+  if (external_bytes > options_.max_external_bytes) {
+    refuse("max_external_bytes", std::to_string(options_.max_external_bytes),
+           "must be >= " + std::to_string(external_bytes) +
+               ", for the file's external corpora and those being added");
+  }
   detach_sequences();
   live_.swap(live);
   std::swap(externals_, externals);

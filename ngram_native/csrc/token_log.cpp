@@ -1,13 +1,16 @@
 #include "token_log.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace ngram {
 
 namespace {
 
-constexpr std::uint32_t kPageNumbers = (1u << 27) - 1;  // so that no position is kNoPosition
+constexpr PageNumber kLastPage = kNoPosition / kPageTokens;  // not used: it holds kNoPosition
+
+static_assert(sizeof(PageHeader) == 32);
 
 }  // namespace
 
@@ -15,45 +18,48 @@ TokenLog::TokenLog(std::uint32_t capacity_pages, std::uint32_t num_links)
     : capacity_(capacity_pages),
       num_links_(num_links),
       stride_(page_bytes(num_links)),
-      wrap_(kPageNumbers / capacity_ * capacity_) {}
+      slot_mask_(std::bit_ceil(capacity_pages) - 1) {}
 
 std::size_t TokenLog::page_bytes(std::uint32_t num_links) {
   return sizeof(PageHeader) + kPageTokens * (sizeof(Token) + num_links * sizeof(Position));
 }
 
-PageNumber TokenLog::claim_slot() {
-  if (count_ == capacity_) {
-    const std::uint32_t used = header(oldest_page()).used;
-    num_tokens_ -= used;
-    dropped_tokens_ += used;
-    --count_;
+std::uint32_t TokenLog::new_slot() {
+  const std::uint32_t slot = count_;
+  if (slot / kSlabPages >= slabs_.size()) {
+    const std::uint32_t pages = std::min(kSlabPages, capacity_ - slot);
+    slabs_.emplace_back(new (kSlabAlignment) std::byte[pages * stride_]());
   }
-  const PageNumber page = next_;
-  const std::uint32_t slab = page % capacity_ / kSlabPages;
-  if (slab >= slabs_.size()) slabs_.resize(slab + 1);
-  if (!slabs_[slab]) {
-    const std::uint32_t pages = std::min(kSlabPages, capacity_ - slab * kSlabPages);
-    slabs_[slab] = std::make_unique<std::byte[]>(pages * stride_);
-  }
-  next_ = successor(next_);
   ++count_;
-  return page;
+  return slot;
+}
+
+std::uint32_t TokenLog::oldest_slot_emptied() {
+  const std::uint32_t slot = oldest_;
+  const std::uint32_t used = header_of_slot(slot).used;
+  num_tokens_ -= used;
+  dropped_tokens_ += used;
+  oldest_ = slot + 1 == capacity_ ? 0 : slot + 1;
+  return slot;
 }
 
 PageNumber TokenLog::begin_page(const PageHeader& header) {
-  const PageNumber page = claim_slot();
-  PageHeader& stored = this->header(page);
+  const bool full = count_ == capacity_;
+  const std::uint32_t slot = full ? oldest_slot_emptied() : new_slot();
+  PageHeader& stored = *reinterpret_cast<PageHeader*>(at(slot));
+  PageNumber number = full ? (stored.number + slot_mask_ + 1) & kLastPage : slot;
+  if (number == kLastPage) number = slot;
   stored = header;
-  stored.number = page;
+  stored.number = number;
   stored.next = kNoPage;
   stored.used = 0;
-  return page;
+  return number;
 }
 
 Position TokenLog::push(PageNumber page, Token token) {
   PageHeader& header = this->header(page);
   const std::uint32_t offset = header.used++;
-  const_cast<Token*>(tokens(page))[offset] = token;
+  const_cast<Token*>(view(page).tokens())[offset] = token;
   ++num_tokens_;
   return page * kPageTokens + offset;
 }
@@ -64,24 +70,35 @@ Position TokenLog::after(Position p) const {
   return header.next == kNoPage ? kNoPosition : header.next * kPageTokens;
 }
 
-std::size_t TokenLog::num_bytes() const {
-  std::size_t bytes = slabs_.capacity() * sizeof(slabs_[0]);
-  for (std::size_t slab = 0; slab < slabs_.size(); ++slab) {
-    if (!slabs_[slab]) continue;
-    const auto first = static_cast<std::uint32_t>(slab) * kSlabPages;
-    bytes += std::min(kSlabPages, capacity_ - first) * stride_;
+std::uint32_t TokenLog::read(Position p, std::uint32_t most, Token* out) const {
+  constexpr std::uint32_t kStep = kReadAhead + 1;  // what lies behind a page's tokens is its links
+  std::uint32_t offset = p % kPageTokens;
+  PageNumber number = p / kPageTokens;
+  std::uint32_t count = 0;
+  while (true) {
+    const PageView page = view(number);
+    const std::uint32_t part = std::min<std::uint32_t>(page.header().used - offset, most - count);
+    for (std::uint32_t i = 0; i < part; i += kStep) {
+      std::memcpy(out + count + i, page.tokens() + offset + i, kStep * sizeof(Token));
+    }
+    count += part;
+    number = page.header().next;
+    if (count == most || number == kNoPage) return count;
+    offset = 0;
   }
-  return bytes;
 }
 
-std::byte* TokenLog::adopt_page() { return at(claim_slot()); }
+std::size_t TokenLog::num_bytes() const {
+  const std::uint64_t slots =
+      std::min<std::uint64_t>(std::uint64_t{slabs_.size()} * kSlabPages, capacity_);
+  return slabs_.capacity() * sizeof(slabs_[0]) + slots * stride_;
+}
+
+std::byte* TokenLog::adopt_page() { return at(new_slot()); }
 
 void TokenLog::count_tokens() {
   num_tokens_ = 0;
-  PageNumber page = oldest_page();
-  for (std::uint32_t i = 0; i < count_; ++i, page = successor(page)) {
-    num_tokens_ += header(page).used;
-  }
+  for (std::uint32_t slot = 0; slot < count_; ++slot) num_tokens_ += header_of_slot(slot).used;
 }
 
 }  // namespace ngram

@@ -1,11 +1,11 @@
-// An append-only log of documents in fixed pages, bounded: the oldest page makes room for the
-// newest.
+// A log of documents in fixed pages, bounded: the oldest page makes room for the newest.
 #ifndef NGRAM_NATIVE_TOKEN_LOG_H_
 #define NGRAM_NATIVE_TOKEN_LOG_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "types.h"
@@ -26,12 +26,31 @@ struct PageHeader {
   bool starts_segment;  // not the continuation of a full page
 };
 
-// Ring of pages. Pages are dropped in the order they were begun, which is the order of weight
+// A page as it lies in memory: header, tokens, then the back-links of each chain.
+class PageView {
+ public:
+  explicit PageView(const std::byte* memory) : memory_(memory) {}
+
+  const PageHeader& header() const { return *reinterpret_cast<const PageHeader*>(memory_); }
+  const Token* tokens() const {
+    return reinterpret_cast<const Token*>(memory_ + sizeof(PageHeader));
+  }
+  const Position* link(std::uint32_t offset, std::uint32_t which) const {
+    return reinterpret_cast<const Position*>(memory_ + sizeof(PageHeader) +
+                                             kPageTokens * sizeof(Token)) +
+           which * kPageTokens + offset;
+  }
+
+ private:
+  const std::byte* memory_;
+};
+
+// A ring of slots. Pages are dropped in the order they were begun, which is the order of weight
 // versions, then age: constant time, nothing to unlink, since positions of dropped pages are
 // recognised by their number. Memory grows a slab at a time and never moves.
 class TokenLog {
  public:
-  // Page numbers go round at least seven times before one comes back.
+  // A slot is filled at least eight times before a page number comes back.
   static constexpr std::uint32_t kMaxCapacityPages = 1u << 24;
 
   // num_links back-links of 4 bytes are kept beside each token. At most kMaxCapacityPages.
@@ -42,38 +61,31 @@ class TokenLog {
   PageNumber begin_page(const PageHeader& header);
   Position push(PageNumber page, Token token);
 
-  bool alive(PageNumber page) const {
-    const std::uint32_t age = next_ > page ? next_ - page : next_ + wrap_ - page;
-    return page < wrap_ && age <= count_;
-  }
+  bool alive(PageNumber page) const { return slot(page) < count_ && header(page).number == page; }
   bool holds(Position position) const {
     return position != kNoPosition && alive(position / kPageTokens);
   }
+  // Whether there is memory to look at, to see what `holds` would say.
+  bool may_hold(Position position) const {
+    return position != kNoPosition && slot(position / kPageTokens) < count_;
+  }
 
-  // These require a live page, and an offset below `used`.
-  PageHeader& header(PageNumber page) { return *reinterpret_cast<PageHeader*>(at(page)); }
-  const PageHeader& header(PageNumber page) const {
-    return *reinterpret_cast<const PageHeader*>(at(page));
-  }
-  Token token(Position p) const { return tokens(p / kPageTokens)[p % kPageTokens]; }
-  const Token* tokens(PageNumber page) const {
-    return reinterpret_cast<const Token*>(at(page) + sizeof(PageHeader));
-  }
+  // These require a live page, and an offset below `used`; `view` needs memory alone.
+  PageView view(PageNumber page) const { return PageView(at(slot(page))); }
+  PageHeader& header(PageNumber page) { return *reinterpret_cast<PageHeader*>(at(slot(page))); }
+  const PageHeader& header(PageNumber page) const { return view(page).header(); }
+  Token token(Position p) const { return view(p / kPageTokens).tokens()[p % kPageTokens]; }
   Position& link(Position p, std::uint32_t which) {
-    return links(at(p / kPageTokens))[which * kPageTokens + p % kPageTokens];
-  }
-  Position link(Position p, std::uint32_t which) const { return *link_address(p, which); }
-  const Position* link_address(Position p, std::uint32_t which) const {
-    return &const_cast<TokenLog*>(this)->link(p, which);
+    return const_cast<Position&>(*view(p / kPageTokens).link(p % kPageTokens, which));
   }
 
-  // The neighbours within the document; kNoPosition at its ends and where a page was dropped.
-  Position before(Position p) const {
-    if (p % kPageTokens != 0) return p - 1;
-    const Position parent = header(p / kPageTokens).parent;
-    return holds(parent) ? parent : kNoPosition;
-  }
+  // The next token's position within the document; kNoPosition at its end.
   Position after(Position p) const;
+
+  // Copies the tokens from `p` on, at most `most`, and returns how many there are. Writes up to
+  // kReadAhead tokens more than that.
+  static constexpr std::uint32_t kReadAhead = 3;
+  std::uint32_t read(Position p, std::uint32_t most, Token* out) const;
 
   std::uint32_t capacity_pages() const { return capacity_; }
   std::uint32_t num_links() const { return num_links_; }
@@ -81,39 +93,45 @@ class TokenLog {
   std::uint64_t num_tokens() const { return num_tokens_; }
   std::uint64_t dropped_tokens() const { return dropped_tokens_; }
   std::size_t num_bytes() const;
-  PageNumber oldest_page() const {
-    return next_ >= count_ ? next_ - count_ : next_ + wrap_ - count_;
-  }
-  PageNumber successor(PageNumber page) const { return page + 1 == wrap_ ? 0 : page + 1; }
 
-  // For saving and loading: the raw bytes of a live page, and a page taken over as it was.
-  const std::byte* raw_page(PageNumber page) const { return at(page); }
+  // By slot, in [0, num_pages()).
+  const PageHeader& header_of_slot(std::uint32_t slot) const { return PageView(at(slot)).header(); }
+
+  bool lies_in(PageNumber page, std::uint32_t slot) const { return this->slot(page) == slot; }
+
+  // For saving and loading: the raw bytes of a slot, and a page taken over as it was.
+  const std::byte* raw_page(std::uint32_t slot) const { return at(slot); }
   std::byte* adopt_page();
-  void begin_numbering_at(PageNumber next) { next_ = next % wrap_; }  // of an empty log
-  void count_tokens();                                                // of the pages adopted
+  std::uint32_t oldest_slot() const { return oldest_; }
+  void adopt_oldest_slot(std::uint32_t slot) { oldest_ = slot % capacity_; }
+  void count_tokens();  // of the pages adopted
 
  private:
-  std::byte* at(PageNumber page) {
-    const std::uint32_t slot = page % capacity_;
+  std::uint32_t slot(PageNumber page) const { return page & slot_mask_; }
+  std::byte* at(std::uint32_t slot) {
     return slabs_[slot / kSlabPages].get() + (slot % kSlabPages) * stride_;
   }
-  const std::byte* at(PageNumber page) const { return const_cast<TokenLog*>(this)->at(page); }
-  static Position* links(std::byte* page) {
-    return reinterpret_cast<Position*>(page + sizeof(PageHeader) + kPageTokens * sizeof(Token));
-  }
-  PageNumber claim_slot();
+  const std::byte* at(std::uint32_t slot) const { return const_cast<TokenLog*>(this)->at(slot); }
+  std::uint32_t new_slot();
+  std::uint32_t oldest_slot_emptied();
 
   static constexpr std::uint32_t kSlabPages = 128;
+
+  // A page is a multiple of half a cache line, so that no header lies in two.
+  static constexpr std::align_val_t kSlabAlignment{64};
+  struct FreeSlab {
+    void operator()(std::byte* slab) const { ::operator delete[](slab, kSlabAlignment); }
+  };
 
   const std::uint32_t capacity_;   // pages
   const std::uint32_t num_links_;  // per token
   const std::size_t stride_;       // bytes of a page
-  const PageNumber wrap_;          // numbers run in [0, wrap_), a multiple of capacity_
-  PageNumber next_ = 0;
-  std::uint32_t count_ = 0;  // live pages: the numbers [next_ - count_, next_) around the wrap
+  const PageNumber slot_mask_;     // the bits of a page's number that are its slot; the rest count
+  std::uint32_t count_ = 0;        // slots taken
+  std::uint32_t oldest_ = 0;       // the slot to be used next, once all are taken
   std::uint64_t num_tokens_ = 0;
   std::uint64_t dropped_tokens_ = 0;
-  std::vector<std::unique_ptr<std::byte[]>> slabs_;
+  std::vector<std::unique_ptr<std::byte[], FreeSlab>> slabs_;
 };
 
 }  // namespace ngram

@@ -1,99 +1,118 @@
 #include "tree_builder.h"
 
 #include <algorithm>
-#include <array>
 
 namespace ngram {
 
-namespace {
-
-// How much a match of each length weighs: each further token of context doubles it up to a point,
-// so that long contexts decide and short ones break ties.
-constexpr std::array<double, kMaxMatch + 1> make_match_weights() {
-  std::array<double, kMaxMatch + 1> weights{};
-  double weight = 1.0;
-  for (std::uint32_t match = 0; match <= kMaxMatch; ++match) {
-    weights[match] = weight;
-    weight *= match < 12 ? 2.0 : 1.05;
-  }
-  return weights;
+bool TreeBuilder::worse(const Rank& a, const Rank& b) {
+  if (a.probability != b.probability) return a.probability < b.probability;
+  return a.pending > b.pending;
 }
 
-constexpr std::array<double, kMaxMatch + 1> kMatchWeights = make_match_weights();
-
-}  // namespace
-
-bool TreeBuilder::worse(const Pending& a, const Pending& b) {
-  if (a.node.probability != b.node.probability) return a.node.probability < b.node.probability;
-  return a.order > b.order;
-}
-
-void TreeBuilder::expand(const std::vector<Candidate>& candidates, std::int32_t tree_node,
-                         const DraftNode& node, std::uint32_t begin, std::uint32_t end,
-                         const Calibration& calibration) {
-  children_.clear();
+// Takes the undivided followers of a node apart, a token at a time. What the loops read lies behind
+// local pointers: their stores cannot change it, which the compiler does not know of members.
+void TreeBuilder::add_children(const Candidates& candidates, const Calibration& calibration,
+                               std::int32_t tree_node) {
+  const Candidate* const all = candidates.data();
+  Follower* const undivided = undivided_.data();
+  Follower* followers = followers_.data() + num_followers_;
+  const bool at_root = tree_node == 0;
+  const DraftNode* const node =
+      at_root ? nullptr : &nodes_[static_cast<std::size_t>(tree_node) - 1];
+  const double parent_product = at_root ? 1.0 : node->product;
+  const double parent_probability = at_root ? 1.0 : node->probability;
+  const std::int32_t depth = at_root ? 0 : node->depth;
+  std::size_t left = num_undivided_;
   double total = 0;
-  for (std::uint32_t i = begin; i < end; ++i) {
-    const Candidate& candidate = candidates[followers_[i].candidate];
-    const Token token = candidate.log->token(followers_[i].position);
-    const std::uint32_t match =
-        std::min(candidate.match + static_cast<std::uint32_t>(node.depth), kMaxMatch);
-    const double weight = candidate.weight * kMatchWeights[match];
-    total += weight;
-    auto child = std::find_if(children_.begin(), children_.end(),
-                              [token](const Child& c) { return c.token == token; });
-    if (child == children_.end()) {
-      children_.push_back(Child{token, 1, match, candidate.source, weight});
-      continue;
+  for (std::size_t i = 0; i < left; ++i) total += all[undivided[i].candidate].weight;
+  const double whole = 1.0 / total;
+  while (left > 0) {
+    const Token token = undivided[0].token;
+    std::size_t agreeing = 0;
+    std::size_t others = 0;
+    // Without branches, for who agrees cannot be foretold.
+    for (std::size_t i = 0; i < left; ++i) {
+      const Follower follower = undivided[i];
+      const bool agrees = follower.token == token;
+      followers[agreeing] = follower;
+      undivided[others] = follower;
+      agreeing += agrees;
+      others += !agrees;
     }
-    ++child->count;
-    child->weight += weight;
-    if (match > child->match) {
-      child->match = match;
-      child->source = candidate.source;
+    left = others;
+
+    double weight = 0;
+    std::uint32_t sources = 0;
+    const Candidate* longest = all + followers[0].candidate;
+    for (std::size_t i = 0; i < agreeing; ++i) {
+      const Candidate* const candidate = all + followers[i].candidate;
+      weight += candidate->weight;
+      sources |= 1u << static_cast<unsigned>(candidate->source);
+      if (candidate->match > longest->match) longest = candidate;
     }
-  }
-  for (const Child& child : children_) {
-    const Estimate estimate = calibration.estimate(
-        Evidence{child.source, child.match, child.count, child.weight / total, node.depth + 1});
-    heap_.push_back(
-        Pending{DraftNode{child.token, tree_node, node.depth + 1, node.mask,
-                          node.probability * estimate.probability, estimate.prior, estimate.cell},
-                begin, end, made_++});
+    const StepEstimate step = calibration.step(
+        Evidence{.source = longest->source,
+                 .match = std::min(longest->match + static_cast<std::uint32_t>(depth), kMaxMatch),
+                 .count = static_cast<std::uint32_t>(agreeing),
+                 .share = std::min(weight * whole, 1.0),
+                 .sources = static_cast<std::uint8_t>(sources),
+                 .depth = depth + 1});
+    const auto product = static_cast<float>(parent_product * step.probability);
+    const double probability = std::min(parent_probability, calibration.path(product, depth + 1));
+    heap_.push_back(Rank{probability, static_cast<std::uint32_t>(pending_.size())});
     std::push_heap(heap_.begin(), heap_.end(), worse);
+    const auto begin = static_cast<std::uint32_t>(followers - followers_.data());
+    followers += agreeing;
+    pending_.push_back(Pending{token, tree_node, step.basis, product, longest->source, begin,
+                               begin + static_cast<std::uint32_t>(agreeing)});
   }
+  num_followers_ = static_cast<std::size_t>(followers - followers_.data());
 }
 
-const std::vector<DraftNode>& TreeBuilder::build(const std::vector<Candidate>& candidates,
+const std::vector<DraftNode>& TreeBuilder::build(const Candidates& candidates,
                                                  std::int32_t max_nodes,
                                                  const Calibration& calibration) {
   nodes_.clear();
-  followers_.clear();
+  pending_.clear();
   heap_.clear();
-  made_ = 0;
-  for (std::uint32_t i = 0; i < candidates.size(); ++i) {
-    followers_.push_back(Follower{candidates[i].position, i});
+  num_followers_ = 0;
+  num_undivided_ = candidates.size();
+  // Of each level no more than all, and one written too far.
+  if (undivided_.size() <= num_undivided_) undivided_.resize(num_undivided_ + 1);
+  const std::size_t most_followers = (static_cast<std::size_t>(max_nodes) + 1) * num_undivided_ + 1;
+  if (followers_.size() < most_followers) followers_.resize(most_followers);
+  const Candidate* const all = candidates.data();
+  const Token* const tokens = candidates.continuations();
+  const std::uint32_t stride = candidates.depth();
+  for (std::uint32_t i = 0; i < num_undivided_; ++i) {
+    undivided_[i] = Follower{tokens[i * stride], i};
   }
-  const DraftNode root{
-      .token = 0, .parent = -1, .depth = 0, .mask = 1, .probability = 1.0, .prior = 1.0, .cell = 0};
-  expand(candidates, 0, root, 0, static_cast<std::uint32_t>(followers_.size()), calibration);
-  while (!heap_.empty() && static_cast<std::int32_t>(nodes_.size()) < max_nodes) {
+  add_children(candidates, calibration, 0);
+  while (!heap_.empty()) {
     std::pop_heap(heap_.begin(), heap_.end(), worse);
-    Pending pending = heap_.back();
+    const Rank rank = heap_.back();
     heap_.pop_back();
+    const Pending best = pending_[rank.pending];
     const auto tree_node = static_cast<std::int32_t>(nodes_.size()) + 1;
-    pending.node.mask |= std::uint64_t{1} << tree_node;
-    nodes_.push_back(pending.node);
-    const auto begin = static_cast<std::uint32_t>(followers_.size());
-    for (std::uint32_t i = pending.begin; i < pending.end; ++i) {
-      const Follower follower = followers_[i];
-      const TokenLog& log = *candidates[follower.candidate].log;
-      if (log.token(follower.position) != pending.node.token) continue;
-      const Position next = log.after(follower.position);
-      if (next != kNoPosition) followers_.push_back(Follower{next, follower.candidate});
+    const DraftNode* parent =
+        best.parent == 0 ? nullptr : &nodes_[static_cast<std::size_t>(best.parent) - 1];
+    const std::int32_t depth = parent ? parent->depth + 1 : 1;
+    const std::uint64_t mask = (parent ? parent->mask : 1) | std::uint64_t{1} << tree_node;
+    nodes_.push_back(DraftNode{best.token, best.parent, depth, best.source, best.basis,
+                               best.product, rank.probability, mask});
+    if (tree_node == max_nodes) break;
+    const auto level = static_cast<std::uint32_t>(depth);
+    const Follower* const followers = followers_.data();
+    Follower* const undivided = undivided_.data();
+    std::size_t going_on = 0;
+    for (std::uint32_t i = best.begin; i < best.end; ++i) {
+      const std::uint32_t candidate = followers[i].candidate;
+      // A token behind the continuation's end is written, and overwritten: there is room for it.
+      undivided[going_on] = Follower{tokens[candidate * stride + level], candidate};
+      going_on += all[candidate].length > level;
     }
-    const auto end = static_cast<std::uint32_t>(followers_.size());
-    expand(candidates, tree_node, pending.node, begin, end, calibration);
+    num_undivided_ = going_on;
+    if (going_on > 0) add_children(candidates, calibration, tree_node);
   }
   return nodes_;
 }

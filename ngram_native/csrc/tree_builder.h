@@ -16,10 +16,11 @@ struct DraftNode {
   Token token;
   std::int32_t parent;  // tree numbering
   std::int32_t depth;   // the root has 0
-  std::uint64_t mask;   // tree nodes on the path, root and node included
-  double probability;   // that the node is accepted: the product along the path
-  double prior;         // of this step alone, before calibration
-  std::uint16_t cell;
+  Source source;        // of its longest match
+  StepBasis basis;
+  float product;       // of the steps along its path
+  double probability;  // that the node is accepted, no more than its parent's
+  std::uint64_t mask;  // tree nodes on the path, root and node included
 };
 
 // Best first: the next node is always the most probable one not yet in the tree, so the first n
@@ -27,40 +28,41 @@ struct DraftNode {
 // made first; children are made in the order of the candidates. Keeps its memory between calls.
 class TreeBuilder {
  public:
-  const std::vector<DraftNode>& build(const std::vector<Candidate>& candidates,
-                                      std::int32_t max_nodes, const Calibration& calibration);
+  // At most max_nodes nodes, no more than the candidates' depth.
+  const std::vector<DraftNode>& build(const Candidates& candidates, std::int32_t max_nodes,
+                                      const Calibration& calibration);
 
  private:
-  // An occurrence that agrees with the path so far.
+  // A candidate that agrees with the path so far, and what it says comes next.
   struct Follower {
-    Position position;  // of its next token
+    Token token;
     std::uint32_t candidate;
   };
-  // A token some followers of a node propose.
-  struct Child {
-    Token token;
-    std::uint32_t count;
-    std::uint32_t match;
-    Source source;
-    double weight;
-  };
-  // A child not yet in the tree.
+  // A child not yet in the tree, and those who propose it.
   struct Pending {
-    DraftNode node;
-    std::uint32_t begin, end;  // followers of its parent
-    std::uint32_t order;       // of making
+    Token token;
+    std::int32_t parent;
+    StepBasis basis;
+    float product;
+    Source source;
+    std::uint32_t begin, end;  // of followers_
+  };
+  struct Rank {
+    double probability;
+    std::uint32_t pending;  // in the order of making
   };
 
-  void expand(const std::vector<Candidate>& candidates, std::int32_t tree_node,
-              const DraftNode& node, std::uint32_t begin, std::uint32_t end,
-              const Calibration& calibration);
-  static bool worse(const Pending& a, const Pending& b);
+  void add_children(const Candidates& candidates, const Calibration& calibration,
+                    std::int32_t tree_node);
+  static bool worse(const Rank& a, const Rank& b);
 
   std::vector<DraftNode> nodes_;
-  std::vector<Follower> followers_;
-  std::vector<Child> children_;
-  std::vector<Pending> heap_;
-  std::uint32_t made_ = 0;
+  std::size_t num_undivided_ = 0;
+  std::size_t num_followers_ = 0;
+  std::vector<Follower> undivided_;  // followers of the node being expanded
+  std::vector<Follower> followers_;  // of each pending child
+  std::vector<Pending> pending_;
+  std::vector<Rank> heap_;
 };
 
 }  // namespace ngram

@@ -8,8 +8,8 @@ namespace ngram {
 
 using Token = std::int32_t;
 
-// A token's place in one log: page number * kPageTokens + offset. Page numbers count up and are not
-// reused before 2^27 of them went by, so a position of a dropped page is known to be stale.
+// A token's place in one log: page number * kPageTokens + offset. A page number is a slot and a
+// count of how often that was filled, so a position of a dropped page is known to be stale.
 using Position = std::uint32_t;
 using PageNumber = std::uint32_t;
 

@@ -75,6 +75,7 @@ REFUSED = {
         lambda c: c.add_external("x", [array(I32, 1), array(I64, 1)]),
         r"documents\[1\]",
     ),
+    "external not built": (lambda c: c.publish_external("x", c.external_builder()), "builder=not"),
     "external unknown": (lambda c: c.remove_external("x"), "name='x'"),
     "version": (lambda c: c.set_weight_version("3"), "version='3'"),
 }

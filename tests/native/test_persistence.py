@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ngram_native import Corpus
+from tests.native.drafts import query
 
 I32, I64 = np.int32, np.int64
 
@@ -26,10 +27,7 @@ def filled(seed=0, max_bytes=256 << 10):
 
 def answers(corpus):
     rng = np.random.default_rng(1)
-    return [
-        [array.tolist() for array in corpus.query(g, rng.integers(0, 5, 20).astype(I32), 30, 0.0)]
-        for g in range(4)
-    ]
+    return [query(corpus, group, rng.integers(0, 5, 20).tolist(), 30) for group in range(4)]
 
 
 def test_loaded_proposes_the_same(tmp_path):
@@ -46,6 +44,27 @@ def test_loaded_proposes_the_same(tmp_path):
         both.insert(np.arange(5, dtype=I32).repeat(9), group=1)
     assert answers(copy) == answers(corpus)
     assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_external_corpora_are_saved_and_need_room(tmp_path):
+    corpus = Corpus(max_bytes=256 << 10)
+    corpus.add_external("empty", [])
+    corpus.add_external(
+        "a", [np.arange(5, dtype=I32), np.zeros(0, I32), np.full(9, 2**31 - 1, I32)]
+    )
+    corpus.add_external("b", [np.random.default_rng(0).integers(0, 9, 250_000).astype(I32)])
+    corpus.save(tmp_path / "corpus")
+    copy = Corpus(max_bytes=256 << 10, max_external_bytes=4_450_000)
+    copy.add_external("gone", [np.zeros(250_000, I32)])  # its room is the file's
+    copy.load(tmp_path / "corpus")
+    assert copy.external_sizes() == corpus.external_sizes()
+    assert answers(copy) == answers(corpus)
+    small = Corpus(max_bytes=256 << 10, max_external_bytes=256 << 10)
+    small.add_external("kept", [np.arange(9, dtype=I32)])
+    before = answers(small), small.counters()
+    with pytest.raises(ValueError, match="max_external_bytes=262144"):
+        small.load(tmp_path / "corpus")
+    assert (answers(small), small.counters()) == before
 
 
 def test_bad_file_changes_nothing(tmp_path):
@@ -72,6 +91,8 @@ def test_bad_file_changes_nothing(tmp_path):
         corpus.load(tmp_path / "none")
     with pytest.raises(ValueError, match="max_bytes=262144"):
         Corpus(max_bytes=512 << 10).load(tmp_path / "good")
+    with pytest.raises(ValueError, match="vocabulary '', not of 'other'"):
+        Corpus(max_bytes=256 << 10, vocabulary="other").load(tmp_path / "good")
     corpus.load(tmp_path / "good")
     assert answers(corpus) != before
     corpus.check_integrity()

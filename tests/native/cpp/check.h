@@ -1,4 +1,4 @@
-// Checks that say where they failed and end the program.
+// Checks that say where they failed and abort, so that a fuzzer keeps the input.
 #ifndef NGRAM_NATIVE_TESTS_CHECK_H_
 #define NGRAM_NATIVE_TESTS_CHECK_H_
 
@@ -10,7 +10,7 @@
   do {                                                                             \
     if (!(condition)) {                                                            \
       std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                \
+      std::abort();                                                                \
     }                                                                              \
   } while (false)
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "check_tree.h"
 #include "corpus.h"
 
 namespace {
@@ -18,26 +19,6 @@ std::vector<Token> random_tokens(std::mt19937& random, std::size_t most) {
   std::vector<Token> tokens(random() % (most + 1));
   for (Token& token : tokens) token = static_cast<Token>(random() % 5);
   return tokens;
-}
-
-void check_tree(const Proposal& proposal, std::size_t entry, std::int32_t budget) {
-  const auto begin = static_cast<std::size_t>(proposal.offsets[entry]);
-  const auto end = static_cast<std::size_t>(proposal.offsets[entry + 1]);
-  CHECK(end - begin <= static_cast<std::size_t>(budget));
-  for (std::size_t j = begin; j < end; ++j) {
-    const auto node = static_cast<std::int32_t>(j - begin) + 1;
-    const std::int32_t parent = proposal.parents[j];
-    CHECK(parent >= 0 && parent < node && proposal.tokens[j] >= 0);
-    const std::size_t above = begin + static_cast<std::size_t>(parent) - 1;
-    CHECK(proposal.depths[j] == (parent == 0 ? 1 : proposal.depths[above] + 1));
-    CHECK(proposal.masks[j] ==
-          ((parent == 0 ? 1u : proposal.masks[above]) | std::uint64_t{1} << node));
-    CHECK(proposal.probabilities[j] > 0 && proposal.probabilities[j] < 1);
-    if (j > begin) CHECK(proposal.probabilities[j] <= proposal.probabilities[j - 1]);
-    for (std::size_t k = begin; k < j; ++k) {
-      CHECK(proposal.parents[k] != parent || proposal.tokens[k] != proposal.tokens[j]);
-    }
-  }
 }
 
 // Everything at once in a corpus so small that pages are dropped all the time.

@@ -1,12 +1,9 @@
-#include <unistd.h>
-
-#include <cstdio>
 #include <random>
 #include <vector>
 
-#include "byte_stream.h"
 #include "check.h"
 #include "corpus.h"
+#include "saved_file.h"
 
 namespace {
 
@@ -14,32 +11,6 @@ using namespace ngram;
 
 const Options kOptions{
     .max_bytes = 512 << 10, .max_external_bytes = 1 << 20, .max_candidates = 8, .max_steps = 32};
-
-using Bytes = std::vector<unsigned char>;
-
-Bytes saved(const Corpus& corpus) {
-  std::FILE* file = std::tmpfile();
-  ByteWriter writer(fileno(file));
-  corpus.save(writer);
-  Bytes bytes(static_cast<std::size_t>(lseek(fileno(file), 0, SEEK_CUR)));
-  CHECK(pread(fileno(file), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
-  std::fclose(file);
-  return bytes;
-}
-
-void load(Corpus& corpus, const Bytes& bytes) {
-  std::FILE* file = std::tmpfile();
-  CHECK(std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size());
-  std::rewind(file);
-  try {
-    ByteReader reader(fileno(file));
-    corpus.load(reader);
-  } catch (...) {
-    std::fclose(file);
-    throw;
-  }
-  std::fclose(file);
-}
 
 std::vector<Token> document(std::mt19937& random) {
   std::vector<Token> tokens(50 + random() % 50);

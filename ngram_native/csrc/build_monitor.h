@@ -1,0 +1,71 @@
+// What an index under construction tells the rest of the program, and is told by it.
+#ifndef NGRAM_NATIVE_BUILD_MONITOR_H_
+#define NGRAM_NATIVE_BUILD_MONITOR_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "external_budget.h"
+
+namespace ngram {
+
+// Thrown out of a build that was told to stop.
+struct BuildCancelled {};
+
+// One thread builds; any thread may cancel and look.
+class BuildMonitor {
+ public:
+  // Work between two checkpoints, in tokens: well below a millisecond.
+  static constexpr std::uint32_t kStride = 1 << 14;
+
+  // bounded: memory beyond the budget is refused, else only counted.
+  explicit BuildMonitor(std::shared_ptr<ExternalBudget> budget, bool bounded = true)
+      : charge_(std::move(budget)), bounded_(bounded) {}
+
+  // Says how many bytes the build holds from now on: called before they are taken and after they
+  // are given back.
+  void hold(std::uint64_t bytes) {
+    charge_.resize(bytes, bounded_);
+    num_bytes_ = bytes;
+  }
+
+  void checkpoint() {
+    if (cancelled_.load(std::memory_order_relaxed)) throw BuildCancelled();
+    if (!proceed_) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_question_) return;
+    next_question_ = now + kBetweenQuestions;
+    if (!proceed_()) throw BuildCancelled();
+  }
+  void set_indexed(std::uint64_t positions) {
+    indexed_.store(positions, std::memory_order_relaxed);
+    checkpoint();
+  }
+
+  // Asked ten times a second by the building thread, whether to go on.
+  void ask(std::function<bool()> proceed) { proceed_ = std::move(proceed); }
+
+  void cancel() { cancelled_ = true; }
+  std::uint64_t indexed() const { return indexed_; }  // positions in their final place
+  std::uint64_t num_bytes() const { return num_bytes_; }
+  Charge take_charge() { return std::move(charge_); }
+
+ private:
+  static constexpr std::chrono::milliseconds kBetweenQuestions{100};
+
+  Charge charge_;
+  const bool bounded_;
+  std::function<bool()> proceed_;
+  std::chrono::steady_clock::time_point next_question_{};
+  std::atomic<bool> cancelled_ = false;
+  std::atomic<std::uint64_t> indexed_ = 0;
+  std::atomic<std::uint64_t> num_bytes_ = 0;
+};
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_BUILD_MONITOR_H_

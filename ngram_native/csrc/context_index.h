@@ -1,0 +1,87 @@
+// Where in a fixed text a context occurred, the longest match first.
+#ifndef NGRAM_NATIVE_CONTEXT_INDEX_H_
+#define NGRAM_NATIVE_CONTEXT_INDEX_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "build_monitor.h"
+#include "context.h"
+#include "context_sorter.h"
+#include "mapped_array.h"
+#include "types.h"
+
+namespace ngram {
+
+// An earlier occurrence of the end of a context.
+struct Occurrence {
+  const Token* next;    // the token that came next; read on until a negative one
+  std::uint32_t match;  // tokens of context it shares with the query, 1..kMaxMatch
+};
+
+// A suffix array of the text read backwards (Manber and Myers 1990), cut at kMaxMatch tokens: the
+// positions of the text sorted by the tokens before them. Around the place where a query's context
+// would stand lie its occurrences, the longest matches nearest; a table finds the contexts that end
+// in the same two tokens, or one. It answers what a suffix automaton would.
+//
+// Documents lie in one text, each ended by kSeparator, one more before the first. Immutable once
+// made: any number of threads may query it.
+class ContextIndex {
+ public:
+  static constexpr Token kSeparator = -1;
+  static constexpr std::uint64_t kMaxText = 1u << 31;  // separators included
+
+  // Throws BuildCancelled when the monitor says so, std::invalid_argument when its budget is
+  // exceeded.
+  ContextIndex(MappedArray<Token> text, BuildMonitor& monitor);
+
+  // The longest match first, at most `most`, in place of what `out` held. Where one length has more
+  // occurrences than there is room left, an even sample of them, always the same, so that the
+  // shares of their continuations are kept.
+  void find(ContextView context, std::uint32_t most, std::vector<Occurrence>& out) const;
+
+  std::span<const Token> text() const { return {text_.data(), text_.size()}; }
+  std::uint64_t num_tokens() const { return num_tokens_; }
+  std::uint64_t num_bytes() const { return charge_.bytes(); }
+
+  std::string check() const;  // empty when the books balance
+
+ private:
+  // Of order_. In a table an empty one is an unused slot.
+  struct Interval {
+    TextPosition begin = 0, end = 0;
+    std::size_t size() const { return end - begin; }
+  };
+  using Table = MappedArray<Interval>;
+
+  // Contexts of 1 and of 2 tokens have tables.
+  static constexpr std::uint32_t kTables = 2;
+
+  Table make_table(std::uint32_t length, BuildMonitor& monitor) const;
+  template <typename Visit>
+  void for_each_interval(std::uint32_t length, Visit visit) const;
+  // Of the positions whose contexts end like this one, in 1 or 2 tokens.
+  Interval find_interval(ContextView context, std::uint32_t length) const;
+  // All inside that share at least `match` tokens with it; those found do.
+  Interval find_extent(ContextView context, std::uint32_t match, Interval found,
+                       Interval inside) const;
+
+  // Tokens that the context of a position shares with another, `known` of which are known.
+  std::uint32_t match_length(TextPosition position, ContextView context, std::uint32_t known) const;
+  bool comes_before(TextPosition position, ContextView context, std::uint32_t known) const;
+
+  Charge charge_;  // given back last
+  MappedArray<Token> text_;
+  MappedArray<TextPosition> order_;    // of the tokens that have a context, sorted by it
+  MappedArray<std::uint8_t> shared_;   // tokens that the contexts of order_[i - 1], order_[i] share
+  std::array<Table, kTables> tables_;  // open addressing
+  std::uint64_t num_tokens_ = 0;
+};
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_CONTEXT_INDEX_H_

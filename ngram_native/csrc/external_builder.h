@@ -1,0 +1,62 @@
+// An external corpus on its way in: documents, then their index.
+#ifndef NGRAM_NATIVE_EXTERNAL_BUILDER_H_
+#define NGRAM_NATIVE_EXTERNAL_BUILDER_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "build_monitor.h"
+#include "context_index.h"
+#include "external_budget.h"
+#include "mapped_array.h"
+#include "types.h"
+
+namespace ngram {
+
+// Any thread may call anything. cancel() and the counters never wait, the rest for each other.
+// What is refused is a std::invalid_argument; a refused call, and a build that failed or was
+// cancelled, leave nothing to publish.
+class ExternalBuilder {
+ public:
+  explicit ExternalBuilder(std::shared_ptr<ExternalBudget> budget);
+
+  // Documents d = tokens[offsets[d], offsets[d + 1]).
+  void append(std::span<const Token> tokens, std::span<const std::int64_t> offsets);
+  // Once, after the last document; `proceed` is asked now and then whether to go on. False when
+  // cancelled.
+  bool build(const std::function<bool()>& proceed);
+  void cancel() { monitor_.cancel(); }
+
+  std::uint64_t num_tokens() const { return num_tokens_; }
+  std::uint64_t num_bytes() const { return monitor_.num_bytes(); }
+  double fraction_indexed() const;  // in [0, 1]
+
+  std::unique_ptr<ContextIndex> take();  // the built index, once
+  void free();                           // everything held; there is nothing to publish then
+
+ private:
+  void push(Token token);
+  void release();
+  MappedArray<Token> joined();
+
+  static constexpr std::size_t kChunk = 1 << 16;  // tokens; pages that hold none yet cost nothing
+
+  std::mutex mutex_;
+  BuildMonitor monitor_;
+  std::vector<MappedArray<Token>> chunks_;
+  std::size_t text_size_ = 0;  // of the chunks: tokens and separators
+  bool closed_ = false;        // build() was called
+  std::unique_ptr<ContextIndex> index_;
+  std::atomic<std::uint64_t> num_tokens_ = 0;
+  std::atomic<bool> built_ = false;
+};
+
+}  // namespace ngram
+
+#endif  // NGRAM_NATIVE_EXTERNAL_BUILDER_H_

@@ -1,0 +1,134 @@
+"""One external corpus on its way in."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngram_native._ext import ExternalBuilder
+from ngram_native.corpus import flat_documents
+
+Documents = Iterable[Sequence[NDArray[np.int32]]]
+"""Batches of documents, each int32 ``(n,)`` with tokens >= 0."""
+
+READING_SHARE = 0.9
+"""Of a load's progress: reading and tokenising takes ten times as long as indexing, or longer."""
+
+
+class ExternalState(enum.StrEnum):
+    LOADING = "loading"  # or waiting for its turn
+    READY = "ready"  # built, not yet visible
+    PUBLISHED = "published"
+    FAILED = "failed"  # nothing of it was loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalStatus:
+    """An external corpus at the moment of asking."""
+
+    name: str
+    state: ExternalState
+    num_tokens: int  # read so far
+    num_bytes: int  # held, working memory included
+    progress: float | None  # in [0, 1]; None where it failed or its length is unknown
+    error: str | None  # why it failed
+
+
+class ExternalLoad:
+    """Reads and indexes documents on the thread that calls `run`; any other may cancel and look.
+
+    What is mutable is written under the lock of the loads it belongs to, except ``num_tokens`` and
+    ``is_read``, which only its own thread writes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documents: Documents,
+        fraction_read: Callable[[], float] | None,
+        builder: ExternalBuilder,
+    ) -> None:
+        self.name = name
+        self.state = ExternalState.LOADING
+        self.error: str | None = None
+        self.builder = builder
+        self.num_tokens = 0
+        self._documents = documents
+        self._fraction_read = fraction_read
+        self._is_read = False
+        self._cancelled = threading.Event()
+
+    def run(self, admit: Callable[[ExternalLoad, int], None]) -> bool:
+        """Read and build; False when cancelled. Raises what the documents raise.
+
+        ``admit`` counts the tokens of a batch before they are taken, or refuses them.
+        """
+        batches = iter(self._documents)
+        try:
+            for batch in batches:
+                if not self._goes_on():
+                    return False
+                tokens, offsets = flat_documents(batch)
+                admit(self, len(tokens))
+                self.builder.append(tokens, offsets)
+        finally:
+            _close(batches)
+        self._is_read = True
+        return self.builder.build(self._goes_on)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        self.builder.cancel()
+
+    def cancel_unstarted(self) -> None:
+        """`cancel`, where `run` was not and will not be called."""
+        self.cancel()
+        _close(self._documents)
+
+    def fail(self, error: BaseException | None) -> None:
+        """None: it was not cancelled, yet told to stop."""
+        self.state = ExternalState.FAILED
+        self.num_tokens = 0
+        self.error = "the program is ending" if error is None else _reason(error)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def status(self) -> ExternalStatus:
+        return ExternalStatus(
+            name=self.name,
+            state=self.state,
+            num_tokens=self.num_tokens,
+            num_bytes=self.builder.num_bytes(),
+            progress=self._progress(),
+            error=self.error,
+        )
+
+    def _goes_on(self) -> bool:
+        # The interpreter waits for this thread before it ends.
+        return not self.is_cancelled and threading.main_thread().is_alive()
+
+    def _progress(self) -> float | None:
+        if self.state is ExternalState.FAILED:
+            return None
+        if self._is_read:
+            return READING_SHARE + (1 - READING_SHARE) * self.builder.fraction_indexed()
+        if self._fraction_read is None:
+            return None
+        return READING_SHARE * min(max(self._fraction_read(), 0.0), 1.0)
+
+
+def _close(documents: object) -> None:
+    close = getattr(documents, "close", None)  # of a generator
+    if close is not None:
+        close()
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,231 @@
+"""External corpora that load while everything else goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from ngram_native.corpus import Corpus
+from ngram_native.external_load import Documents, ExternalLoad, ExternalState, ExternalStatus
+
+__all__ = ["ExternalLoads", "ExternalState", "ExternalStatus"]
+
+
+class ExternalLoads:
+    """The external corpora of one Corpus, in whatever state; safe to call from many threads.
+
+    A load reads its documents and indexes them on a background thread, then is ``ready`` until
+    it is published, whole. One that fails is ``failed``, with the reason, until it is removed or
+    started again; nothing of it was loaded. All errors raised are ``ValueError`` naming the field,
+    the value and the remedy. `close` it in the end; a program that ends without cancels what
+    loads.
+
+    Args:
+        max_tokens: Bound on the tokens of all external corpora together, loading ones included.
+            The corpus's ``max_external_bytes`` bounds their memory, working memory included.
+        max_loading: So many at once; the others wait their turn.
+    """
+
+    def __init__(self, corpus: Corpus, *, max_tokens: int, max_loading: int = 2) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_loading", max_loading)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be an integer >= 1")
+        self._corpus = corpus
+        self._max_tokens = max_tokens
+        self._max_loading = max_loading
+        self._changed = threading.Condition()  # its lock guards what follows
+        self._loads: dict[str, ExternalLoad] = {}  # those not published
+        self._waiting: deque[ExternalLoad] = deque()
+        self._num_loading = 0  # threads that take from _waiting
+        self._threads: list[threading.Thread] = []
+        self._any_ready = False
+        self._closed = False
+
+    def start(
+        self,
+        name: str,
+        documents: Documents,
+        *,
+        fraction_read: Callable[[], float] | None = None,
+    ) -> None:
+        """Begin to load a corpus.
+
+        Args:
+            name: Not that of another that is loading, ready or published.
+            documents: Batches of documents, each int32 ``(n,)`` with tokens >= 0. Iterated on a
+                background thread, so a generator may read and tokenise a file. Cancelling takes
+                effect between two batches; a cancelled generator is closed.
+            fraction_read: How much of ``documents`` was read, in [0, 1]; called by `statuses`.
+        """
+        if not isinstance(name, str):
+            raise ValueError(f"name={name!r}: must be a string")
+        with self._changed:
+            if self._closed:
+                raise ValueError(f"name={name!r}: came after close()")
+            held = self._loads.get(name)
+            if held is not None and held.state is not ExternalState.FAILED:
+                raise ValueError(f"name={name!r}: is {held.state} already; remove() it first")
+            if name in self._corpus.external_names():
+                raise ValueError(f"name={name!r}: is published already; remove() it first")
+            load = ExternalLoad(name, documents, fraction_read, self._corpus.external_builder())
+            if self._num_loading < self._max_loading:
+                self._start_thread(self._run_waiting)
+                self._num_loading += 1
+            self._loads[name] = load
+            self._waiting.append(load)
+
+    def publish(self) -> list[str]:
+        """Make all ready ones visible, in sorted order; their names. Between two steps.
+
+        Costs next to nothing where there are none. One whose name the corpus has got meanwhile
+        fails instead.
+        """
+        if not self._any_ready:
+            return []
+        with self._changed:
+            return [name for name in sorted(self._ready()) if self._publish(self._loads[name])]
+
+    def publish_named(self, names: Iterable[str]) -> None:
+        """Make exactly these visible, all of them or none: for ranks that publish in lockstep."""
+        with self._changed:
+            wanted, ready, taken = set(names), self._ready(), set(self._corpus.external_names())
+            for name in sorted(wanted):
+                if name not in ready:
+                    raise ValueError(f"name={name!r}: must be one of the ready, {sorted(ready)}")
+                if name in taken:
+                    raise ValueError(f"name={name!r}: is published already; remove() it first")
+            for name in sorted(wanted):
+                self._publish(self._loads[name])
+
+    def remove(self, name: str) -> None:
+        """Forget a corpus: takes a published one out of force at once, cancels one that loads.
+
+        Its memory is given back in the background.
+        """
+        with self._changed:
+            load = self._loads.pop(name, None)
+            if load is None:
+                self._start_thread(self._corpus.withdraw_external(name).free)
+            else:
+                self._drop(load)
+            self._tell()
+
+    def statuses(self) -> list[ExternalStatus]:
+        """All external corpora, also those the corpus got in other ways, sorted by name."""
+        with self._changed:
+            statuses = [load.status() for load in self._loads.values()]
+            sizes = self._corpus.external_sizes()
+        for name, (num_tokens, num_bytes) in sizes.items():
+            statuses.append(
+                ExternalStatus(
+                    name=name,
+                    state=ExternalState.PUBLISHED,
+                    num_tokens=num_tokens,
+                    num_bytes=num_bytes,
+                    progress=1.0,
+                    error=None,
+                )
+            )
+        return sorted(statuses, key=lambda status: status.name)
+
+    def wait(self, name: str, timeout: float | None = None) -> ExternalStatus:
+        """Wait until it is no longer loading, ``timeout`` seconds at most; its status then."""
+
+        def has_ended() -> bool:
+            load = self._loads.get(name)
+            return load is None or load.state is not ExternalState.LOADING
+
+        with self._changed:
+            self._changed.wait_for(has_ended, timeout)
+            for status in self.statuses():
+                if status.name == name:
+                    return status
+        raise ValueError(f"name={name!r}: is not loaded; start() it first")
+
+    def close(self) -> None:
+        """Cancel what loads, forget all that is not published, and join the threads."""
+        with self._changed:
+            self._closed = True
+            for load in self._loads.values():
+                self._drop(load)
+            self._loads.clear()
+            self._tell()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
+    # With the lock held:
+
+    def _ready(self) -> set[str]:
+        return {n for n, load in self._loads.items() if load.state is ExternalState.READY}
+
+    def _tell(self) -> None:
+        self._any_ready = bool(self._ready())
+        self._changed.notify_all()
+
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=target, name="external corpus")
+        thread.start()
+        self._threads.append(thread)
+
+    def _publish(self, load: ExternalLoad) -> bool:
+        try:
+            self._corpus.publish_external(load.name, load.builder)
+        except ValueError as error:
+            load.fail(error)
+            self._start_thread(load.builder.free)
+        else:
+            del self._loads[load.name]
+        self._tell()
+        return load.state is ExternalState.READY
+
+    def _drop(self, load: ExternalLoad) -> None:
+        if load in self._waiting:
+            self._waiting.remove(load)
+            load.cancel_unstarted()
+        elif load.state is ExternalState.LOADING:
+            load.cancel()  # its thread does the rest
+        elif load.state is ExternalState.READY:
+            self._start_thread(load.builder.free)
+
+    # On the threads:
+
+    def _run_waiting(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._num_loading -= 1
+                    return
+                load = self._waiting.popleft()
+            self._run(load)
+
+    def _run(self, load: ExternalLoad) -> None:
+        built, failure = False, None
+        try:
+            built = load.run(self._admit)
+        except BaseException as error:  # whatever it is: this thread has nobody else to tell
+            failure = error
+        if not built:
+            load.builder.free()  # before it is said to have failed, so that there is room again
+        with self._changed:
+            if built:
+                load.state = ExternalState.READY
+            else:
+                load.fail(failure)
+            self._tell()
+        if load.is_cancelled:
+            load.builder.free()
+
+    def _admit(self, load: ExternalLoad, num_tokens: int) -> None:
+        with self._changed:
+            held = sum(tokens for tokens, _ in self._corpus.external_sizes().values())
+            held += sum(each.num_tokens for each in self._loads.values())
+            if held + num_tokens > self._max_tokens:
+                raise ValueError(
+                    f"documents=<{load.num_tokens + num_tokens} tokens or more>: do not fit beside "
+                    f"the {held - load.num_tokens} of other external corpora in "
+                    f"max_tokens={self._max_tokens}; raise it or remove one"
+                )
+            load.num_tokens += num_tokens

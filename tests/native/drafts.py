@@ -1,0 +1,105 @@
+"""Calls and their answers in plain Python, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ngram_native import Corpus, Proposal
+
+NOBODY = 999  # a group without documents
+TREE_NODES = 63
+
+
+class Drafted(NamedTuple):
+    """A node of a tree; node j of a list is tree node j + 1, the root being tree node 0."""
+
+    token: int
+    parent: int
+    depth: int
+    mask: int
+    probability: float
+    source: int
+
+
+def i32(tokens: Iterable[int] = ()) -> np.ndarray:
+    return np.array(list(tokens), np.int32)
+
+
+def i64(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), np.int64)
+
+
+def trees(proposal: Proposal) -> list[list[Drafted]]:
+    columns = (
+        proposal.tokens_N,
+        proposal.parents_N,
+        proposal.depths_N,
+        proposal.masks_N,
+        proposal.probabilities_N,
+        proposal.sources_N,
+    )
+    nodes = [Drafted(*node) for node in zip(*(c.tolist() for c in columns), strict=True)]
+    offsets = proposal.offsets_B1.tolist()
+    assert offsets[0] == 0
+    assert offsets[-1] == len(nodes)
+    return [nodes[a:b] for a, b in pairwise(offsets)]
+
+
+def propose(
+    corpus: Corpus, sequence_ids: Iterable[int], budget: int = TREE_NODES, floor: float = 0.0
+) -> list[list[Drafted]]:
+    ids = i64(sequence_ids)
+    return trees(corpus.propose(ids, np.full(len(ids), budget, np.int32), floor))
+
+
+def query(
+    corpus: Corpus,
+    group: int,
+    text: Sequence[int],
+    budget: int = TREE_NODES,
+    floor: float = 0.0,
+) -> list[Drafted]:
+    (tree,) = trees(corpus.query(group, i32(text), budget, floor))
+    return tree
+
+
+def extend(corpus: Corpus, tokens_by_id: Mapping[int, Sequence[int]]) -> None:
+    tokens = [token for tokens in tokens_by_id.values() for token in tokens]
+    offsets = np.cumsum([0, *map(len, tokens_by_id.values())], dtype=np.int64)
+    corpus.extend(i64(tokens_by_id), i32(tokens), offsets)
+
+
+def path(tree: list[Drafted], j: int) -> list[int]:
+    """Tokens from the root down to the tree's j-th node, counted from 0."""
+    above = path(tree, tree[j].parent - 1) if tree[j].parent else []
+    return [*above, tree[j].token]
+
+
+def leaves(tree: list[Drafted]) -> list[int]:
+    parents = {node.parent for node in tree}
+    return [j for j in range(len(tree)) if j + 1 not in parents]
+
+
+def children(tree: list[Drafted], parent: int = 0) -> dict[int, float]:
+    """Token -> probability of the nodes below a tree node."""
+    return {node.token: node.probability for node in tree if node.parent == parent}
+
+
+def assert_well_formed(tree: list[Drafted], budget: int, floor: float) -> None:
+    assert len(tree) <= budget
+    edges = [(node.parent, node.token) for node in tree]
+    assert len(set(edges)) == len(edges), "siblings propose the same token"
+    probabilities = [node.probability for node in tree]
+    assert probabilities == sorted(probabilities, reverse=True), "not best first"
+    for j, node in enumerate(tree, start=1):
+        assert 0 <= node.parent < j
+        assert node.token >= 0
+        assert max(floor, 0.0) <= node.probability <= 1.0 + 1e-7
+        above = tree[node.parent - 1] if node.parent else Drafted(-1, -1, 0, 1, 1.0, 0)
+        assert node.depth == above.depth + 1
+        assert node.mask == above.mask | 1 << j
+        assert node.probability <= above.probability

@@ -1,0 +1,158 @@
+// Every call from many threads at once, for the thread sanitizer.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check_tree.h"
+#include "corpus.h"
+#include "saved_file.h"
+
+namespace {
+
+using namespace ngram;
+
+constexpr std::int64_t kWorkers = 4;
+constexpr std::int64_t kOwnSequences = 3;
+const Options kOptions{
+    .max_bytes = 256 << 10, .max_external_bytes = 1 << 20, .max_candidates = 8, .max_steps = 32};
+
+std::vector<Token> random_tokens(std::mt19937& random, std::size_t most) {
+  std::vector<Token> tokens(random() % (most + 1));
+  for (Token& token : tokens) token = static_cast<Token>(random() % 4);
+  return tokens;
+}
+
+class Stress {
+ public:
+  // Returns the calls made.
+  std::uint64_t run(double seconds, std::uint32_t seed) {
+    std::vector<std::thread> threads;
+    for (std::int64_t worker = 0; worker < kWorkers; ++worker) {
+      threads.emplace_back([=, this] { generate(worker, seed); });
+    }
+    threads.emplace_back([=, this] { change_externals(seed); });
+    threads.emplace_back([=, this] { save_and_load(seed); });
+    threads.emplace_back([this] { look(); });
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    stop_ = true;
+    for (std::thread& thread : threads) thread.join();
+    CHECK(corpus_.check().empty());
+    CHECK(corpus_.counters().at("open_sequences") == 0);
+    return calls_;
+  }
+
+ private:
+  // An engine's loop, over sequences of its own.
+  void generate(std::int64_t worker, std::uint32_t seed) {
+    std::mt19937 random(seed + static_cast<std::uint32_t>(worker));
+    const std::vector<std::int32_t> budgets{0, 8, 63};
+    while (!stop_) {
+      std::vector<std::int64_t> ids;
+      for (std::int64_t i = 0; i < kOwnSequences; ++i) {
+        ids.push_back(worker * kOwnSequences + i);
+        corpus_.open(ids.back(), random() % 2, random_tokens(random, 60));
+      }
+      for (int step = 0; step < 20; ++step) {
+        const Proposal proposal = corpus_.propose(ids, budgets, 0);
+        std::vector<Token> tokens;
+        std::vector<std::int64_t> offsets{0};
+        for (std::size_t b = 0; b < ids.size(); ++b) {
+          check_tree(proposal, b, budgets[b]);
+          const auto begin = static_cast<std::size_t>(proposal.offsets[b]);
+          if (begin < static_cast<std::size_t>(proposal.offsets[b + 1])) {
+            tokens.push_back(proposal.tokens[begin]);
+          }
+          const auto own = random_tokens(random, 5);
+          tokens.insert(tokens.end(), own.begin(), own.end());
+          offsets.push_back(static_cast<std::int64_t>(tokens.size()));
+        }
+        corpus_.extend(ids, tokens, offsets);
+        check_tree(corpus_.query(random() % 3, random_tokens(random, 40), 20, 0), 0, 20);
+        corpus_.insert(random_tokens(random, 100), random() % 2);
+        corpus_.set_weight_version(step / 5);
+        calls_ += 5;
+      }
+      for (const std::int64_t id : ids) corpus_.close(id);
+    }
+  }
+
+  void change_externals(std::uint32_t seed) {
+    std::mt19937 random(seed + 100);
+    const std::array<std::string, 3> names = {"a", "b", "c"};
+    while (!stop_) {
+      const std::string& name = names[random() % names.size()];
+      const auto tokens = random_tokens(random, 3000);
+      const auto size = static_cast<std::int64_t>(tokens.size());
+      try {
+        if (random() % 2 == 0) {
+          corpus_.add_external(name, tokens, std::vector<std::int64_t>{0, size / 2, size});
+        } else {
+          corpus_.remove_external(name);
+        }
+      } catch (const std::invalid_argument&) {
+        // Taken already, or never added.
+      }
+      CHECK(corpus_.external_names().size() <= names.size());
+      calls_ += 2;
+    }
+  }
+
+  void save_and_load(std::uint32_t seed) {
+    std::mt19937 random(seed + 200);
+    while (!stop_) {
+      Bytes bytes = saved(corpus_);
+      Corpus copy(kOptions);
+      load(copy, bytes);
+      CHECK(saved(copy) == bytes);
+      if (random() % 8 == 0) load(corpus_, bytes);
+      if (random() % 8 == 0) corpus_.reset();
+      bytes[random() % bytes.size()] ^= 1;
+      CHECK_REFUSED(load(corpus_, bytes));
+      calls_ += 2;
+    }
+  }
+
+  void look() {
+    while (!stop_) {
+      CHECK(corpus_.check().empty());
+      CHECK(corpus_.num_bytes() <= kOptions.max_bytes + kOptions.max_external_bytes);
+      CHECK(corpus_.counters().at("live_tokens") >= 0);
+      CHECK(corpus_.num_tokens() < kOptions.max_bytes + kOptions.max_external_bytes);
+      calls_ += 4;
+      std::this_thread::yield();
+    }
+  }
+
+  Corpus corpus_{kOptions};
+  std::atomic<bool> stop_ = false;
+  std::atomic<std::uint64_t> calls_ = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  double seconds = 10;
+  std::uint32_t seed = 1;
+  for (int i = 1; i < argc; i += 2) {
+    const std::string argument = argv[i];
+    if (i + 1 < argc && argument == "--seconds") {
+      seconds = std::atof(argv[i + 1]);
+    } else if (i + 1 < argc && argument == "--seed") {
+      seed = static_cast<std::uint32_t>(std::strtoul(argv[i + 1], nullptr, 10));
+    } else {
+      std::fprintf(stderr, "usage: %s [--seconds S] [--seed N]\n", argv[0]);
+      return 2;
+    }
+  }
+  const std::uint64_t calls = Stress().run(seconds, seed);
+  std::printf("%s: %llu calls in %.0f s\n", argv[0], static_cast<unsigned long long>(calls),
+              seconds);
+}

@@ -1,0 +1,349 @@
+"""External corpora that come and go while everything else goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ngram_native import Corpus
+from ngram_native.external_loads import ExternalLoads, ExternalState
+
+I32 = np.int32
+ROOT = str(Path(__file__).resolve().parents[2])
+PATIENCE = 20.0  # seconds; nothing here takes one
+
+
+def i32(*tokens):
+    return np.array(tokens, I32)
+
+
+@pytest.fixture
+def corpus():
+    corpus = Corpus(max_bytes=1 << 20, max_external_bytes=256 << 20)
+    yield corpus
+    corpus.check_integrity()
+
+
+@pytest.fixture
+def loads(corpus):
+    loads = ExternalLoads(corpus, max_tokens=10_000_000)
+    yield loads
+    loads.close()
+
+
+def drafted(corpus, *context):
+    return corpus.query(0, i32(*context), 8, 0.0).tokens_N.tolist()
+
+
+class Gated:
+    """Documents whose batches after the first, or an error, come when the gate opens."""
+
+    def __init__(self, *batches, error=None):
+        self.batches, self.error = batches, error
+        self.gate, self.begun, self.closed = threading.Event(), threading.Event(), False
+
+    def __iter__(self):
+        try:
+            for batch in self.batches:
+                yield batch
+                self.begun.set()
+                assert self.gate.wait(PATIENCE)
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed = True
+
+
+def test_load_is_read_built_and_published_whole(corpus, loads):
+    documents = Gated([i32(1, 2, 3)], [i32(1, 2, 4), i32(5)])
+    loads.start("a", documents, fraction_read=lambda: 0.5)
+    assert documents.begun.wait(PATIENCE)
+    time.sleep(0.01)
+    assert loads.publish() == []
+    (status,) = loads.statuses()
+    assert (status.name, status.state, status.num_tokens) == ("a", ExternalState.LOADING, 3)
+    assert status.progress == pytest.approx(0.45)
+    assert status.num_bytes > 0
+    assert loads.wait("a", 0.01).state == "loading"
+    documents.gate.set()
+    status = loads.wait("a", PATIENCE)
+    assert (status.state, status.num_tokens, status.progress) == ("ready", 7, 1.0)
+    assert drafted(corpus, 1, 2) == []  # nothing of it is seen before it is published
+    assert corpus.external_names() == []
+    assert loads.publish() == ["a"]
+    assert loads.publish() == []
+    assert sorted(drafted(corpus, 1, 2)) == [3, 4]
+    (status,) = loads.statuses()
+    assert (status.state, status.num_tokens, status.error) == ("published", 7, None)
+    assert status.num_bytes == corpus.counters()["external_bytes"]
+    loads.remove("a")
+    assert loads.statuses() == []
+    assert drafted(corpus, 1, 2) == []
+
+
+def test_several_load_at_once_and_the_rest_wait_their_turn(corpus):
+    loads = ExternalLoads(corpus, max_tokens=1000, max_loading=2)
+    gated = {name: Gated([i32(1, 2, 3)]) for name in "cab"}
+    for name, documents in gated.items():
+        loads.start(name, documents)
+    assert gated["c"].begun.wait(PATIENCE)
+    assert gated["a"].begun.wait(PATIENCE)
+    assert not gated["b"].begun.wait(0.05)
+    assert [s.state for s in loads.statuses()] == ["loading"] * 3
+    assert [s.progress for s in loads.statuses()] == [None] * 3  # nobody told how long they are
+    gated["c"].gate.set()
+    assert gated["b"].begun.wait(PATIENCE)
+    gated["a"].gate.set()
+    gated["b"].gate.set()
+    for name in gated:
+        assert loads.wait(name, PATIENCE).state == "ready"
+    assert loads.publish() == ["a", "b", "c"]
+    loads.close()
+    assert corpus.external_names() == ["a", "b", "c"]
+
+
+def test_publish_named_publishes_exactly_these(corpus, loads):
+    for name in "abc":
+        loads.start(name, [[i32(1, 2, 3)]])
+        loads.wait(name, PATIENCE)
+    with pytest.raises(ValueError, match=r"name='d'.*ready"):
+        loads.publish_named(["a", "d"])
+    assert corpus.external_names() == []
+    loads.publish_named(["c", "a"])
+    assert corpus.external_names() == ["a", "c"]
+    with pytest.raises(ValueError, match="name='a'"):
+        loads.publish_named(["a"])
+    assert loads.publish() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ((OSError, "line 7: no text"), "line 7: no text"),
+        ((KeyError,), "KeyError"),
+        ([[i32(1, 2)], [i32(3, -1)]], r"tokens[1]=-1"),
+        ([[np.zeros(3)]], "documents[0]=<array of float64>"),
+        ([[np.zeros(101, I32)]], "max_tokens=100"),
+        ([[np.zeros(60, I32)]] * 2, "max_tokens=100"),
+        (None, "not iterable"),
+    ],
+)
+def test_failed_load_leaves_nothing(corpus, batches, message):
+    loads = ExternalLoads(corpus, max_tokens=100)
+    if isinstance(batches, tuple):
+        error, *arguments = batches
+        batches = Gated([i32(1)], error=error(*arguments))
+        batches.gate.set()
+    loads.start("bad", batches)
+    status = loads.wait("bad", PATIENCE)
+    assert status.state == "failed"
+    assert message in status.error
+    assert (status.num_tokens, status.num_bytes, status.progress) == (0, 0, None)
+    assert loads.publish() == []
+    assert corpus.counters()["external_bytes"] == 0
+    loads.start("bad", [[i32(1, 2, 3)]])  # a failed name may be used again
+    assert loads.wait("bad", PATIENCE).state == "ready"
+    assert loads.publish() == ["bad"]
+    loads.close()
+
+
+def test_tokens_and_bytes_are_bounded_over_all(corpus):
+    loads = ExternalLoads(corpus, max_tokens=100)
+    corpus.add_external("direct", [np.zeros(40, I32)])
+    loading = Gated([np.zeros(30, I32)])
+    loads.start("loading", loading)
+    assert loading.begun.wait(PATIENCE)
+    loads.start("over", [[np.zeros(31, I32)]])
+    assert "beside the 70 of other" in loads.wait("over", PATIENCE).error
+    loads.start("fits", [[np.zeros(30, I32)]])
+    assert loads.wait("fits", PATIENCE).state == "ready"
+    loads.remove("over")
+    loading.gate.set()
+    loads.wait("loading", PATIENCE)
+    assert loads.publish() == ["fits", "loading"]
+    loads.close()
+
+    small = Corpus(max_bytes=1 << 20, max_external_bytes=1 << 20)
+    loads = ExternalLoads(small, max_tokens=10**9)
+    loads.start("documents", [[np.zeros(60_000, I32)]] * 5)
+    assert "max_external_bytes=1048576" in loads.wait("documents", PATIENCE).error
+    loads.start("index", [[np.zeros(200_000, I32)]])
+    assert "max_external_bytes=1048576" in loads.wait("index", PATIENCE).error
+    assert small.counters()["external_bytes"] == 0
+    loads.close()
+
+
+def test_names_are_taken_until_removed(corpus, loads):
+    loading = Gated([i32(1)])
+    loads.start("loading", loading)
+    loads.start("ready", [[i32(1)]])
+    loads.wait("ready", PATIENCE)
+    corpus.add_external("published", [])
+    for name in ("loading", "ready", "published"):
+        with pytest.raises(ValueError, match=f"name='{name}': is {name}"):
+            loads.start(name, [])
+        loads.remove(name)
+        loads.start(name, [[i32(2)]])
+    for call in (loads.remove, loads.wait):
+        with pytest.raises(ValueError, match="name='none'"):
+            call("none")
+    with pytest.raises(ValueError, match="name=3"):
+        loads.start(3, [])
+    loading.gate.set()
+
+
+def test_name_taken_behind_a_loads_back_fails_it(corpus, loads):
+    loads.start("a", [[i32(1, 2, 3)]])
+    loads.wait("a", PATIENCE)
+    corpus.add_external("a", [i32(7, 8, 9)])
+    with pytest.raises(ValueError, match="name='a'"):
+        loads.publish_named(["a"])
+    assert loads.publish() == []
+    assert [s.state for s in loads.statuses()] == ["failed", "published"]
+    assert drafted(corpus, 7, 8) == [9]
+    loads.remove("a")
+    assert [s.state for s in loads.statuses()] == ["published"]
+
+
+def test_cancelled_load_closes_its_documents_and_frees_its_name(corpus, loads):
+    documents = Gated([i32(1)], [i32(2)])
+    loads.start("a", documents)
+    assert documents.begun.wait(PATIENCE)
+    loads.remove("a")
+    assert loads.statuses() == []
+    documents.gate.set()
+    loads.start("a", [[i32(5, 6)]])
+    assert loads.wait("a", PATIENCE).num_tokens == 2
+    loads.close()
+    assert documents.closed
+    assert corpus.counters()["external_bytes"] == 0  # closing forgets what is not published
+    with pytest.raises(ValueError, match="close"):
+        loads.start("b", [])
+
+
+def test_waiting_load_is_cancelled_without_being_read(corpus):
+    loads = ExternalLoads(corpus, max_tokens=100, max_loading=1)
+    first, read = Gated([i32(1)]), []
+    loads.start("first", first)
+    loads.start("second", (read.append(1) for _ in range(1)))
+    loads.remove("second")
+    first.gate.set()
+    assert loads.wait("first", PATIENCE).state == "ready"
+    loads.close()
+    assert read == []
+
+
+def test_build_is_cancelled_soon(corpus, loads):
+    loads.start("large", [[np.zeros(5_000_000, I32)]])
+    while not (progress := loads.statuses()[0].progress) or progress < 0.9:
+        assert loads.statuses()[0].state == "loading"
+        time.sleep(0.001)
+    begin = time.perf_counter()
+    loads.close()
+    assert time.perf_counter() - begin < 0.3  # a few ms of it the cancelling, the rest the machine
+    assert corpus.counters()["external_bytes"] == 0
+
+
+def test_other_threads_run_while_a_build_does(corpus, loads):
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    tokens = np.random.default_rng(0).integers(0, 50_000, 3_000_000).astype(I32)
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    loads.start("a", [[tokens]])
+    assert loads.wait("a", PATIENCE).state == "ready"
+    end = time.perf_counter()
+    done.set()
+    thread.join()
+    assert sum(begin < t < end for t in ticks) > 5
+
+
+def test_threads_load_publish_and_remove(corpus):
+    loads = ExternalLoads(corpus, max_tokens=10**6, max_loading=3)
+    errors = []
+
+    def work(worker):
+        rng = np.random.default_rng(worker)
+        try:
+            for turn in range(40):
+                name = f"{worker}-{turn}"
+                loads.start(name, ([rng.integers(0, 5, 50).astype(I32)] for _ in range(3)))
+                if turn % 3:
+                    loads.wait(name, PATIENCE)
+                loads.publish()
+                assert name in {status.name for status in loads.statuses()}
+                corpus.query(0, i32(1, 2), 8, 0.0)
+                loads.remove(name)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert loads.statuses() == []
+    loads.close()
+    assert corpus.external_names() == []
+    assert corpus.counters()["external_bytes"] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_while_loading_finds_the_corpus_whole(corpus, loads):
+    loads.start("a", [[np.zeros(100_000, I32)]] * 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            corpus.check_integrity()
+            corpus.add_external("child", [i32(1, 2, 3)])
+            os._exit(0 if drafted(corpus, 1, 2) == [3] else 2)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert loads.wait("a", PATIENCE).state == "ready"
+
+
+ENDLESS = """
+import itertools, sys, time
+import numpy as np
+from ngram_native import Corpus
+from ngram_native.external_loads import ExternalLoads
+
+loads = ExternalLoads(Corpus(max_external_bytes=1 << 30), max_tokens=10**9, max_loading=2)
+loads.start("endless", (time.sleep(0.01) or [np.zeros(10, np.int32)] for _ in itertools.count()))
+loads.start("large", [[np.zeros(20_000_000, np.int32)]])
+loads.start("waits", [[np.zeros(10, np.int32)]])
+while loads.statuses()[1].num_tokens == 0:
+    time.sleep(0.01)
+"""
+
+
+def test_program_that_ends_without_close_does_not_hang():
+    run = subprocess.run(
+        [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT
+    )
+    assert run.returncode == 0
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_tokens": 9, "max_loading": 1.5}])
+def test_wrong_option_is_refused_by_name(corpus, options):
+    with pytest.raises(ValueError, match="max_"):
+        ExternalLoads(corpus, **options)
