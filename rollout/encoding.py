@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
+from numpy.typing import NDArray
 
 from rollout.errors import InvalidInputError
 from rollout.types import Prompt
@@ -58,6 +59,39 @@ class PromptEncoder:
             )
         return ids
 
+    def prepare_for_threads(self, field: str, value: object) -> None:
+        """Raise InvalidInputError naming ``field`` and ``value`` if text cannot be encoded.
+
+        From now on `encode_document` may run beside other uses of the tokenizer: the first use
+        drops a truncation that the tokenizer's file asks for, and no later one changes anything.
+        """
+        self._need_tokenizer(field, value)("", add_special_tokens=False)
+
+    def encode_document(self, document: str | Sequence[int], field: str) -> NDArray[np.int32]:
+        """Token ids ``(n,)`` of running text, no special tokens added, or checked token ids.
+
+        Raises InvalidInputError naming ``field``.
+        """
+        ids: Any = document
+        if isinstance(document, str):
+            try:
+                document.encode()
+            except UnicodeEncodeError:
+                raise InvalidInputError(
+                    field, document, "holds half of a surrogate pair, which is no text"
+                ) from None
+            tokenizer = self._need_tokenizer(field, document)
+            ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        array = _integer_array(ids, field)
+        outside = array[(array < 0) | (array >= self._vocab_size)]
+        if len(outside):
+            raise InvalidInputError(
+                field,
+                int(outside[0]),
+                f"token ids must be in [0, {self._vocab_size}), the vocabulary",
+            )
+        return array.astype(np.int32)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         if self.tokenizer is None:
             raise InvalidInputError("tokenizer", None, "the model folder has none; text needs one")
@@ -104,6 +138,17 @@ def _integers(prompt: Any, field: str) -> list[int]:
         raise InvalidInputError(
             field, prompt, "must be text, chat messages or a sequence of integers"
         ) from None
+
+
+def _integer_array(tokens: Any, field: str) -> NDArray[np.integer]:
+    remedy = "must be a flat sequence of integers"
+    try:
+        array = np.asarray(tokens if len(tokens) else np.empty(0, dtype=np.int32))
+    except (TypeError, ValueError):  # no length, or sequences of different lengths
+        raise InvalidInputError(field, tokens, remedy) from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidInputError(field, tokens, remedy)
+    return array
 
 
 def prompt_group(prompt_ids: Sequence[int]) -> int:

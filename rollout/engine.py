@@ -16,6 +16,8 @@ from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
 from rollout.errors import InvalidInputError
+from rollout.external_corpora import CorpusCalls
+from rollout.models.loader import Progress
 from rollout.overrides import engine_config
 from rollout.requests import RequestFactory
 from rollout.scheduler import Scheduler
@@ -32,7 +34,7 @@ from rollout.types import (
 from rollout.worker import Worker
 
 
-class RolloutEngine:
+class RolloutEngine(CorpusCalls):
     """Generates rollouts of one model.
 
     Not thread-safe: one thread calls it, as trainers and servers do from their own loop.
@@ -51,10 +53,14 @@ class RolloutEngine:
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
+        self._load_configured()
 
     @classmethod
-    def from_config(cls, config: EngineConfig, factory: WorkerFactory) -> RolloutEngine:
-        return cls(config, factory(config))
+    def from_config(
+        cls, config: EngineConfig, factory: WorkerFactory, progress: Progress | None = None
+    ) -> RolloutEngine:
+        """``progress`` is told how far the model's weights are read."""
+        return cls(config, factory(config, progress))
 
     @classmethod
     def from_pretrained(

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
+from rollout.models.loader import Progress
 from rollout.worker import Worker
 
-WorkerFactory = Callable[[EngineConfig], Worker]
+
+class WorkerFactory(Protocol):
+    def __call__(self, config: EngineConfig, progress: Progress | None = None, /) -> Worker:
+        """``progress`` is told how far the model's weights are read."""
+        ...
 
 
 def worker_factory(spec: str, **options: Any) -> WorkerFactory:
@@ -46,7 +51,8 @@ def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:
         build = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidInputError("spec._target_", target, f"cannot be imported: {error}") from error
-    known = list(inspect.signature(build).parameters)[1:]  # the first is the configuration
+    parameters = inspect.signature(build).parameters.values()
+    known = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
     for option, value in options.items():
         if option not in known:
             raise InvalidInputError(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
 from rollout.types import Batch, Request, StepResult, TokenExtras
 
@@ -44,6 +45,11 @@ class Worker(Protocol):
     @property
     def max_draft_tokens(self) -> int:
         """Draft nodes one request may ask for in a step, root excluded."""
+        ...
+
+    @property
+    def draft_corpus(self) -> DraftCorpus | None:
+        """What it drafts from and learns into; None for a worker that has no corpus."""
         ...
 
     def step(self, batch: Batch) -> StepResult: ...

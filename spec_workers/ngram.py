@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
 
-from ngram_native import Corpus
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
+from rollout.models.loader import Progress
+from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, EntryResult, Request
 from spec_workers.draft_tree import only_roots
+from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -23,7 +28,7 @@ class NgramWorker(SpecWorker):
     def __init__(
         self,
         target: TargetWorker,
-        corpus: Corpus,
+        draft_corpus: NgramCorpus,
         *,
         num_draft_tokens: int,
         min_probability: float,
@@ -39,21 +44,24 @@ class NgramWorker(SpecWorker):
             raise InvalidInputError("spec.min_probability", min_probability, "must be in [0, 1]")
         if not fixed_rows > 0:
             raise InvalidInputError("spec.fixed_rows", fixed_rows, "must be > 0")
-        self.corpus = corpus
+        self._draft_corpus = draft_corpus
+        self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
         self._min_probability = min_probability
         self._fixed_rows = fixed_rows
         self._open: set[int] = set()
-        self._weight_version = target.weight_version
 
     @property
     def max_draft_tokens(self) -> int:
         return self._num_draft_tokens
 
+    @property
+    def draft_corpus(self) -> NgramCorpus:
+        return self._draft_corpus
+
     def propose(self, batch: Batch) -> DraftTrees:
-        if self._weight_version != self.weight_version:
-            self._weight_version = self.weight_version
-            self.corpus.set_weight_version(self._weight_version)
+        self._draft_corpus.publish()
+        self.corpus.set_weight_version(self.weight_version)
         drafting = [b for b, entry in enumerate(batch.entries) if entry.samples]
         if not drafting:
             return only_roots(len(batch.entries))
@@ -113,34 +121,55 @@ class NgramWorker(SpecWorker):
             self.corpus.close(request.request_id)
 
     def counters(self) -> dict[str, float]:
-        own = {f"corpus/{name}": value for name, value in self.corpus.counters().items()}
+        own = {f"corpus/{name}": value for name, value in self._draft_corpus.counters().items()}
         return super().counters() | own
 
 
 def build(
     config: EngineConfig,
+    progress: Progress | None = None,
     *,
     num_draft_tokens: int = 16,
     min_probability: float = 0.08,
     fixed_rows: float = 12.0,
     corpus_bytes: int = 256 << 20,
+    corpus_path: str | None = None,
+    external_corpora: Mapping[str, str] | None = None,
+    max_external_bytes: int = 1 << 30,
+    max_external_tokens: int = 1 << 24,
 ) -> NgramWorker:
-    """A worker with an empty corpus.
+    """A worker with a corpus of its own.
 
     Args:
+        progress: told how far the weights are read.
         num_draft_tokens: most draft nodes per request and step.
         min_probability: nodes less likely to be accepted are never drafted.
         fixed_rows: what a step costs beside its rows (reading the weights), as so many rows. The
             more requests share it, the likelier a node must be to pay for its row.
-        corpus_bytes: bound on the corpus and its index.
+        corpus_bytes: bound on the corpus of rollouts and its index.
+        corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
+        external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
+            Loaded in the background once the engine is there.
+        max_external_bytes: bound on all external corpora together, loading ones included.
+        max_external_tokens: likewise, tokens.
+
+    Raises InvalidInputError, naming the option; OSError for a ``corpus_path`` that cannot be read.
     """
-    try:
-        corpus = Corpus(max_bytes=corpus_bytes)
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError("spec.corpus_bytes", corpus_bytes, str(error)) from error
+    # Before the model, which may take minutes to load: mistakes show at once.
+    draft_corpus = NgramCorpus(
+        f"{ModelSpec.read(Path(config.model.path)).vocab_size} tokens",
+        corpus_bytes=corpus_bytes,
+        max_external_bytes=max_external_bytes,
+        max_external_tokens=max_external_tokens,
+        configured={} if external_corpora is None else external_corpora,
+    )
+    if corpus_path is not None:
+        if not Path(corpus_path).is_file():
+            raise InvalidInputError("spec.corpus_path", corpus_path, "there is no such file")
+        draft_corpus.load(corpus_path, "spec.corpus_path")
     return NgramWorker(
-        TargetWorker(config),
-        corpus,
+        TargetWorker(config, progress),
+        draft_corpus,
         num_draft_tokens=num_draft_tokens,
         min_probability=min_probability,
         fixed_rows=fixed_rows,

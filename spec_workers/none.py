@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollout.config import EngineConfig
+from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees
 from spec_workers.draft_tree import only_roots
 from spec_workers.target import TargetWorker
@@ -14,5 +15,5 @@ class PlainWorker(SpecWorker):
         return only_roots(len(batch.entries))
 
 
-def build(config: EngineConfig) -> PlainWorker:
-    return PlainWorker(TargetWorker(config))
+def build(config: EngineConfig, progress: Progress | None = None) -> PlainWorker:
+    return PlainWorker(TargetWorker(config, progress))

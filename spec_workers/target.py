@@ -14,7 +14,7 @@ from rollout.layers.row_invariance import minimum_rows
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.sizing import num_kv_slots
-from rollout.models.loader import load_model, resolve_device
+from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.runner import ModelRunner
 from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import rows_of_continuation, sample_rows
@@ -40,12 +40,17 @@ of one row took 16.0 ms, a step of four 14.2."""
 class TargetWorker:
     """Owns the target. A draft of nothing but the root makes it plain decoding."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        """``progress`` is told how far the weights are read."""
         device = resolve_device(config.model.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.model = load_model(
-            config.model.path, config.model.dtype, device, config.model.max_context_len
+            config.model.path,
+            config.model.dtype,
+            device,
+            config.model.max_context_len,
+            progress=progress,
         )
         spec = self.model.spec
         self.vocab_size = spec.vocab_size

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
 from rollout.types import (
     Batch,
@@ -61,6 +62,10 @@ class SpecWorker:
     @property
     def max_draft_tokens(self) -> int:
         return 0
+
+    @property
+    def draft_corpus(self) -> DraftCorpus | None:
+        return None
 
     def step(self, batch: Batch) -> StepResult:
         """Run one step. Emits for each sampling entry between one token and its longest path + 1.

@@ -43,12 +43,19 @@ class OutputConfig:
     # Counters of speculation. They depend on timing and interruptions, the rest of a row does not.
     stats: bool = False
     sync_seconds: float = 1.0  # at most so much is lost to a power cut; to a kill, nothing
+    # Between two saves of what drafts are made from, to <path>.corpus: at most so much of it is
+    # lost to a kill. 0: neither saved nor read.
+    corpus_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.path is not None:
             _check_suffix("output.path", self.path)
         if not self.sync_seconds >= 0:
             raise InvalidInputError("output.sync_seconds", self.sync_seconds, "must be >= 0")
+        if not self.corpus_seconds >= 0:
+            raise InvalidInputError(
+                "output.corpus_seconds", self.corpus_seconds, "must be >= 0; 0 is never"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

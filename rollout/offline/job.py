@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
 from rollout.offline.config import RunConfig
 from rollout.offline.fingerprint import fingerprint
+from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.lock import OutputLock
 from rollout.offline.output import RolloutOutput
-from rollout.offline.progress import Progress, open_progress
+from rollout.offline.progress import Progress, loading_model, open_progress
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
 from rollout.offline.signals import StopSignals
@@ -68,18 +70,21 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
     console = console or Console()
     columns = rollout_columns(config.output, config.sampling)
     prompts = check_rows(PromptFile(config.data), config.data.on_error, path, columns)
-    with OutputLock(path):
+    with OutputLock(path), ExitStack() as at_end:
         output = RolloutOutput(path, config.output, config.sampling, fingerprint(config))
         if output.completion is not None:
             log.info("%s is complete with %d rollouts: nothing to do. Generate it anew with "
                      "output.overwrite=true", path, output.completion["rollouts"])  # fmt: skip
             return JobResult(JobStatus.NOTHING_TO_DO, path)
         started = time.perf_counter()
-        log.info("loading %s", config.model.path)
-        engine = RolloutEngine.from_config(config.engine, factory)
+        with loading_model(console, config.model.path) as told:
+            engine = RolloutEngine.from_config(config.engine, factory, told)
+        at_end.callback(engine.close)
         check_tokens(prompts, engine, config.sampling, config.data.on_error)
         load_seconds = time.perf_counter() - started
         output.open(prompts.num_rows)
+        corpus = JobCorpus(engine, output.corpus_path, config.output.corpus_seconds)
+        corpus.restore()
         total = prompts.num_prompts * config.sampling.n
         if output.num_done:
             log.info("%d of %d rollouts are in %s already", output.num_done, total, path)
@@ -95,7 +100,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
                 StepLog(config.log) as step_log,
                 open_progress(console, total, output.num_done, config.log.seconds) as progress,
             ):
-                job = _Job(config, engine, prompts, output, summary)
+                job = _Job(config, engine, prompts, output, corpus, summary)
                 job.generate(stop, step_log, progress)
                 if job.failed:
                     raise RolloutError(
@@ -121,11 +126,13 @@ class _Job:
         engine: RolloutEngine,
         prompts: CheckedPrompts,
         output: RolloutOutput,
+        corpus: JobCorpus,
         summary: Summary,
     ) -> None:
         self._params: SamplingParams = config.sampling
         self._engine = engine
         self._output = output
+        self._corpus = corpus
         self._summary = summary
         self._missing = self._missing_samples(prompts)
         self._most_submitted = _QUEUED_PER_RUNNING * config.scheduler.max_running
@@ -156,8 +163,10 @@ class _Job:
             metrics = self._engine.metrics()
             step_log.write(self._engine, self._summary.rollouts)
             progress.update(self._output.num_done, metrics.generated_tokens, metrics.accept_length)
+            self._corpus.tend()
         self._summary.seconds = time.perf_counter() - started
         self._summary.metrics = self._engine.metrics()
+        self._summary.corpus = self._corpus.finish()
 
     def _submit(self) -> None:
         while len(self._submitted) < self._most_submitted:

@@ -3,6 +3,7 @@
     <output>                 JSONL: the rollouts so far. Parquet: there only when complete
     <output>.partial.jsonl   Parquet only: the rollouts so far, until they are compacted
     <output>.run.json        what decides the content, and whether it is complete
+    <output>.corpus          what the next drafts are made from; decides nothing, see job_corpus.py
 
 `run.json` is written before the first rollout and again after the last; whatever moment the
 process dies at, the three say what is done.
@@ -45,6 +46,7 @@ class RolloutOutput:
         self._config = config
         self._n = params.n
         self._fingerprint = fingerprint
+        self.corpus_path = path.with_name(path.name + ".corpus")
         self._record_path = path.with_name(path.name + ".run.json")
         self._is_parquet = path.suffix == ".parquet"
         self._journal = path.with_name(path.name + ".partial.jsonl") if self._is_parquet else path
@@ -110,7 +112,7 @@ class RolloutOutput:
         self._sink = JsonlSink(self._journal, end, sync_seconds=self._config.sync_seconds)
 
     def _remove(self) -> None:
-        for path in (self._record_path, self._journal, self.path):
+        for path in (self._record_path, self._journal, self.path, self.corpus_path):
             path.unlink(missing_ok=True)
 
     def _scan(self, num_slots: int) -> int:

@@ -10,7 +10,10 @@ from typing import Protocol
 
 import rich.progress
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
+from rollout.models.loader import Progress as LoadProgress
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +22,19 @@ class Progress(Protocol):
     def update(self, num_done: int, num_tokens: int, accept_length: float) -> None:
         """After each step. ``num_done`` rollouts of all, ``num_tokens`` generated in this run."""
         ...
+
+
+@contextmanager
+def loading_model(console: Console, path: str) -> Iterator[LoadProgress]:
+    """Says that the model is being loaded and, if ``console`` is a terminal, how far."""
+    if not console.is_terminal:
+        log.info("loading %s", path)
+        yield lambda done, total: None
+        return
+    with console.status(f"loading {escape(path)}") as status:
+        yield lambda done, total: status.update(
+            f"loading {escape(path)}: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
+        )
 
 
 @contextmanager

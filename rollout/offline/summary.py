@@ -22,6 +22,7 @@ class Summary:
     load_seconds: float = 0.0  # model, tokenizer, and checking the prompts
     seconds: float = 0.0  # of generation
     first_rollout_seconds: float | None = None  # since generation began
+    corpus: list[tuple[str, str]] = field(default_factory=list)  # lines of its own
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
 
     @property
@@ -52,6 +53,7 @@ class Summary:
             ("drafted / accepted", self._drafts()),
             ("time", self._shares()),
             ("speculation saved", self._saved()),
+            *self.corpus,
             ("preemptions", f"{metrics.preemptions:,}"),
             ("peak memory", f"{metrics.peak_memory_bytes / 2**20:,.0f} MiB"),
             ("output", str(self.output)),

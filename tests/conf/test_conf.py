@@ -74,6 +74,9 @@ def test_values_of_every_kind_reach_the_dataclasses() -> None:
         "exact=false",
         "num_threads=2",
         "spec.num_draft_tokens=4",
+        "spec.corpus_path=epoch1.jsonl.corpus",
+        "+spec.external_corpora.code=code.jsonl",
+        "+spec.external_corpora.notes=notes.jsonl",
     )
     assert config.sampling.logit_bias == {5: -1.5, 7: 2.0}
     assert config.sampling.stop == ["\n\n", "a,b"]
@@ -84,6 +87,8 @@ def test_values_of_every_kind_reach_the_dataclasses() -> None:
     assert config.engine.memory.kv_bytes == 1_000_000
     assert (config.engine.exact, config.engine.num_threads) == (False, 2)
     assert config.spec["num_draft_tokens"] == 4
+    assert config.spec["corpus_path"] == "epoch1.jsonl.corpus"
+    assert config.spec["external_corpora"] == {"code": "code.jsonl", "notes": "notes.jsonl"}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +102,7 @@ def test_values_of_every_kind_reach_the_dataclasses() -> None:
         ("data.path=p.csv", r"data.path='p.csv': must end in"),
         ("output.path=o.txt", r"output.path='o.txt': must end in"),
         ("output.sync_seconds=-1", r"output.sync_seconds=-1.0: must be >= 0"),
+        ("output.corpus_seconds=-1", r"output.corpus_seconds=-1.0: must be >= 0; 0 is never"),
         ("log.every=0", r"log.every=0: must be >= 1"),
         ("log.seconds=0", r"log.seconds=0.0: must be > 0"),
         ("memory.kv_fraction=1", r"memory.kv_fraction=1.0: must be in"),

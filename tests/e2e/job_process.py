@@ -27,4 +27,5 @@ def start_job(config: RunConfig, spec: str) -> BaseProcess:
 
 def _run(config: RunConfig, spec: str) -> None:
     with Path(os.devnull).open("w") as sink, contextlib.redirect_stdout(sink):
-        run_job(config, worker_factory(spec), Console(file=sink))
+        options = {"corpus_bytes": 1 << 20} if spec == "ngram" else {}  # saved in a blink
+        run_job(config, worker_factory(spec, **options), Console(file=sink))

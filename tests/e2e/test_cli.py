@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -97,6 +98,26 @@ def test_a_run_and_the_same_run_again(
     by_default = specrollout(*arguments)
     assert by_default.code == 0
     assert len(read_rows(tmp_path / "rollouts.jsonl")) == 2
+
+
+def test_the_next_epoch_starts_warm(
+    specrollout: Command, arguments: list[str], tmp_path: Path
+) -> None:
+    small = (*arguments, "spec.corpus_bytes=1048576", "sampling.n=2")
+    assert specrollout(*small, "output.path=first.jsonl").code == 0
+    warm = (*small, "output.path=second.jsonl", "spec.corpus_path=first.jsonl.corpus")
+    second = specrollout(*warm)
+    assert (second.code, second.err) == (0, "")
+    assert re.search(r"corpus .* warm, \d+ tokens; \d+ tokens now", second.out)
+    assert read_rows(tmp_path / "second.jsonl") == read_rows(tmp_path / "first.jsonl")
+    for wrong, reason in (
+        ("spec.corpus_path=third.jsonl.corpus", "spec.corpus_path='third.jsonl.corpus': there is"),
+        ("spec.corpus_bytes=2097152", "saved with spec.corpus_bytes=1048576"),
+        ("+spec.external_corpora.code=code.jsonl", "spec.external_corpora.code='code.jsonl': ther"),
+    ):
+        refused = specrollout(*warm, wrong, "output.overwrite=true")
+        assert refused.code == 2
+        assert reason in refused.err
 
 
 def test_help_and_cfg(specrollout: Command) -> None:
@@ -237,7 +258,7 @@ def test_a_full_disk(specrollout: Command, arguments: list[str], tmp_path: Path)
     write_rows(tmp_path / "prompts.jsonl", ROWS * 20)
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, former[1]))  # no file larger than this
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, former[1]))  # no file larger than this
     try:
         full = specrollout(*arguments, "output.path=out.jsonl")
     finally:

@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("generate", "--- prompt 1, sample 1:"),
         ("stream", "drafts accepted"),
         ("update_weights", "weight version 1: "),
+        ("external_corpus", "answers: published, "),
     ],
 )
 def test_an_example_runs(

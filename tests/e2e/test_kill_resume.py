@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from ngram_native import Corpus
 from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.offline import DataConfig, OutputConfig, RunConfig
@@ -66,7 +67,7 @@ def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> 
 
     output = Path(config.output.path or "").with_name(f"killed{suffix}")
     journal = output if suffix == ".jsonl" else output.with_name(output.name + ".partial.jsonl")
-    config = replace(config, output=OutputConfig(path=str(output)))
+    config = replace(config, output=OutputConfig(path=str(output), corpus_seconds=0.05))
     rng = random.Random(17)
     size = kills_mid_way = 0
     for kill in range(7):
@@ -81,6 +82,8 @@ def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> 
             assert journal.stat().st_size >= size, "something written was lost"
             size = journal.stat().st_size
     assert kills_mid_way >= 3, "hardly ever hit while it was writing"
+    if spec == "ngram":  # killed while it was saved, it is the one before
+        Corpus(max_bytes=1 << 20, vocabulary="97 tokens").load(f"{output}.corpus")
     finish(config, spec)
     finish(config, spec)  # complete: does nothing
 
@@ -89,4 +92,5 @@ def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> 
     if suffix == ".parquet":
         assert rows == whole
     names = sorted(path.name for path in output.parent.glob("killed*"))
-    assert names == [output.name, f"{output.name}.run.json"]
+    corpus = [f"{output.name}.corpus"] if spec == "ngram" else []
+    assert names == [output.name, *corpus, f"{output.name}.run.json"]

@@ -59,7 +59,7 @@ class OracleWorker(SpecWorker):
 
 
 def oracle_factory(recorded: dict, **options):
-    def build(config: EngineConfig) -> OracleWorker:
-        return OracleWorker(TargetWorker(config), recorded, **options)
+    def build(config: EngineConfig, progress=None) -> OracleWorker:
+        return OracleWorker(TargetWorker(config, progress), recorded, **options)
 
     return build

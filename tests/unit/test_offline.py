@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -523,6 +524,7 @@ def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
     for text in ("rollouts/s", "tokens/s", "accept length", "ETA", "12/12", "peak memory"):
         assert text in shown
     assert "rollouts.jsonl" in shown
+    assert re.search(r"loading \S*: \d+ of \d+ MiB", shown)
     steps = [json.loads(line) for line in (tmp_path / "log" / "steps.jsonl").read_text().split("\n")
              if line]  # fmt: skip
     assert [step["step"] % 2 for step in steps] == [0] * len(steps)

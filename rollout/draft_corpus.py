@@ -1,0 +1,83 @@
+"""What a worker drafts from, as far as the engine has to do with it."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ExternalState(enum.StrEnum):
+    LOADING = "loading"  # or waiting for its turn
+    READY = "ready"  # built; drafted from when it is published, between two steps
+    PUBLISHED = "published"
+    FAILED = "failed"  # nothing of it was loaded; listed until it is removed or added again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalCorpus:
+    """An external corpus, at the moment of asking."""
+
+    name: str
+    state: ExternalState
+    num_tokens: int  # so far, while it loads
+    num_bytes: int
+    progress: float | None  # of its documents, in [0, 1]; None where that cannot be told
+    error: str | None  # why it failed
+
+
+class DraftCorpus(Protocol):
+    """Called on the engine's thread, between two steps.
+
+    ``name`` is one of `external_corpora`, except for `add_external`: there only a failed one's.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held, external corpora included."""
+        ...
+
+    @property
+    def configured(self) -> Mapping[str, str]:
+        """Name -> JSONL file of the external corpora to load when the engine starts."""
+        ...
+
+    def add_external(
+        self,
+        name: str,
+        documents: Iterable[Sequence[NDArray[np.int32]]],
+        fraction_read: Callable[[], float],
+    ) -> None:
+        """Load on a background thread, which iterates ``documents``, batches of token arrays."""
+        ...
+
+    def remove_external(self, name: str) -> None:
+        """Forget it; cancel it while it loads."""
+        ...
+
+    def external_corpora(self) -> list[ExternalCorpus]: ...
+
+    def wait(self, name: str, timeout: float | None) -> None:
+        """Return when it loads no more, or after ``timeout`` seconds."""
+        ...
+
+    def publish(self) -> None:
+        """Draft from what is ready, from the next step on."""
+        ...
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Whole or not at all. Raises OSError."""
+        ...
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """In place of what is held. Raises InvalidInputError or OSError; nothing changed then."""
+        ...
+
+    def close(self) -> None:
+        """Cancel what loads; nothing can be added any more."""
+        ...

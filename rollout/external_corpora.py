@@ -1,0 +1,146 @@
+"""The engine's calls that have to do with the corpus its drafts come from."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Sequence
+
+from rollout.corpus_documents import FileDocuments, documents_from
+from rollout.draft_corpus import DraftCorpus, ExternalCorpus, ExternalState
+from rollout.encoding import PromptEncoder
+from rollout.errors import InvalidInputError
+from rollout.worker import Worker
+
+
+class CorpusCalls:
+    """A part of RolloutEngine. None of it changes a rollout, only how fast rollouts come.
+
+    External corpora are texts to draft from beside the rollouts themselves: code, documents,
+    reference answers. They load in the background while generation goes on, and each becomes
+    visible as a whole between two steps. With a worker that has no corpus (``spec=none``) every
+    call but `close` raises InvalidInputError.
+    """
+
+    worker: Worker
+    encoder: PromptEncoder
+
+    def add_external_corpus(
+        self,
+        name: str | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        token_chunks: Sequence[Sequence[int]] | None = None,
+        file_path: str | os.PathLike[str] | None = None,
+        wait: bool = False,
+    ) -> str:
+        """Load a corpus to draft from, from exactly one source; its name.
+
+        Args:
+            name: not that of another, unless it failed; default: a random one.
+            documents: texts. Like those of a file they are encoded as they stand, without special
+                tokens, since drafts continue running text.
+            token_chunks: token ids, a sequence per document.
+            file_path: JSONL, per line a JSON string or an object with ``text``.
+            wait: return when it is published, and raise InvalidInputError if it could not be
+                loaded, its name being free again. Else `external_corpora` says how far it is.
+
+        A document that cannot be used, or a limit exceeded, fails the load whole: nothing of it is
+        drafted from. The documents must not be changed while they load. Raises InvalidInputError.
+        """
+        corpus = self._corpus()
+        if name is None:
+            name = uuid.uuid4().hex
+        if not isinstance(name, str) or not name:
+            raise InvalidInputError("name", name, "must be a text of at least one character")
+        there = corpus.external_corpora()
+        if any(each.name == name and each.state is not ExternalState.FAILED for each in there):
+            raise InvalidInputError("name", name, "is taken: remove that corpus, or choose another")
+        source = documents_from(
+            self.encoder, documents=documents, token_chunks=token_chunks, file_path=file_path
+        )
+        corpus.add_external(name, source, source.fraction_read)
+        if wait:
+            corpus.wait(name, None)
+            self._require_loaded(corpus, name)
+        return name
+
+    def remove_external_corpus(self, name: str) -> None:
+        """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
+        corpus = self._corpus()
+        if name not in (known := [each.name for each in corpus.external_corpora()]):
+            raise InvalidInputError(
+                "name", name, f"is unknown; there are {', '.join(known) or 'none'}"
+            )
+        corpus.remove_external(name)
+
+    def external_corpora(self) -> list[ExternalCorpus]:
+        """All of them by name; those that have become ready are published now."""
+        corpus = self._corpus()
+        corpus.publish()
+        return corpus.external_corpora()
+
+    def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
+        """`external_corpora` when none is loading any more; failed ones say why.
+
+        Raises TimeoutError after ``timeout`` seconds.
+        """
+        corpus = self._corpus()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for name in _loading(corpus):
+            corpus.wait(name, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if loading := _loading(corpus):
+            raise TimeoutError(f"still loading after {timeout} s: {', '.join(loading)}")
+        return self.external_corpora()
+
+    def save_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Write rollouts, published external corpora, calibration and weight version to a file.
+
+        Whole or not at all; for a trainer's checkpoint. Raises OSError.
+        """
+        self._corpus().save(path)
+
+    def load_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Go on with the corpus that `save_corpus` wrote, in place of the one held.
+
+        Bring the engine to the weights and weight version of the checkpoint first: rollouts of
+        another version count as those of an older policy. External corpora that are loading go on
+        and replace the file's of the same name.
+
+        Raises InvalidInputError for a file that is damaged, of another vocabulary or of another
+        ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
+        """
+        self._corpus().load(path)
+
+    def close(self) -> None:
+        """Cancel what loads, for good: no external corpus can be added any more."""
+        if self.worker.draft_corpus is not None:
+            self.worker.draft_corpus.close()
+
+    def _load_configured(self) -> None:
+        corpus = self.worker.draft_corpus
+        if corpus is None:
+            return
+        for name, path in corpus.configured.items():
+            source = FileDocuments(self.encoder, path, f"spec.external_corpora.{name}")
+            corpus.add_external(name, source, source.fraction_read)
+
+    def _corpus(self) -> DraftCorpus:
+        corpus = self.worker.draft_corpus
+        if corpus is None:
+            worker = type(self.worker).__name__
+            raise InvalidInputError(
+                "spec", worker, "has no corpus to draft from; spec=ngram has one"
+            )
+        return corpus
+
+    def _require_loaded(self, corpus: DraftCorpus, name: str) -> None:
+        (own,) = (each for each in self.external_corpora() if each.name == name)
+        if own.state is not ExternalState.PUBLISHED:
+            corpus.remove_external(name)
+            raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
+
+
+def _loading(corpus: DraftCorpus) -> list[str]:
+    return [each.name for each in corpus.external_corpora() if each.state is ExternalState.LOADING]

@@ -1,0 +1,106 @@
+"""The job's side of the corpus: read at the start, saved beside the output, watched in between.
+
+The corpus decides nothing but speed, so whatever goes wrong with its file is a warning, and the
+job goes on without.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import time
+from pathlib import Path
+
+from rollout.draft_corpus import ExternalState
+from rollout.engine import RolloutEngine
+from rollout.errors import InvalidInputError
+
+log = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 1.0
+
+
+class JobCorpus:
+    """Of an engine whose worker has none, this does nothing.
+
+    Under the output's lock: half-written files beside ``path`` are of jobs that died.
+    """
+
+    def __init__(self, engine: RolloutEngine, path: Path, seconds: float) -> None:
+        """``seconds`` between two saves; 0: the file is neither read nor written."""
+        self._engine = engine
+        self._corpus = engine.worker.draft_corpus
+        self._path = path
+        self._seconds = seconds
+        self._keeps = self._corpus is not None and seconds > 0  # a file
+        self._start = "cold"
+        self._saved_at = self._watched_at = time.monotonic()
+        self._reported: dict[str, ExternalState] = {}
+        if self._num_tokens:  # spec.corpus_path was given
+            self._start = _warm(self._num_tokens)
+
+    def restore(self) -> None:
+        """Go on with the corpus that an earlier run of this job saved, if it did."""
+        if not self._keeps:
+            return
+        for scratch in self._path.parent.glob(f"{glob.escape(self._path.name)}.saving.*"):
+            scratch.unlink(missing_ok=True)
+        if not self._path.exists():
+            return
+        try:
+            self._engine.load_corpus(self._path)
+        except (InvalidInputError, OSError) as error:
+            log.warning("drafts start without the earlier run's corpus: %s", error)
+        else:
+            self._start = _warm(self._num_tokens)
+            log.info("corpus: %s", self._start)
+
+    def tend(self) -> None:
+        """Between two steps."""
+        now = time.monotonic()
+        if now - self._watched_at >= _WATCH_SECONDS:
+            self._watched_at = now
+            self._report()
+        if self._keeps and now - self._saved_at >= self._seconds:
+            self._save()
+
+    def finish(self) -> list[tuple[str, str]]:
+        """Save for the run that goes on, or for the next epoch. Lines for the summary."""
+        if self._corpus is None:
+            return []
+        self._report()
+        if self._keeps:
+            self._save()
+        lines = [("corpus", f"{self._start}; {self._num_tokens:,} tokens now")]
+        for each in self._engine.external_corpora():
+            shown = each.error or f"{each.state.value}, {each.num_tokens:,} tokens"
+            lines.append((f"corpus {each.name}", shown))
+        return lines
+
+    @property
+    def _num_tokens(self) -> int:
+        return 0 if self._corpus is None else self._corpus.num_tokens
+
+    def _save(self) -> None:
+        try:
+            self._engine.save_corpus(self._path)
+        except OSError as error:
+            log.warning("%s was not saved, a restarted job would draft less: %s", self._path, error)
+        self._saved_at = time.monotonic()
+
+    def _report(self) -> None:
+        """Log each external corpus once when it is published, once when it has failed."""
+        if self._corpus is None:
+            return
+        for each in self._engine.external_corpora():
+            if self._reported.get(each.name) is each.state:
+                continue
+            self._reported[each.name] = each.state
+            if each.state is ExternalState.PUBLISHED:
+                log.info("drafting from %s too: %d tokens", each.name, each.num_tokens)
+            elif each.state is ExternalState.FAILED:
+                log.warning("external corpus %s was not loaded: %s", each.name, each.error)
+
+
+def _warm(num_tokens: int) -> str:
+    return f"warm, {num_tokens:,} tokens"

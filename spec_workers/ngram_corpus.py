@@ -1,0 +1,136 @@
+"""The n-gram corpus as the engine sees it: with the loads of its external corpora, and its file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngram_native import Corpus
+from ngram_native.external_loads import ExternalLoads
+from ngram_native.external_loads import ExternalState as LoadState
+from rollout.draft_corpus import ExternalCorpus, ExternalState
+from rollout.errors import InvalidInputError
+
+_OPTION_OF = {
+    "max_bytes": "spec.corpus_bytes",
+    "max_external_bytes": "spec.max_external_bytes",
+    "max_tokens": "spec.max_external_tokens",
+}
+_AT_REST = (LoadState.PUBLISHED, LoadState.FAILED)
+
+
+class NgramCorpus:
+    """See `rollout.draft_corpus.DraftCorpus`; to the worker, the ``corpus`` itself."""
+
+    def __init__(
+        self,
+        vocabulary: str,
+        *,
+        corpus_bytes: int,
+        max_external_bytes: int,
+        max_external_tokens: int,
+        configured: Mapping[str, str],
+    ) -> None:
+        """For the options see `spec_workers.ngram.build`.
+
+        ``vocabulary`` tells whose token ids these are. Raises InvalidInputError.
+        """
+        for option, value in (
+            ("max_external_bytes", max_external_bytes),
+            ("max_external_tokens", max_external_tokens),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise InvalidInputError(f"spec.{option}", value, "must be an integer >= 1")
+        self.configured = _checked_paths(configured)
+        try:
+            self.corpus = Corpus(
+                max_bytes=corpus_bytes,
+                max_external_bytes=max_external_bytes,
+                vocabulary=vocabulary,
+            )
+        except ValueError as error:
+            reason = str(error).removeprefix(f"max_bytes={corpus_bytes!r}: ")
+            raise InvalidInputError("spec.corpus_bytes", corpus_bytes, reason) from None
+        self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.corpus.num_tokens
+
+    def add_external(
+        self,
+        name: str,
+        documents: Iterable[Sequence[NDArray[np.int32]]],
+        fraction_read: Callable[[], float],
+    ) -> None:
+        try:
+            self._loads.start(name, documents, fraction_read=fraction_read)
+        except ValueError as error:  # closed
+            reason = str(error).removeprefix(f"name={name!r}: ")
+            raise InvalidInputError("name", name, reason) from None
+
+    def remove_external(self, name: str) -> None:
+        self._loads.remove(name)
+
+    def external_corpora(self) -> list[ExternalCorpus]:
+        return [
+            ExternalCorpus(
+                name=each.name,
+                state=ExternalState(each.state.value),
+                num_tokens=each.num_tokens,
+                num_bytes=each.num_bytes,
+                progress=each.progress,
+                error=None if each.error is None else _by_option(each.error),
+            )
+            for each in self._loads.statuses()
+        ]
+
+    def wait(self, name: str, timeout: float | None) -> None:
+        self._loads.wait(name, timeout)
+
+    def publish(self) -> None:
+        self._loads.publish()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        self.corpus.save(path)
+
+    def load(self, path: str | os.PathLike[str], field: str = "path") -> None:
+        try:
+            self.corpus.load(path)
+        except ValueError as error:
+            shown = os.fspath(path)
+            reason = str(error).removeprefix(f"path={shown!r}: ")
+            raise InvalidInputError(field, shown, _by_option(reason)) from None
+        loading = {each.name for each in self._loads.statuses() if each.state not in _AT_REST}
+        for name in loading & set(self.corpus.external_names()):
+            self.corpus.remove_external(name)  # what is being loaded takes its place
+
+    def close(self) -> None:
+        self._loads.close()
+
+    def counters(self) -> dict[str, float]:
+        states = [each.state.value for each in self._loads.statuses()]
+        own = {f"external_{state}": float(states.count(state)) for state in ("loading", "failed")}
+        return self.corpus.counters() | own
+
+
+def _by_option(reason: str) -> str:
+    """The corpus speaks of its own parameters; the user set options."""
+    return re.sub(r"\b(\w+)=", lambda m: f"{_OPTION_OF.get(m[1], m[1])}=", reason)
+
+
+def _checked_paths(configured: object) -> Mapping[str, str]:
+    field = "spec.external_corpora"
+    if not isinstance(configured, Mapping):
+        raise InvalidInputError(field, configured, "must map names to JSONL files")
+    for name, path in configured.items():
+        if not isinstance(path, str | os.PathLike):
+            raise InvalidInputError(f"{field}.{name}", path, "must be the path of a JSONL file")
+        if not Path(path).is_file():
+            raise InvalidInputError(f"{field}.{name}", str(path), "there is no such file")
+    return {str(name): os.fspath(path) for name, path in configured.items()}

@@ -1,0 +1,250 @@
+"""The corpus beside a job's output: the job that goes on, and the next epoch, start warm."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.offline import DataConfig, JobResult, JobStatus, OutputConfig, RunConfig, run_job
+from rollout.offline.fingerprint import fingerprint
+from rollout.specs import worker_factory
+from tests.helpers.text_model import save_text_model
+
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, n=3, seed=5, ignore_eos=True)
+SPEC = {"corpus_bytes": 1 << 20}
+
+
+@pytest.fixture(scope="module")
+def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_text_model(tmp_path_factory.mktemp("text-model"))
+
+
+@pytest.fixture
+def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ["three four five", "nine", "one two", "two one", "six seven eight"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return RunConfig(
+        model=ModelConfig(path=str(text_model_path), dtype=DType.float32),
+        data=DataConfig(path=str(prompts)),
+        sampling=PARAMS,
+        output=OutputConfig(path=str(tmp_path / "rollouts.jsonl")),
+        memory=MemoryConfig(max_kv_tokens=512),
+        scheduler=SchedulerConfig(max_running=4, max_step_tokens=16, chunk_len=8),
+        num_threads=1,
+    )
+
+
+def run(config: RunConfig, spec: str = "ngram", **options: Any) -> JobResult:
+    factory = worker_factory(spec, **(SPEC | options if spec == "ngram" else {}))
+    return run_job(config, factory, Console(file=io.StringIO()))
+
+
+def stopped(config: RunConfig, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> JobResult:
+    """Run until SIGTERM arrives in the middle of it."""
+    real_step, seen = RolloutEngine.step, []
+
+    def step(engine: RolloutEngine):
+        seen.append(None)
+        if len(seen) == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real_step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "step", step)
+        result = run(config)
+    assert result.status is JobStatus.STOPPED
+    return result
+
+
+def named(config: RunConfig, name: str, **changes: Any) -> RunConfig:
+    path = Path(config.output.path or "").with_name(name)
+    return replace(config, output=replace(config.output, path=str(path), **changes))
+
+
+def corpus_file(config: RunConfig) -> Path:
+    return Path(f"{config.output.path}.corpus")
+
+
+def output_rows(config: RunConfig) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in Path(config.output.path or "").read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+
+
+def line(result: JobResult, name: str = "corpus") -> str:
+    assert result.summary is not None
+    return dict(result.summary.lines())[name]
+
+
+def accepted(result: JobResult) -> float:
+    assert result.summary is not None
+    return result.summary.metrics.accepted / result.summary.metrics.generated_tokens
+
+
+def test_a_stopped_job_goes_on_warm(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    whole = named(config, "whole.jsonl")
+    run(whole)
+    first = stopped(config, monkeypatch)
+    start, _, end = line(first).partition("; ")
+    assert start == "cold"
+    num_tokens = end.removesuffix(" tokens now")
+    assert int(num_tokens) > 100
+    cold = named(config, "cold.jsonl")
+    for suffix in ("", ".run.json"):
+        Path(f"{cold.output.path}{suffix}").write_bytes(
+            Path(f"{config.output.path}{suffix}").read_bytes()
+        )
+    warm_result, cold_result = run(config), run(cold)
+    assert line(warm_result).startswith(f"warm, {num_tokens} tokens; ")
+    assert f"corpus: warm, {num_tokens} tokens" in caplog.text
+    assert line(cold_result).startswith("cold; ")
+    assert accepted(warm_result) > accepted(cold_result)
+    assert output_rows(config) == output_rows(cold) == output_rows(whole)
+
+
+def test_what_is_proposed_is_what_an_undisturbed_corpus_would(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed job's corpus against one that was fed the same and never left memory."""
+    stopped(config, monkeypatch)
+    kept: list[RolloutEngine] = []
+    real_init = RolloutEngine.__init__
+
+    def noted_init(engine: RolloutEngine, *args: Any) -> None:
+        real_init(engine, *args)
+        kept.append(engine)
+
+    other = named(config, "other.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "__init__", noted_init)
+        stopped(other, monkeypatch)
+        (undisturbed,) = kept
+    resumed = RolloutEngine.from_config(config.engine, worker_factory("ngram", **SPEC))
+    resumed.load_corpus(corpus_file(config))
+    prompts = ["three four five", "six", "one two"]
+    undisturbed.scheduler.abort_all()
+    undisturbed.flush_cache()
+    drafts = []
+    for engine in (undisturbed, resumed):
+        engine.reset_metrics()
+        engine.generate(prompts, PARAMS)
+        metrics = engine.metrics()
+        drafts.append((metrics.drafted, metrics.accepted, metrics.expected_accepted))
+    assert drafts[0] == drafts[1]
+    assert drafts[0][1] > 0
+
+
+def test_the_next_epoch_begins_with_the_last_ones_corpus(config: RunConfig) -> None:
+    first = run(config)
+    cold, warm = named(config, "cold.jsonl"), named(config, "warm.jsonl")
+    cold_result = run(cold)
+    warm_result = run(warm, corpus_path=str(corpus_file(config)))
+    num_tokens = line(first).removeprefix("cold; ").removesuffix(" tokens now")
+    assert line(warm_result).startswith(f"warm, {num_tokens} tokens; ")
+    assert accepted(warm_result) > accepted(cold_result)
+    assert output_rows(warm) == output_rows(cold) == output_rows(config)
+    # In place of its own output too: it is read before that is replaced.
+    again = named(config, "rollouts.jsonl", overwrite=True)
+    assert line(run(again, corpus_path=str(corpus_file(config)))).startswith("warm, ")
+    assert line(run(again)).startswith("cold; ")
+
+
+@pytest.mark.parametrize("fault", ["damaged", "empty", "other corpus_bytes", "a folder"])
+def test_a_corpus_that_cannot_be_used_costs_a_warning(
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    fault: str,
+) -> None:
+    whole = named(config, "whole.jsonl")
+    run(whole)
+    stopped(config, monkeypatch)
+    file = corpus_file(config)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if fault == "a folder":
+        file.unlink()
+        file.mkdir()
+    elif fault != "other corpus_bytes":
+        file.write_bytes(content if fault == "damaged" else b"")
+    result = run(config, corpus_bytes=2 << 20 if fault == "other corpus_bytes" else 1 << 20)
+    assert result.status is JobStatus.COMPLETED
+    assert line(result).startswith("cold; ")
+    reasons = {"other corpus_bytes": "spec.corpus_bytes=1048576", "a folder": "Is a directory"}
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert str(file) in warnings[0]
+    assert reasons.get(fault, "the file is") in warnings[0]
+    assert len(warnings) == 1 + (fault == "a folder")  # nor can it be saved there
+    assert output_rows(config) == output_rows(whole)
+
+
+def test_saved_while_it_generates(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves: list[int] = []
+    real_save = RolloutEngine.save_corpus
+
+    def noted_save(engine: RolloutEngine, path: Path) -> None:
+        real_save(engine, path)
+        saves.append(engine.metrics().steps)
+
+    monkeypatch.setattr(RolloutEngine, "save_corpus", noted_save)
+    left = corpus_file(config).with_name(corpus_file(config).name + ".saving.abc")
+    left.write_text("of a job that was killed")
+    run(named(config, "rollouts.jsonl", corpus_seconds=1e-6))
+    assert len(saves) > 5
+    assert saves == sorted(saves)
+    assert not left.exists()
+    saves.clear()
+    run(named(config, "seldom.jsonl"))
+    assert len(saves) == 1
+
+
+def test_no_corpus_where_none_is_wanted_or_there_is_none(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = named(config, "rollouts.jsonl", corpus_seconds=0.0)
+    stopped(never, monkeypatch)
+    assert not corpus_file(config).exists()
+    corpus_file(config).write_text("is not looked at")
+    assert line(run(never)).startswith("cold; ")
+    assert corpus_file(config).read_text() == "is not looked at"
+    plain = named(config, "plain.jsonl")
+    result = run(plain, "none")
+    assert result.summary is not None
+    assert "corpus" not in dict(result.summary.lines())
+    assert not corpus_file(plain).exists()
+
+
+def test_external_corpora_are_reported(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "code.jsonl").write_text('"one two three"\n' * 3)
+    (tmp_path / "notes.jsonl").write_text("3\n")
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("code", "notes")}
+    result = run(config, external_corpora=files)
+    assert result.status is JobStatus.COMPLETED
+    assert caplog.text.count("drafting from code too: 9 tokens") == 1
+    assert caplog.text.count("external corpus notes was not loaded: ") == 1
+    assert line(result, "corpus code") == "published, 9 tokens"
+    assert "notes.jsonl:1=3: must be a JSON string" in line(result, "corpus notes")
+
+
+def test_the_corpus_is_no_part_of_what_decides_the_output(config: RunConfig) -> None:
+    spec = {"_target_": "spec_workers.ngram.build", "corpus_path": "a", "external_corpora": {}}
+    other = named(replace(config, spec=spec), "rollouts.jsonl", corpus_seconds=3.0)
+    assert fingerprint(other) == fingerprint(config)
