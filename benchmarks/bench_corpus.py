@@ -46,7 +46,7 @@ def main() -> None:
     add_replay_options(arguments)
     arguments.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     arguments.add_argument(
-        "--floor", type=float, default=0.05, help="least estimate of a node, for accept length"
+        "--floor", type=float, default=0.06, help="least estimate of a node, for accept length"
     )
     arguments.add_argument(
         "--external-text",

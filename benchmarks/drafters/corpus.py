@@ -45,7 +45,7 @@ class CorpusDrafter:
             tokens_N=proposal.tokens_N,
             parents_N=proposal.parents_N,
             probabilities_N=proposal.probabilities_N,
-            sources_N=getattr(proposal, "sources_N", None),
+            sources_N=proposal.sources_N,
         )
 
     def insert(

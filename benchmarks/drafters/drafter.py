@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-SOURCES = ("group", "live", "external")
+SOURCES = ("group", "live", "external", "gap")
 """Names of the codes in `Drafts.sources_N`, in order."""
 
 

@@ -90,7 +90,7 @@ def test_oracle_of_three_tokens_emits_four():
     assert result.accept_length == 4
     assert result.accept_length_by(trace.epoch_of_R) == {0: 4, 1: 4}
     assert result.accept_length_by(trace.temperature_of_R) == {0.5: 4, 1.0: 4}
-    assert result.accepted_by_source == {"group": 0, "live": 3 * 20, "external": 0}
+    assert result.accepted_by_source == {"group": 0, "live": 3 * 20, "external": 0, "gap": 0}
 
 
 def test_drafting_nothing_emits_one():
@@ -108,7 +108,7 @@ def test_accepted_counts_are_by_response():
     result = replay(make_trace([[8, 9, 8, 9], [2, 2]]), Scripted(tree), budget=2, active=2)
     assert result.forwards_R.tolist() == [2, 2]
     assert result.drafted_R.tolist() == [4, 2]
-    assert result.accepted_by_source == {"group": 0, "live": 0, "external": 2}
+    assert result.accepted_by_source == {"group": 0, "live": 0, "external": 2, "gap": 0}
     assert sorted(zip(result.estimates_J.tolist(), result.accepted_J.tolist(), strict=True)) == [
         *[(0.125, False)] * 2,
         *[(0.25, False)] * 2,
