@@ -1,7 +1,6 @@
 #include "corpus.h"
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 #include <utility>
 
@@ -98,29 +97,6 @@ void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const
   sequences_.emplace(sequence_id, std::move(sequence));
 }
 
-void Corpus::judge(Sequence& sequence, std::span<const Token> tokens) {
-  std::uint64_t accepted = 1;  // by tree number; the root came true
-  std::uint64_t unknown = 0;   // came true or not: the tokens end before it
-  for (std::size_t j = 0; j < sequence.guesses.size(); ++j) {
-    const Guess& guess = sequence.guesses[j];
-    const std::uint64_t self = std::uint64_t{1} << (j + 1);
-    const bool parent_came = accepted >> guess.parent & 1;
-    if (unknown >> guess.parent & 1 || (parent_came && guess.depth > tokens.size())) {
-      unknown |= self;
-      continue;
-    }
-    const bool right = parent_came && tokens[guess.depth - 1u] == guess.token;
-    if (right) accepted |= self;
-    if (parent_came) calibration_.observe_step(guess.basis, right);
-    // Below a node that was not handed out only misses are sure to be seen.
-    if (guess.parent <= sequence.drafted) {
-      calibration_.observe_path(guess.product, guess.depth, right);
-    }
-  }
-  totals_.matched_nodes += static_cast<std::uint64_t>(std::popcount(accepted)) - 1;
-  sequence.guesses.clear();
-}
-
 void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
                     std::span<const std::int64_t> offsets) {
   check_tokens(tokens);
@@ -132,7 +108,7 @@ void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const 
     const auto fresh = tokens.subspan(static_cast<std::size_t>(offsets[b]),
                                       static_cast<std::size_t>(offsets[b + 1] - offsets[b]));
     if (fresh.empty()) continue;
-    judge(sequence, fresh);
+    totals_.matched_nodes += sequence.judge(fresh, calibration_);
     for (const Token token : fresh) {
       live_->append(sequence.cursor, token, sequence.context.view(), policy_);
       sequence.context.push(token);

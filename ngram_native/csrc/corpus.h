@@ -85,7 +85,6 @@ class Corpus {
   // All of these run under the mutex.
   Sequence& find(std::int64_t sequence_id);
   std::vector<Sequence*> find_all(std::span<const std::int64_t> sequence_ids);
-  void judge(Sequence& sequence, std::span<const Token> tokens);
   const std::vector<DraftNode>& grow(const Candidates& candidates, std::int32_t budget);
   Scopes scopes() const { return Scopes{*live_, externals_, policy_}; }
   void detach_sequences();

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "calibration.h"
@@ -30,6 +31,10 @@ struct Sequence {
   std::vector<Guess> guesses;  // the tree last grown; forgotten when the next tokens came
   std::size_t drafted = 0;     // its first nodes: those that were handed out
   std::uint64_t named_by = 0;  // the last call that named this sequence, to catch duplicates
+
+  // Tells the calibration which of the guesses the tokens that came prove right, and forgets them.
+  // Returns how many came true.
+  std::size_t judge(std::span<const Token> tokens, Calibration& calibration);
 
   // Asks for its memory: between two calls a forward of the model takes over all caches.
   void prefetch() const {
