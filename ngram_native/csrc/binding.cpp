@@ -131,12 +131,13 @@ Each array is a view of the proposal's own memory.)")
       .def(
           "__init__",
           [](Corpus* self, std::uint64_t max_bytes, std::uint64_t max_external_bytes,
-             std::uint32_t max_candidates, std::uint32_t max_steps, const std::string& vocabulary) {
+             std::uint32_t max_candidates, std::uint32_t max_steps, const std::string& vocabulary,
+             std::int64_t vocab_size) {
             new (self) Corpus(ngram::Options{max_bytes, max_external_bytes, max_candidates,
-                                             max_steps, vocabulary});
+                                             max_steps, vocabulary, vocab_size});
           },
           nb::kw_only(), "max_bytes"_a, "max_external_bytes"_a, "max_candidates"_a, "max_steps"_a,
-          "vocabulary"_a)
+          "vocabulary"_a, "vocab_size"_a)
       .def(
           "insert",
           [](Corpus& self, const In<std::int32_t>& tokens, std::optional<std::uint64_t> group) {
@@ -169,6 +170,7 @@ Each array is a view of the proposal's own memory.)")
             return self.query(group, view(tokens), budget, min_probability);
           },
           "group"_a, "tokens"_a.noconvert(), "budget"_a, "min_probability"_a, released)
+      .def("max_sequences", &Corpus::max_sequences)
       .def("close", &Corpus::close, "sequence_id"_a, released)
       .def("set_weight_version", &Corpus::set_weight_version, "version"_a, released)
       .def(

@@ -22,14 +22,12 @@ class BuildMonitor {
   // Work between two checkpoints, in tokens: well below a millisecond.
   static constexpr std::uint32_t kStride = 1 << 14;
 
-  // bounded: memory beyond the budget is refused, else only counted.
-  explicit BuildMonitor(std::shared_ptr<ExternalBudget> budget, bool bounded = true)
-      : charge_(std::move(budget)), bounded_(bounded) {}
+  explicit BuildMonitor(std::shared_ptr<ExternalBudget> budget) : charge_(std::move(budget)) {}
 
   // Says how many bytes the build holds from now on: called before they are taken and after they
   // are given back.
   void hold(std::uint64_t bytes) {
-    charge_.resize(bytes, bounded_);
+    charge_.resize(bytes);
     num_bytes_ = bytes;
   }
 
@@ -58,7 +56,6 @@ class BuildMonitor {
   static constexpr std::chrono::milliseconds kBetweenQuestions{100};
 
   Charge charge_;
-  const bool bounded_;
   std::function<bool()> proceed_;
   std::chrono::steady_clock::time_point next_question_{};
   std::atomic<bool> cancelled_ = false;

@@ -46,6 +46,9 @@ class Candidates {
   }
   void add(const Candidate& candidate) { candidates_.push_back(candidate); }
 
+  std::uint64_t num_bytes() const {
+    return candidates_.capacity() * sizeof(Candidate) + tokens_.capacity() * sizeof(Token);
+  }
   std::uint32_t depth() const { return depth_; }
   std::size_t size() const { return candidates_.size(); }
   const Candidate* data() const { return candidates_.data(); }

@@ -135,7 +135,7 @@ bool ChainedLog::prefetch(Position position, std::uint32_t which) const {
   return true;
 }
 
-std::string ChainedLog::check() const {
+std::string ChainedLog::check(std::int64_t vocab_size) const {
   std::uint64_t tokens = 0;
   for (std::uint32_t slot = 0; slot < log_.num_pages(); ++slot) {
     const PageHeader& header = log_.header_of_slot(slot);
@@ -154,7 +154,11 @@ std::string ChainedLog::check() const {
       }
     }
     for (std::uint32_t offset = 0; offset < header.used; ++offset) {
-      if (log_.view(page).tokens()[offset] < 0) return name + "holds a negative token";
+      const Token token = log_.view(page).tokens()[offset];
+      if (token < 0 || token >= vocab_size) {
+        return name + "holds token " + std::to_string(token) + ", which is not in [0, " +
+               std::to_string(vocab_size) + ")";
+      }
     }
     tokens += header.used;
   }

@@ -43,6 +43,11 @@ class ChainedLog {
   static std::uint32_t part_slots_for(const std::vector<Chain>& chains, std::uint64_t bytes);
   static std::uint64_t table_bytes(const std::vector<Chain>& chains, std::uint32_t part_slots);
 
+  // Makes room for so many tokens of so many documents, so that appending them cannot fail.
+  void reserve(std::uint64_t tokens, std::uint64_t documents) {
+    log_.reserve(tokens / kPageTokens + 2 * documents);
+  }
+
   // Appends one token of the cursor's document; `context` ends just before it.
   void append(Cursor& cursor, Token token, ContextView context, std::uint32_t policy);
 
@@ -74,7 +79,7 @@ class ChainedLog {
   std::size_t num_bytes() const { return log_.num_bytes() + num_heads() * sizeof(std::uint32_t); }
 
   // Empty when the books balance, else what does not.
-  std::string check() const;
+  std::string check(std::int64_t vocab_size) const;
 
  private:
   struct Free {
@@ -97,7 +102,7 @@ class ChainedLog {
   PageNumber begin_page(Cursor& cursor, std::uint32_t policy);
 
   static constexpr std::uint32_t kMaxSegments = 1024;   // looked at per branching point
-  static constexpr std::size_t kMaxFollowed = 1 << 20;  // tokens compared by one follow()
+  static constexpr std::size_t kMaxFollowed = 1 << 16;  // tokens compared by one follow()
 
   std::vector<Chain> chains_;
   TokenLog log_;

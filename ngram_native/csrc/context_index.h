@@ -47,6 +47,7 @@ class ContextIndex {
   std::span<const Token> text() const { return {text_.data(), text_.size()}; }
   std::uint64_t num_tokens() const { return num_tokens_; }
   std::uint64_t num_bytes() const { return charge_.bytes(); }
+  void charge_to(std::shared_ptr<ExternalBudget> budget) { charge_.move_to(std::move(budget)); }
 
   std::string check() const;  // empty when the books balance
 

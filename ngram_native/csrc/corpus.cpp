@@ -14,7 +14,23 @@ namespace {
 // sank below the caller's floor must be able to rise again.
 constexpr std::int32_t kJudgedNodes = 8;
 
+// Of max_bytes, set aside for open sequences: a 32nd, at least this much.
 constexpr std::uint64_t kMinReserve = 64 << 10;
+
+// And for the corpus itself. Not its size, which differs between standard libraries: the same
+// max_bytes must hold the same pages everywhere.
+constexpr std::uint64_t kOwnBytes = 112 << 10;
+static_assert(sizeof(Corpus) <= kOwnBytes);
+
+// Of an open sequence, at most: a map node holds its value and a link, each block a word of the
+// allocator's own.
+constexpr std::uint64_t kSequenceBytes = 2048;
+static_assert(sizeof(Sequence) + 8 * sizeof(void*) + kMaxTreeNodes * sizeof(Guess) <=
+              kSequenceBytes);
+
+std::uint64_t reserve_bytes(std::uint64_t max_bytes) {
+  return std::max(max_bytes / 32, kMinReserve);
+}
 
 std::int32_t nodes_grown(std::int32_t budget) { return std::max(budget, kJudgedNodes); }
 
@@ -32,8 +48,7 @@ Corpus::Corpus(const Options& options)
 std::unique_ptr<ChainedLog> Corpus::make_live() const {
   const auto& chains = Matcher::live_chains();
   const std::uint32_t slots = ChainedLog::part_slots_for(chains, options_.max_bytes / 8);
-  const std::uint64_t reserve =
-      std::max(options_.max_bytes / 32, kMinReserve) + sizeof(Corpus);  // for open sequences
+  const std::uint64_t reserve = reserve_bytes(options_.max_bytes) + kOwnBytes;
   const std::uint64_t pages =
       (options_.max_bytes - ChainedLog::table_bytes(chains, slots) - reserve) /
       TokenLog::page_bytes(static_cast<std::uint32_t>(chains.size()));
@@ -41,6 +56,10 @@ std::unique_ptr<ChainedLog> Corpus::make_live() const {
       chains,
       static_cast<std::uint32_t>(std::min<std::uint64_t>(pages, TokenLog::kMaxCapacityPages)),
       slots);
+}
+
+std::size_t Corpus::max_sequences() const {
+  return static_cast<std::size_t>(reserve_bytes(options_.max_bytes) / kSequenceBytes);
 }
 
 Sequence& Corpus::find(std::int64_t sequence_id) {
@@ -68,8 +87,9 @@ std::vector<Sequence*> Corpus::find_all(std::span<const std::int64_t> sequence_i
 }
 
 void Corpus::insert(std::span<const Token> tokens, std::optional<std::uint64_t> group) {
-  check_tokens(tokens);
+  check_tokens(tokens, options_.vocab_size);
   const std::scoped_lock lock(mutex_);
+  live_->reserve(tokens.size(), 1);
   Cursor cursor{.group = group.value_or(0), .has_group = group.has_value()};
   Context context;
   for (const Token token : tokens) {
@@ -80,29 +100,38 @@ void Corpus::insert(std::span<const Token> tokens, std::optional<std::uint64_t> 
 }
 
 void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens) {
-  check_tokens(tokens);
+  check_tokens(tokens, options_.vocab_size);
   const std::scoped_lock lock(mutex_);
   if (sequences_.contains(sequence_id)) {
     refuse("sequence_id", std::to_string(sequence_id), "is open already; close() it first");
   }
-  auto sequence = std::make_unique<Sequence>();
-  sequence->cursor = Cursor{.group = group, .has_group = true};
-  const std::size_t held = live_->follow(sequence->cursor, tokens);
+  if (sequences_.size() >= max_sequences()) {
+    refuse("sequence_id", std::to_string(sequence_id),
+           "is one more than the " + std::to_string(max_sequences()) +
+               " open sequences that max_bytes=" + std::to_string(options_.max_bytes) +
+               " has room for; close() some or raise it");
+  }
+  auto opened = std::make_unique<Sequence>();
+  opened->cursor = Cursor{.group = group, .has_group = true};
+  const std::size_t held = live_->follow(opened->cursor, tokens);
+  live_->reserve(tokens.size() - held, 1);
+  Sequence* const sequence = sequences_.emplace(sequence_id, std::move(opened)).first->second.get();
+  // From here on nothing can fail.
   sequence->context.push(tokens.first(held));
   for (const Token token : tokens.subspan(held)) {
     live_->append(sequence->cursor, token, sequence->context.view(), policy_);
     sequence->context.push(token);
   }
   totals_.inserted_tokens += tokens.size() - held;
-  sequences_.emplace(sequence_id, std::move(sequence));
 }
 
 void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
                     std::span<const std::int64_t> offsets) {
-  check_tokens(tokens);
+  check_tokens(tokens, options_.vocab_size);
   check_offsets(offsets, sequence_ids.size(), tokens.size());
   const std::scoped_lock lock(mutex_);
   const std::vector<Sequence*> sequences = find_all(sequence_ids);
+  live_->reserve(tokens.size(), sequences.size());
   for (std::size_t b = 0; b < sequences.size(); ++b) {
     Sequence& sequence = *sequences[b];
     const auto fresh = tokens.subspan(static_cast<std::size_t>(offsets[b]),
@@ -171,7 +200,7 @@ Proposal Corpus::propose(std::span<const std::int64_t> sequence_ids,
 
 Proposal Corpus::query(std::uint64_t group, std::span<const Token> tokens, std::int32_t budget,
                        double min_probability) {
-  check_tokens(tokens);
+  check_tokens(tokens, options_.vocab_size);
   check_budget("budget", budget);
   check_min_probability(min_probability);
   Context context;
@@ -254,7 +283,9 @@ void Corpus::reset() {
 
 std::string Corpus::check() const {
   const std::scoped_lock lock(mutex_);
-  if (std::string reason = live_->check(); !reason.empty()) return "live: " + reason;
+  if (std::string reason = live_->check(options_.vocab_size); !reason.empty()) {
+    return "live: " + reason;
+  }
   for (const auto& [name, external] : externals_.by_name()) {
     if (std::string reason = external->check(); !reason.empty()) {
       return "external '" + name + "': " + reason;
@@ -280,6 +311,10 @@ std::uint64_t Corpus::bookkeeping_bytes() const {
   return bytes;
 }
 
+std::uint64_t Corpus::scratch_bytes() const {
+  return matcher_.num_bytes() + builder_.num_bytes() + queries_.capacity() * sizeof(Query);
+}
+
 std::uint64_t Corpus::num_tokens() const {
   const std::scoped_lock lock(mutex_);
   return live_->log().num_tokens() + externals_.num_tokens();
@@ -303,6 +338,7 @@ std::map<std::string, double> Corpus::counters() const {
       {"external_bytes", number(external_budget_->used())},
       {"open_sequences", number(sequences_.size())},
       {"bookkeeping_bytes", number(bookkeeping_bytes())},
+      {"scratch_bytes", number(scratch_bytes())},
       {"weight_version", number(weight_version_)},
       {"proposals", number(totals_.proposals)},
       {"proposed_nodes", number(totals_.proposed_nodes)},

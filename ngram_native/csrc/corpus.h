@@ -51,6 +51,7 @@ class Corpus {
   Proposal query(std::uint64_t group, std::span<const Token> tokens, std::int32_t budget,
                  double min_probability);
   void close(std::int64_t sequence_id);
+  std::size_t max_sequences() const;  // that can be open together
   void set_weight_version(std::int64_t version);
 
   // Builds and publishes in one call. Documents d = tokens[offsets[d], offsets[d + 1]).
@@ -89,6 +90,7 @@ class Corpus {
   Scopes scopes() const { return Scopes{*live_, externals_, policy_}; }
   void detach_sequences();
   std::uint64_t bookkeeping_bytes() const;
+  std::uint64_t scratch_bytes() const;  // what calls keep for the next ones; beside max_bytes
 
   std::unique_ptr<ChainedLog> make_live() const;
 

@@ -57,16 +57,21 @@ class Charge {
     return *this;
   }
 
-  void resize(std::uint64_t bytes, bool bounded) {
+  void resize(std::uint64_t bytes) {
     if (!budget_) return;
     if (bytes <= bytes_) {
       budget_->give_back(bytes_ - bytes);
-    } else if (bounded) {
-      budget_->take(bytes - bytes_);
     } else {
-      budget_->take_unbounded(bytes - bytes_);
+      budget_->take(bytes - bytes_);
     }
     bytes_ = bytes;
+  }
+
+  // From now on a part of another budget, whether it fits there or not.
+  void move_to(std::shared_ptr<ExternalBudget> budget) {
+    budget->take_unbounded(bytes_);
+    if (budget_) budget_->give_back(bytes_);
+    budget_ = std::move(budget);
   }
 
   std::uint64_t bytes() const { return bytes_; }

@@ -24,6 +24,10 @@ std::unique_ptr<ContextIndex> ExternalCorpora::remove(const std::string& name) {
   return removed;
 }
 
+void ExternalCorpora::charge_to(const std::shared_ptr<ExternalBudget>& budget) {
+  for (auto& [name, corpus] : by_name_) corpus->charge_to(budget);
+}
+
 std::vector<std::string> ExternalCorpora::names() const {
   std::vector<std::string> names;
   for (const auto& [name, corpus] : by_name_) names.push_back(name);

@@ -20,6 +20,9 @@ class ExternalCorpora {
   void add(const std::string& name, std::unique_ptr<ContextIndex> corpus);
   std::unique_ptr<ContextIndex> remove(const std::string& name);  // for the caller to free
 
+  // Counts all of them in another budget, whether they fit there or not.
+  void charge_to(const std::shared_ptr<ExternalBudget>& budget);
+
   std::vector<std::string> names() const;
   std::uint64_t num_tokens() const;
   std::uint64_t num_bytes() const;

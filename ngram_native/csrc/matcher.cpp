@@ -216,4 +216,14 @@ std::span<const Candidates> Matcher::gather(const Scopes& scopes, std::span<cons
   return {candidates_.data(), queries.size()};
 }
 
+std::uint64_t Matcher::num_bytes() const {
+  std::uint64_t bytes =
+      searches_.capacity() * sizeof(Search) + running_.capacity() * sizeof(Search*) +
+      first_wider_.capacity() * sizeof(std::size_t) + occurrences_.capacity() * sizeof(Occurrence) +
+      candidates_.capacity() * sizeof(Candidates);
+  for (const Search& search : searches_) bytes += search.found.capacity() * sizeof(Found);
+  for (const Candidates& candidates : candidates_) bytes += candidates.num_bytes();
+  return bytes;
+}
+
 }  // namespace ngram

@@ -50,6 +50,8 @@ class Matcher {
   std::span<const Candidates> gather(const Scopes& scopes, std::span<const Query> queries,
                                      std::uint32_t depth);
 
+  std::uint64_t num_bytes() const;  // kept from call to call
+
  private:
   struct Found {
     Position position;  // of the token that came next

@@ -26,6 +26,9 @@ Options checked(const Options& options) {
     refuse("max_steps", std::to_string(options.max_steps),
            "must be >= max_candidates=" + std::to_string(options.max_candidates));
   }
+  if (options.vocab_size < 1 || options.vocab_size > std::int64_t{1} << 31) {
+    refuse("vocab_size", std::to_string(options.vocab_size), "must be in [1, 2**31]");
+  }
   return options;
 }
 

@@ -13,6 +13,7 @@ struct Options {
   std::uint32_t max_candidates;      // occurrences kept per scope
   std::uint32_t max_steps;           // links followed per chain and query
   std::string vocabulary = {};       // whose token ids these are; a file of another is refused
+  std::int64_t vocab_size = std::int64_t{1} << 31;  // tokens are below it
 };
 
 // The same, or a std::invalid_argument.

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -148,15 +147,17 @@ MappedArray<Token> get_text(ByteReader& reader) {
   return text;
 }
 
-std::unique_ptr<ContextIndex> make_index(MappedArray<Token> text,
+std::unique_ptr<ContextIndex> make_index(MappedArray<Token> text, std::int64_t vocab_size,
                                          const std::shared_ptr<ExternalBudget>& budget) {
-  const auto is_text = [](Token token) { return token >= ContextIndex::kSeparator; };
+  const auto is_text = [vocab_size](Token token) {
+    return token >= ContextIndex::kSeparator && token < vocab_size;
+  };
   if (text.size() == 0 || text[0] != ContextIndex::kSeparator ||
       text[text.size() - 1] != ContextIndex::kSeparator ||
       !std::all_of(text.begin(), text.end(), is_text)) {
     throw std::invalid_argument("the file is damaged: an external corpus has no text");
   }
-  BuildMonitor monitor(budget, /*bounded=*/false);  // the corpora it takes the place of go later
+  BuildMonitor monitor(budget);
   return std::make_unique<ContextIndex>(std::move(text), monitor);
 }
 
@@ -208,31 +209,24 @@ void Corpus::load(ByteReader& reader) {
     throw std::invalid_argument("the file is damaged: what it learned cannot have come about");
   }
   auto live = get_log(reader, Matcher::live_chains(), options_.max_bytes);
-  std::map<std::string, MappedArray<Token>> texts;
+  // Against a budget of their own: those in force are replaced, and loads under way go on.
+  const auto budget = std::make_shared<ExternalBudget>(options_.max_external_bytes);
+  ExternalCorpora externals;
   const auto num_externals = reader.get<std::uint64_t>();
   for (std::uint64_t i = 0; i < num_externals; ++i) {
-    std::string name = get_string(reader);
-    if (!texts.emplace(std::move(name), get_text(reader)).second) {
+    const std::string name = get_string(reader);
+    if (externals.by_name().contains(name)) {
       throw std::invalid_argument("the file is damaged: two external corpora have one name");
     }
+    externals.add(name, make_index(get_text(reader), options_.vocab_size, budget));
   }
   reader.finish();
-  if (const std::string reason = live->check(); !reason.empty()) {
+  if (const std::string reason = live->check(options_.vocab_size); !reason.empty()) {
     throw std::invalid_argument("the file is damaged: " + reason);
-  }
-  ExternalCorpora externals;
-  for (auto& [name, text] : texts) {
-    externals.add(name, make_index(std::move(text), external_budget_));
   }
 
   const std::scoped_lock lock(mutex_);
-  // Once those in force are gone.
-  const std::uint64_t external_bytes = external_budget_->used() - externals_.num_bytes();
-  if (external_bytes > options_.max_external_bytes) {
-    refuse("max_external_bytes", std::to_string(options_.max_external_bytes),
-           "must be >= " + std::to_string(external_bytes) +
-               ", for the file's external corpora and those being added");
-  }
+  externals.charge_to(external_budget_);
   detach_sequences();
   live_.swap(live);
   std::swap(externals_, externals);

@@ -24,14 +24,18 @@ std::size_t TokenLog::page_bytes(std::uint32_t num_links) {
   return sizeof(PageHeader) + kPageTokens * (sizeof(Token) + num_links * sizeof(Position));
 }
 
-std::uint32_t TokenLog::new_slot() {
-  const std::uint32_t slot = count_;
-  if (slot / kSlabPages >= slabs_.size()) {
-    const std::uint32_t pages = std::min(kSlabPages, capacity_ - slot);
-    slabs_.emplace_back(new (kSlabAlignment) std::byte[pages * stride_]());
+void TokenLog::reserve(std::uint64_t pages) {
+  const std::uint64_t needed = std::min<std::uint64_t>(capacity_, count_ + pages);
+  while (slabs_.size() * std::uint64_t{kSlabPages} < needed) {
+    const auto first = static_cast<std::uint32_t>(slabs_.size()) * kSlabPages;
+    const std::uint32_t slots = std::min(kSlabPages, capacity_ - first);
+    slabs_.emplace_back(new (kSlabAlignment) std::byte[slots * stride_]());
   }
-  ++count_;
-  return slot;
+}
+
+std::uint32_t TokenLog::new_slot() {
+  reserve(1);
+  return count_++;
 }
 
 std::uint32_t TokenLog::oldest_slot_emptied() {

@@ -58,6 +58,9 @@ class TokenLog {
 
   static std::size_t page_bytes(std::uint32_t num_links);
 
+  // Takes the memory of so many pages to come, as far as there are slots: beginning them cannot
+  // fail then.
+  void reserve(std::uint64_t pages);
   PageNumber begin_page(const PageHeader& header);
   Position push(PageNumber page, Token token);
 

@@ -32,6 +32,12 @@ class TreeBuilder {
   const std::vector<DraftNode>& build(const Candidates& candidates, std::int32_t max_nodes,
                                       const Calibration& calibration);
 
+  std::uint64_t num_bytes() const {  // kept from call to call
+    return nodes_.capacity() * sizeof(DraftNode) +
+           (undivided_.capacity() + followers_.capacity()) * sizeof(Follower) +
+           pending_.capacity() * sizeof(Pending) + heap_.capacity() * sizeof(Rank);
+  }
+
  private:
   // A candidate that agrees with the path so far, and what it says comes next.
   struct Follower {

@@ -8,10 +8,14 @@ void refuse(const std::string& field, const std::string& value, const std::strin
   throw std::invalid_argument(field + "=" + value + ": " + remedy);
 }
 
-void check_tokens(std::span<const Token> tokens) {
+void check_tokens(std::span<const Token> tokens, std::int64_t vocab_size) {
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     if (tokens[i] < 0) {
       refuse("tokens[" + std::to_string(i) + "]", std::to_string(tokens[i]), "must be >= 0");
+    }
+    if (tokens[i] >= vocab_size) {
+      refuse("tokens[" + std::to_string(i) + "]", std::to_string(tokens[i]),
+             "must be below vocab_size=" + std::to_string(vocab_size));
     }
   }
 }

@@ -15,7 +15,7 @@ namespace ngram {
 [[noreturn]] void refuse(const std::string& field, const std::string& value,
                          const std::string& remedy);
 
-void check_tokens(std::span<const Token> tokens);
+void check_tokens(std::span<const Token> tokens, std::int64_t vocab_size = std::int64_t{1} << 31);
 void check_offsets(std::span<const std::int64_t> offsets, std::size_t entries, std::size_t tokens);
 void check_min_probability(double value);
 void check_budget(const std::string& field, std::int32_t budget);

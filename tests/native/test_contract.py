@@ -269,6 +269,46 @@ def test_the_same_version_again_changes_nothing(seed):
     assert not np.array_equal(propose(corpus, texts).probabilities_N, before.probabilities_N)
 
 
+def test_no_more_sequences_open_than_there_is_room_for():
+    corpus = Corpus(max_bytes=256 << 10)
+    most = corpus.max_sequences
+    rng = np.random.default_rng(0)
+    for sequence_id in range(most):
+        corpus.open(sequence_id, sequence_id % 3, rng.integers(0, 3, 50).astype(np.int32))
+    held = corpus.num_tokens
+    with pytest.raises(ValueError, match=f"sequence_id={most}: .*{most} open sequences"):
+        corpus.open(most, 0, i32(1, 2, 3))
+    assert corpus.num_tokens == held
+    propose(corpus, range(most), budget=63)
+    assert corpus.num_bytes <= 256 << 10
+    assert corpus.counters()["scratch_bytes"] > 0
+    corpus.close(0)
+    corpus.open(most, 0, i32(1, 2, 3))
+    corpus.check_integrity()
+
+
+def test_tokens_are_of_the_vocabulary(tmp_path):
+    corpus = Corpus(vocab_size=10)
+    corpus.open(1, 1, i32(9))
+    for call in (
+        lambda: corpus.insert(i32(3, 10)),
+        lambda: corpus.open(2, 1, i32(3, 10)),
+        lambda: corpus.query(1, i32(3, 10), 8, 0.0),
+        lambda: extend(corpus, {1: [3, 10]}),
+    ):
+        with pytest.raises(ValueError, match=r"tokens\[1\]=10: must be below vocab_size=10"):
+            call()
+    larger = Corpus(vocab_size=11)
+    larger.save(tmp_path / "empty")
+    corpus.load(tmp_path / "empty")
+    for add in (lambda: larger.insert(i32(10)), lambda: larger.add_external("x", [i32(10)])):
+        larger.reset()
+        add()
+        larger.save(tmp_path / "larger")
+        with pytest.raises(ValueError, match="damaged"):
+            corpus.load(tmp_path / "larger")
+
+
 PRINT_TREES = """
 from tests.native.drafts import trees
 from tests.native.test_contract import grown, propose

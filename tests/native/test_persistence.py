@@ -67,6 +67,18 @@ def test_external_corpora_are_saved_and_need_room(tmp_path):
     assert (answers(small), small.counters()) == before
 
 
+def test_many_small_external_corpora_are_refused_before_they_take_memory(tmp_path):
+    corpus = Corpus(max_bytes=256 << 10)
+    for i in range(300):
+        corpus.add_external(str(i), [])
+    corpus.save(tmp_path / "corpus")
+    small = Corpus(max_bytes=256 << 10, max_external_bytes=64 << 10)
+    with pytest.raises(ValueError, match="max_external_bytes"):
+        small.load(tmp_path / "corpus")
+    assert small.external_names() == []
+    assert small.counters()["external_bytes"] == 0
+
+
 def test_bad_file_changes_nothing(tmp_path):
     corpus = filled(seed=2)
     before = answers(corpus)

@@ -42,7 +42,8 @@ bool same(const Proposal& a, std::size_t entry, const Proposal& b) {
                       one.begin(), one.end());
   };
   return equal(a.tokens, b.tokens) && equal(a.parents, b.parents) && equal(a.depths, b.depths) &&
-         equal(a.masks, b.masks) && equal(a.probabilities, b.probabilities);
+         equal(a.masks, b.masks) && equal(a.probabilities, b.probabilities) &&
+         equal(a.sources, b.sources);
 }
 
 class Session {
