@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+SYNTHETIC = "synthetic"
+"""The name of a trace that was made up."""
+
 SYNTHETIC_VOCABULARY = 30_000
 
 
@@ -71,7 +74,7 @@ def synthetic_trace(seed: int = 0) -> Trace:
                     at = (at + 1 if rng.random() < 0.8 else int(rng.integers(24))) % 24
                 responses.append(np.concatenate(parts).astype(np.int32))
     return Trace(
-        name="synthetic",
+        name=SYNTHETIC,
         prompts=[np.concatenate(own[:4]).astype(np.int32) for own in phrases],
         responses=responses,
         prompt_of_R=np.tile(np.repeat(np.arange(8), 8), 4),
@@ -83,4 +86,7 @@ def synthetic_trace(seed: int = 0) -> Trace:
 
 def load_traces(paths: list[Path], seed: int = 0) -> list[Trace]:
     """The traces of the files; a made-up one when there are none."""
-    return [load_trace(path) for path in paths] or [synthetic_trace(seed)]
+    try:
+        return [load_trace(path) for path in paths] or [synthetic_trace(seed)]
+    except (OSError, KeyError, ValueError) as error:
+        raise SystemExit(f"--trace: {error}; must be an .npz as load_trace describes") from error

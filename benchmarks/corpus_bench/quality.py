@@ -8,7 +8,7 @@ from drafters.registry import PEERS, make_drafter, missing
 from numpy.typing import NDArray
 from replaying import Replay, replay
 from table import Row, row
-from traces import Trace
+from traces import SYNTHETIC, Trace
 
 from corpus_bench.settings import Settings
 from corpus_bench.timing import no_garbage_collection
@@ -67,9 +67,18 @@ def run(settings: Settings, name: str, trace: Trace, *, floor: float) -> Replay:
 def gap_rows(
     name: str, estimates_J: NDArray[np.float32], accepted_J: NDArray[np.bool_]
 ) -> list[Row]:
+    bar = None if name == SYNTHETIC else 0.05  # made up: too few nodes in the middle to learn from
     equal_counts = largest_gap(deciles(estimates_J, accepted_J))
     equal_widths = largest_gap(tenths(estimates_J, accepted_J))
     return [
-        row(f"{name}: worst decile off by", equal_counts, "probability", 0.05, at_most=True),
-        row(f"{name}: worst tenth off by", equal_widths, "probability", 0.05, at_most=True),
+        row(
+            f"{name}: worst of ten equal bins off by",
+            equal_counts,
+            "probability",
+            bar,
+            at_most=True,
+        ),
+        row(
+            f"{name}: worst of [0, 0.1), ... off by", equal_widths, "probability", bar, at_most=True
+        ),
     ]
