@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.errors import InvalidInputError
+
 
 class ExternalState(enum.StrEnum):
     LOADING = "loading"  # or waiting for its turn
@@ -81,3 +83,15 @@ class DraftCorpus(Protocol):
     def close(self) -> None:
         """Cancel what loads; nothing can be added any more."""
         ...
+
+
+def check_name(field: str, name: object) -> None:
+    """Raise InvalidInputError naming ``field`` for what cannot be an external corpus's name."""
+    if not isinstance(name, str) or not name:
+        raise InvalidInputError(field, name, "must be a text of at least one character")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(
+            field, name, "holds half of a surrogate pair; must be text that UTF-8 can encode"
+        ) from None

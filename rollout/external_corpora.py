@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 
 from rollout.corpus_documents import FileDocuments, documents_from
-from rollout.draft_corpus import DraftCorpus, ExternalCorpus, ExternalState
+from rollout.draft_corpus import DraftCorpus, ExternalCorpus, ExternalState, check_name
 from rollout.encoding import PromptEncoder
 from rollout.errors import InvalidInputError
 from rollout.worker import Worker
@@ -52,8 +52,7 @@ class CorpusCalls:
         corpus = self._corpus()
         if name is None:
             name = uuid.uuid4().hex
-        if not isinstance(name, str) or not name:
-            raise InvalidInputError("name", name, "must be a text of at least one character")
+        check_name("name", name)
         there = corpus.external_corpora()
         if any(each.name == name and each.state is not ExternalState.FAILED for each in there):
             raise InvalidInputError("name", name, "is taken: remove that corpus, or choose another")

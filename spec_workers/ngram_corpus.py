@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ngram_native import Corpus
 from ngram_native.external_loads import ExternalLoads
 from ngram_native.external_loads import ExternalState as LoadState
-from rollout.draft_corpus import ExternalCorpus, ExternalState
+from rollout.draft_corpus import ExternalCorpus, ExternalState, check_name
 from rollout.errors import InvalidInputError
 
 _OPTION_OF = {
@@ -129,6 +129,7 @@ def _checked_paths(configured: object) -> Mapping[str, str]:
     if not isinstance(configured, Mapping):
         raise InvalidInputError(field, configured, "must map names to JSONL files")
     for name, path in configured.items():
+        check_name(field, str(name))
         if not isinstance(path, str | os.PathLike):
             raise InvalidInputError(f"{field}.{name}", path, "must be the path of a JSONL file")
         if not Path(path).is_file():

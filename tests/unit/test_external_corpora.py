@@ -225,6 +225,8 @@ def test_names(engine: RolloutEngine) -> None:
     for name in ("", 3):
         with pytest.raises(InvalidInputError, match=f"name={name!r}: must be a text"):
             engine.add_external_corpus(name, token_chunks=[[1, 2]])
+    with pytest.raises(InvalidInputError, match=r"name='.ud800': .*must be text that UTF-8"):
+        engine.add_external_corpus("\ud800", token_chunks=[[1, 2]])
     with pytest.raises(InvalidInputError, match=r"name='b': is unknown; there are .*a"):
         engine.remove_external_corpus("b")
     with pytest.raises(InvalidInputError, match="give exactly one"):
@@ -264,6 +266,11 @@ def test_configured_corpora_load_when_the_engine_starts(model: str, tmp_path: Pa
         ({"external_corpora": ["a"]}, r"spec.external_corpora=\['a'\]: must map names to JSONL"),
         ({"external_corpora": {"a": 3}}, r"spec.external_corpora.a=3: must be the path of a JSONL"),
         ({"external_corpora": {"a": "no"}}, r"spec.external_corpora.a='no': there is no such file"),
+        (
+            {"external_corpora": {"\ud800": __file__}},
+            r"spec.external_corpora='.ud800': .*must be text that UTF-8 can encode",
+        ),
+        ({"external_corpora": {"": __file__}}, r"spec.external_corpora='': must be a text"),
         ({"max_external_bytes": 0}, r"spec.max_external_bytes=0: must be an integer >= 1"),
         ({"max_external_tokens": 1.5}, r"spec.max_external_tokens=1.5: must be an integer >= 1"),
         ({"corpus_bytes": 1}, r"spec.corpus_bytes=1: must be >= "),
