@@ -90,8 +90,8 @@ double ExternalBuilder::fraction_indexed() const {
 }
 
 std::unique_ptr<ContextIndex> ExternalBuilder::take() {
-  const std::scoped_lock lock(mutex_);
-  if (!built_.exchange(false)) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !built_.exchange(false)) {
     refuse("builder", "not built", "build() it first; it can be published once");
   }
   return std::move(index_);

@@ -19,7 +19,8 @@
 
 namespace ngram {
 
-// Any thread may call anything. cancel() and the counters never wait, the rest for each other.
+// Any thread may call anything. cancel(), take() and the counters never wait, the rest for each
+// other.
 // What is refused is a std::invalid_argument; a refused call, and a build that failed or was
 // cancelled, leave nothing to publish.
 class ExternalBuilder {
@@ -37,8 +38,9 @@ class ExternalBuilder {
   std::uint64_t num_bytes() const { return monitor_.num_bytes(); }
   double fraction_indexed() const;  // in [0, 1]
 
-  std::unique_ptr<ContextIndex> take();  // the built index, once
-  void free();                           // everything held; there is nothing to publish then
+  // The built index, once; refused while build() runs, since whoever publishes holds up the corpus.
+  std::unique_ptr<ContextIndex> take();
+  void free();  // everything held; there is nothing to publish then
 
  private:
   void push(Token token);
