@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from ngram_native._ext import ExternalBuilder, Withdrawn
 from ngram_native.corpus import Corpus
 from ngram_native.external_load import Documents, ExternalLoad, ExternalState, ExternalStatus
 
@@ -52,14 +53,14 @@ class ExternalLoads:
         """Begin to load a corpus.
 
         Args:
-            name: Not that of another that is loading, ready or published.
+            name: Text that UTF-8 can encode, and not that of another that is loading, ready or
+                published.
             documents: Batches of documents, each int32 ``(n,)`` with tokens >= 0. Iterated on a
                 background thread, so a generator may read and tokenise a file. Cancelling takes
                 effect between two batches; a cancelled generator is closed.
             fraction_read: How much of ``documents`` was read, in [0, 1]; called by `statuses`.
         """
-        if not isinstance(name, str):
-            raise ValueError(f"name={name!r}: must be a string")
+        _check_name(name)
         with self._changed:
             if self._closed:
                 raise ValueError(f"name={name!r}: came after close()")
@@ -78,25 +79,13 @@ class ExternalLoads:
     def publish(self) -> list[str]:
         """Make all ready ones visible, in sorted order; their names. Between two steps.
 
-        Costs next to nothing where there are none. One whose name the corpus has got meanwhile
-        fails instead.
+        Costs next to nothing where there are none. One that cannot be published, such as one whose
+        name the corpus has got meanwhile, fails instead; nothing is raised.
         """
         if not self._any_ready:
             return []
         with self._changed:
             return [name for name in sorted(self._ready()) if self._publish(self._loads[name])]
-
-    def publish_named(self, names: Iterable[str]) -> None:
-        """Make exactly these visible, all of them or none: for ranks that publish in lockstep."""
-        with self._changed:
-            wanted, ready, taken = set(names), self._ready(), set(self._corpus.external_names())
-            for name in sorted(wanted):
-                if name not in ready:
-                    raise ValueError(f"name={name!r}: must be one of the ready, {sorted(ready)}")
-                if name in taken:
-                    raise ValueError(f"name={name!r}: is published already; remove() it first")
-            for name in sorted(wanted):
-                self._publish(self._loads[name])
 
     def remove(self, name: str) -> None:
         """Forget a corpus: takes a published one out of force at once, cancels one that loads.
@@ -106,7 +95,7 @@ class ExternalLoads:
         with self._changed:
             load = self._loads.pop(name, None)
             if load is None:
-                self._start_thread(self._corpus.withdraw_external(name).free)
+                self._free(self._corpus.withdraw_external(name))
             else:
                 self._drop(load)
             self._tell()
@@ -170,12 +159,18 @@ class ExternalLoads:
         thread.start()
         self._threads.append(thread)
 
+    def _free(self, memory: ExternalBuilder | Withdrawn) -> None:
+        try:
+            self._start_thread(memory.free)
+        except RuntimeError:  # no more threads, or the program is ending
+            memory.free()
+
     def _publish(self, load: ExternalLoad) -> bool:
         try:
             self._corpus.publish_external(load.name, load.builder)
-        except ValueError as error:
+        except Exception as error:  # whatever it is: the step that publishes has no use for it
             load.fail(error)
-            self._start_thread(load.builder.free)
+            self._free(load.builder)
         else:
             del self._loads[load.name]
         self._tell()
@@ -188,7 +183,7 @@ class ExternalLoads:
         elif load.state is ExternalState.LOADING:
             load.cancel()  # its thread does the rest
         elif load.state is ExternalState.READY:
-            self._start_thread(load.builder.free)
+            self._free(load.builder)
 
     # On the threads:
 
@@ -229,3 +224,14 @@ class ExternalLoads:
                     f"max_tokens={self._max_tokens}; raise it or remove one"
                 )
             load.num_tokens += num_tokens
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"name={name!r}: must be a string")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"name={name!r}: holds half of a surrogate pair; must be text that UTF-8 can encode"
+        ) from None

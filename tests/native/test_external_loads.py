@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -110,20 +111,6 @@ def test_several_load_at_once_and_the_rest_wait_their_turn(corpus):
     assert corpus.external_names() == ["a", "b", "c"]
 
 
-def test_publish_named_publishes_exactly_these(corpus, loads):
-    for name in "abc":
-        loads.start(name, [[i32(1, 2, 3)]])
-        loads.wait(name, PATIENCE)
-    with pytest.raises(ValueError, match=r"name='d'.*ready"):
-        loads.publish_named(["a", "d"])
-    assert corpus.external_names() == []
-    loads.publish_named(["c", "a"])
-    assert corpus.external_names() == ["a", "c"]
-    with pytest.raises(ValueError, match="name='a'"):
-        loads.publish_named(["a"])
-    assert loads.publish() == ["b"]
-
-
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
@@ -195,8 +182,9 @@ def test_names_are_taken_until_removed(corpus, loads):
     for call in (loads.remove, loads.wait):
         with pytest.raises(ValueError, match="name='none'"):
             call("none")
-    with pytest.raises(ValueError, match="name=3"):
-        loads.start(3, [])
+    for name in (3, "half \ud800"):
+        with pytest.raises(ValueError, match=f"name={re.escape(repr(name))}: .*must be"):
+            loads.start(name, [])
     loading.gate.set()
 
 
@@ -204,13 +192,47 @@ def test_name_taken_behind_a_loads_back_fails_it(corpus, loads):
     loads.start("a", [[i32(1, 2, 3)]])
     loads.wait("a", PATIENCE)
     corpus.add_external("a", [i32(7, 8, 9)])
-    with pytest.raises(ValueError, match="name='a'"):
-        loads.publish_named(["a"])
     assert loads.publish() == []
     assert [s.state for s in loads.statuses()] == ["failed", "published"]
     assert drafted(corpus, 7, 8) == [9]
     loads.remove("a")
     assert [s.state for s in loads.statuses()] == ["published"]
+
+
+@pytest.mark.parametrize("error", [TypeError, MemoryError])
+def test_what_cannot_be_published_fails_alone(corpus, loads, monkeypatch, error):
+    for name in ("bad", "good"):
+        loads.start(name, [[i32(1, 2, 3)]])
+        loads.wait(name, PATIENCE)
+    real = corpus.publish_external
+
+    def publish_external(name, builder):
+        if name == "bad":
+            raise error
+        real(name, builder)
+
+    monkeypatch.setattr(corpus, "publish_external", publish_external)
+    assert loads.publish() == ["good"]
+    bad, good = loads.statuses()
+    assert (bad.state, bad.error) == ("failed", error.__name__)
+    assert good.state == "published"
+    assert loads.publish() == []
+
+
+def test_publishing_does_not_wait_for_a_build(corpus):
+    builder = corpus.external_builder()
+    tokens = np.random.default_rng(0).integers(0, 50_000, 2_000_000).astype(I32)
+    builder.append(tokens, np.array([0, len(tokens)]))
+    thread = threading.Thread(target=builder.build, args=(lambda: True,))
+    thread.start()
+    while not builder.fraction_indexed():
+        assert thread.is_alive()
+    with pytest.raises(ValueError, match="builder=not built"):
+        corpus.publish_external("a", builder)
+    assert thread.is_alive()
+    thread.join()
+    corpus.publish_external("a", builder)
+    assert corpus.external_names() == ["a"]
 
 
 def test_cancelled_load_closes_its_documents_and_frees_its_name(corpus, loads):
