@@ -36,7 +36,7 @@ class ExternalStatus:
     num_tokens: int  # read so far
     num_bytes: int  # held, working memory included
     progress: float | None  # in [0, 1]; None where it failed or its length is unknown
-    error: str | None  # why it failed
+    error: str | None  # why it failed; of a published one, why another load of its name did
 
 
 class ExternalLoad:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from ngram_native._ext import ExternalBuilder, Withdrawn
 from ngram_native.corpus import Corpus
@@ -18,7 +21,8 @@ class ExternalLoads:
 
     A load reads its documents and indexes them on a background thread, then is ``ready`` until
     it is published, whole. One that fails is ``failed``, with the reason, until it is removed or
-    started again; nothing of it was loaded. All errors raised are ``ValueError`` naming the field,
+    started again; nothing of it was loaded. In a forked child, where no background thread lives on,
+    those that were loading have failed. All errors raised are ``ValueError`` naming the field,
     the value and the remedy. `close` it in the end; a program that ends without cancels what
     loads.
 
@@ -42,6 +46,8 @@ class ExternalLoads:
         self._threads: list[threading.Thread] = []
         self._any_ready = False
         self._closed = False
+        self._orphans: list[ExternalLoad] = []
+        _call_in_children(self._leave_parent)
 
     def start(
         self,
@@ -94,29 +100,37 @@ class ExternalLoads:
         """
         with self._changed:
             load = self._loads.pop(name, None)
-            if load is None:
-                self._free(self._corpus.withdraw_external(name))
-            else:
+            if load is not None:
                 self._drop(load)
+            if load is None or name in self._corpus.external_names():
+                self._free(self._corpus.withdraw_external(name))
             self._tell()
 
     def statuses(self) -> list[ExternalStatus]:
-        """All external corpora, also those the corpus got in other ways, sorted by name."""
+        """All external corpora, also those the corpus got in other ways, sorted by name.
+
+        One each: a published one whose name a load that failed has too is published, with that
+        load's error.
+        """
         with self._changed:
-            statuses = [load.status() for load in self._loads.values()]
+            loads = [load.status() for load in self._loads.values()]
             sizes = self._corpus.external_sizes()
-        for name, (num_tokens, num_bytes) in sizes.items():
-            statuses.append(
-                ExternalStatus(
-                    name=name,
-                    state=ExternalState.PUBLISHED,
-                    num_tokens=num_tokens,
-                    num_bytes=num_bytes,
-                    progress=1.0,
-                    error=None,
-                )
+        statuses = {
+            name: ExternalStatus(
+                name=name,
+                state=ExternalState.PUBLISHED,
+                num_tokens=num_tokens,
+                num_bytes=num_bytes,
+                progress=1.0,
+                error=None,
             )
-        return sorted(statuses, key=lambda status: status.name)
+            for name, (num_tokens, num_bytes) in sizes.items()
+        }
+        for load in loads:
+            if load.name in sizes and load.state is ExternalState.FAILED:
+                load = replace(statuses[load.name], error=load.error)
+            statuses[load.name] = load
+        return [statuses[name] for name in sorted(statuses)]
 
     def wait(self, name: str, timeout: float | None = None) -> ExternalStatus:
         """Wait until it is no longer loading, ``timeout`` seconds at most; its status then."""
@@ -185,6 +199,19 @@ class ExternalLoads:
         elif load.state is ExternalState.READY:
             self._free(load.builder)
 
+    # In a forked child, before anything else:
+
+    def _leave_parent(self) -> None:
+        """The threads are gone, whatever they were in the middle of."""
+        self._changed = threading.Condition()
+        self._threads, self._num_loading = [], 0
+        self._waiting.clear()
+        for load in self._loads.values():
+            if load.state is ExternalState.LOADING:
+                load.fail(ChildProcessError("the process was forked while it loaded; add it again"))
+                self._orphans.append(load)  # never freed: its builder may be locked, half changed
+        self._any_ready = bool(self._ready())
+
     # On the threads:
 
     def _run_waiting(self) -> None:
@@ -224,6 +251,19 @@ class ExternalLoads:
                     f"max_tokens={self._max_tokens}; raise it or remove one"
                 )
             load.num_tokens += num_tokens
+
+
+def _call_in_children(method: Callable[[], None]) -> None:
+    """Of an object that is not kept alive by it."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = held()
+        if alive is not None:
+            alive()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
 
 
 def _check_name(name: object) -> None:

@@ -193,10 +193,14 @@ def test_name_taken_behind_a_loads_back_fails_it(corpus, loads):
     loads.wait("a", PATIENCE)
     corpus.add_external("a", [i32(7, 8, 9)])
     assert loads.publish() == []
-    assert [s.state for s in loads.statuses()] == ["failed", "published"]
+    (status,) = loads.statuses()
+    assert (status.name, status.state, status.num_tokens) == ("a", "published", 3)
+    assert "name='a'" in status.error
     assert drafted(corpus, 7, 8) == [9]
-    loads.remove("a")
-    assert [s.state for s in loads.statuses()] == ["published"]
+    assert loads.wait("a", PATIENCE) == status
+    loads.remove("a")  # both
+    assert loads.statuses() == []
+    assert corpus.external_names() == []
 
 
 @pytest.mark.parametrize("error", [TypeError, MemoryError])
@@ -340,6 +344,58 @@ def test_fork_while_loading_finds_the_corpus_whole(corpus, loads):
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert loads.wait("a", PATIENCE).state == "ready"
+
+
+FORKED = """
+import os, threading
+import numpy as np
+from ngram_native import Corpus
+from ngram_native.external_loads import ExternalLoads
+
+gate, begun = threading.Event(), threading.Event()
+
+def documents():
+    yield [np.arange(9, dtype=np.int32)]
+    begun.set()
+    assert gate.wait(20)
+
+corpus = Corpus(max_bytes=1 << 20)
+loads = ExternalLoads(corpus, max_tokens=100, max_loading=1)
+loads.start("ready", [[np.arange(9, dtype=np.int32)]])
+loads.wait("ready")
+loads.start("loading", documents())
+loads.start("waiting", [[np.arange(5, dtype=np.int32)]])
+assert begun.wait(20)
+with loads._changed:  # as another thread may hold it at the wrong moment
+    child = os.fork()
+if child == 0:
+    fails = [status for status in loads.statuses() if status.name != "ready"]
+    assert [status.state for status in fails] == ["failed", "failed"]
+    assert all("forked" in status.error for status in fails)
+    assert loads.publish() == ["ready"]
+    for name in ("loading", "waiting"):
+        loads.start(name, [[np.arange(5, dtype=np.int32)]])
+        assert loads.wait(name, 10).state == "ready"
+    assert loads.publish() == ["loading", "waiting"]
+    loads.remove("ready")
+    loads.close()
+    corpus.check_integrity()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+gate.set()
+assert loads.wait("waiting", 20).state == "ready"
+assert loads.publish() == ["loading", "ready", "waiting"]
+loads.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_child_loads_anew():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True, text=True, timeout=60, cwd=ROOT,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 ENDLESS = """
