@@ -30,13 +30,14 @@ class ExternalCorpus:
     num_tokens: int  # so far, while it loads
     num_bytes: int
     progress: float | None  # of its documents, in [0, 1]; None where that cannot be told
-    error: str | None  # why it failed
+    error: str | None  # why it failed; of a published one, why another load of its name did
 
 
 class DraftCorpus(Protocol):
     """Called on the engine's thread, between two steps.
 
-    ``name`` is one of `external_corpora`, except for `add_external`: there only a failed one's.
+    ``name`` is one of `external_corpora`, except for `add_external`: there only a failed or
+    published one's.
     """
 
     @property
@@ -46,7 +47,7 @@ class DraftCorpus(Protocol):
 
     @property
     def configured(self) -> Mapping[str, str]:
-        """Name -> JSONL file of the external corpora to load when the engine starts."""
+        """Name -> JSONL file of the external corpora to load beside the first steps."""
         ...
 
     def add_external(
@@ -55,7 +56,10 @@ class DraftCorpus(Protocol):
         documents: Iterable[Sequence[NDArray[np.int32]]],
         fraction_read: Callable[[], float],
     ) -> None:
-        """Load on a background thread, which iterates ``documents``, batches of token arrays."""
+        """Load on a background thread, which iterates ``documents``, batches of token arrays.
+
+        A published one of that name makes way at once, with its memory.
+        """
         ...
 
     def remove_external(self, name: str) -> None:

@@ -53,7 +53,7 @@ class RolloutEngine(CorpusCalls):
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
-        self._load_configured()
+        self._unstarted = self._configured_documents()
 
     @classmethod
     def from_config(
@@ -209,6 +209,7 @@ class RolloutEngine(CorpusCalls):
         return ended
 
     def _run_step(self) -> None:
+        self.load_configured_corpora()
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()

@@ -25,6 +25,7 @@ class CorpusCalls:
 
     worker: Worker
     encoder: PromptEncoder
+    _unstarted: dict[str, FileDocuments]  # configured, and not begun to load
 
     def add_external_corpus(
         self,
@@ -49,7 +50,7 @@ class CorpusCalls:
         A document that cannot be used, or a limit exceeded, fails the load whole: nothing of it is
         drafted from. The documents must not be changed while they load. Raises InvalidInputError.
         """
-        corpus = self._corpus()
+        corpus = self._external()
         if name is None:
             name = uuid.uuid4().hex
         check_name("name", name)
@@ -67,7 +68,7 @@ class CorpusCalls:
 
     def remove_external_corpus(self, name: str) -> None:
         """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
-        corpus = self._corpus()
+        corpus = self._external()
         if name not in (known := [each.name for each in corpus.external_corpora()]):
             raise InvalidInputError(
                 "name", name, f"is unknown; there are {', '.join(known) or 'none'}"
@@ -76,7 +77,7 @@ class CorpusCalls:
 
     def external_corpora(self) -> list[ExternalCorpus]:
         """All of them by name; those that have become ready are published now."""
-        corpus = self._corpus()
+        corpus = self._external()
         corpus.publish()
         return corpus.external_corpora()
 
@@ -85,7 +86,7 @@ class CorpusCalls:
 
         Raises TimeoutError after ``timeout`` seconds.
         """
-        corpus = self._corpus()
+        corpus = self._external()
         deadline = None if timeout is None else time.monotonic() + timeout
         for name in _loading(corpus):
             corpus.wait(name, None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -105,25 +106,42 @@ class CorpusCalls:
 
         Bring the engine to the weights and weight version of the checkpoint first: rollouts of
         another version count as those of an older policy. External corpora that are loading go on
-        and replace the file's of the same name.
+        and replace the file's of the same name, as configured ones do. Before the first step the
+        latter have not begun, so that the file finds the room it was saved from.
 
         Raises InvalidInputError for a file that is damaged, of another vocabulary or of another
         ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
         """
         self._corpus().load(path)
 
+    def load_configured_corpora(self) -> None:
+        """Begin to load those of ``spec.external_corpora``; the second time there are none left.
+
+        The first step does it, and every call about external corpora; `load_corpus` does not.
+        """
+        while self._unstarted:
+            name, source = next(iter(self._unstarted.items()))
+            self._corpus().add_external(name, source, source.fraction_read)
+            del self._unstarted[name]
+
     def close(self) -> None:
         """Cancel what loads, for good: no external corpus can be added any more."""
+        self._unstarted.clear()
         if self.worker.draft_corpus is not None:
             self.worker.draft_corpus.close()
 
-    def _load_configured(self) -> None:
+    def _configured_documents(self) -> dict[str, FileDocuments]:
         corpus = self.worker.draft_corpus
-        if corpus is None:
-            return
-        for name, path in corpus.configured.items():
-            source = FileDocuments(self.encoder, path, f"spec.external_corpora.{name}")
-            corpus.add_external(name, source, source.fraction_read)
+        configured = {} if corpus is None else corpus.configured
+        return {
+            name: FileDocuments(self.encoder, path, f"spec.external_corpora.{name}")
+            for name, path in configured.items()
+        }
+
+    def _external(self) -> DraftCorpus:
+        corpus = self._corpus()
+        self.load_configured_corpora()
+        return corpus
 
     def _corpus(self) -> DraftCorpus:
         corpus = self.worker.draft_corpus

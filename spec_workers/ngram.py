@@ -156,7 +156,8 @@ def build(
         corpus_bytes: bound on the corpus of rollouts and its index.
         corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
         external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
-            Loaded in the background once the engine is there.
+            Loaded in the background from the first step on; one that ``corpus_path`` holds
+            under such a name makes way.
         max_external_bytes: bound on all external corpora together, loading ones included.
         max_external_tokens: likewise, tokens.
 

@@ -68,6 +68,8 @@ class NgramCorpus:
         documents: Iterable[Sequence[NDArray[np.int32]]],
         fraction_read: Callable[[], float],
     ) -> None:
+        if name in self.corpus.external_names():
+            self.corpus.remove_external(name)
         try:
             self._loads.start(name, documents, fraction_read=fraction_read)
         except ValueError as error:  # closed

@@ -35,12 +35,15 @@ class JobCorpus:
         self._keeps = self._corpus is not None and seconds > 0  # a file
         self._start = "cold"
         self._saved_at = self._watched_at = time.monotonic()
-        self._reported: dict[str, ExternalState] = {}
+        self._logged: set[tuple[str, ...]] = set()  # names, with why they were not loaded
         if self._num_tokens:  # spec.corpus_path was given
             self._start = _warm(self._num_tokens)
 
     def restore(self) -> None:
-        """Go on with the corpus that an earlier run of this job saved, if it did."""
+        """Go on with the corpus that an earlier run of this job saved, if it did.
+
+        Before the first step, while configured external corpora take no room yet.
+        """
         if not self._keeps:
             return
         for scratch in self._path.parent.glob(f"{glob.escape(self._path.name)}.saving.*"):
@@ -49,8 +52,9 @@ class JobCorpus:
             return
         try:
             self._engine.load_corpus(self._path)
-        except (InvalidInputError, OSError) as error:
-            log.warning("drafts start without the earlier run's corpus: %s", error)
+        except (InvalidInputError, OSError, MemoryError) as error:
+            reason = str(error) or "not enough memory"
+            log.warning("drafts start without the earlier run's corpus: %s", reason)
         else:
             self._start = _warm(self._num_tokens)
             log.info("corpus: %s", self._start)
@@ -89,17 +93,19 @@ class JobCorpus:
         self._saved_at = time.monotonic()
 
     def _report(self) -> None:
-        """Log each external corpus once when it is published, once when it has failed."""
+        """Log each external corpus once when it is published, each failure once."""
         if self._corpus is None:
             return
         for each in self._engine.external_corpora():
-            if self._reported.get(each.name) is each.state:
-                continue
-            self._reported[each.name] = each.state
-            if each.state is ExternalState.PUBLISHED:
+            if each.state is ExternalState.PUBLISHED and self._is_news(each.name):
                 log.info("drafting from %s too: %d tokens", each.name, each.num_tokens)
-            elif each.state is ExternalState.FAILED:
+            if each.error is not None and self._is_news(each.name, each.error):
                 log.warning("external corpus %s was not loaded: %s", each.name, each.error)
+
+    def _is_news(self, *fact: str) -> bool:
+        known = fact in self._logged
+        self._logged.add(fact)
+        return not known
 
 
 def _warm(num_tokens: int) -> str:

@@ -250,7 +250,7 @@ def test_a_worker_without_a_corpus_says_which_has_one(model: str, tmp_path: Path
     engine.close()
 
 
-def test_configured_corpora_load_when_the_engine_starts(model: str, tmp_path: Path) -> None:
+def test_configured_corpora_load_beside_the_first_steps(model: str, tmp_path: Path) -> None:
     code, notes = tmp_path / "code.jsonl", tmp_path / "notes.jsonl"
     code.write_text('"one two three"\n')
     notes.write_text("3\n")
@@ -258,6 +258,49 @@ def test_configured_corpora_load_when_the_engine_starts(model: str, tmp_path: Pa
     loaded, failed = engine.wait_for_external_corpora(timeout=30)
     assert (loaded.name, loaded.state, loaded.num_tokens) == ("code", "published", 3)
     assert (failed.name, failed.state) == ("notes", "failed")
+
+
+def test_configured_corpora_begin_after_a_file_was_loaded(model: str, tmp_path: Path) -> None:
+    """They replace the file's; the file needs the room for its own alone."""
+    notes, file = tmp_path / "notes.jsonl", tmp_path / "corpus"
+    notes.write_text(json.dumps("one two three " * 70_000))
+    options = {"max_external_bytes": 4_500_000, "external_corpora": {"notes": str(notes)}}
+    first = make_engine(model, **options)
+    assert first.worker.counters()["corpus/external_loading"] == 0
+    first.generate(PROMPTS, PARAMS)
+    (saved,) = first.wait_for_external_corpora(timeout=30)
+    assert saved.state is ExternalState.PUBLISHED
+    first.save_corpus(file)
+    notes.write_text(json.dumps("two three " * 100_000))  # it must be read again
+    for second in (make_engine(model, **options), make_engine(model, corpus_path=file, **options)):
+        second.load_corpus(file)
+        assert second.worker.corpus.external_sizes()["notes"][0] == saved.num_tokens
+        (read,) = second.wait_for_external_corpora(timeout=30)
+        assert (read.state, read.num_tokens, read.error) == ("published", 200_000, None)
+        second.close()
+
+
+def test_closed_before_its_first_step_an_engine_loads_nothing(model: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text('"one"')
+    engine = make_engine(model, external_corpora={"notes": tmp_path / "notes.jsonl"})
+    engine.close()
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert engine.external_corpora() == []
+
+
+def test_a_failed_corpus_that_a_file_brings_back_is_one(engine, tmp_path: Path) -> None:
+    engine.add_external_corpus("notes", token_chunks=[[1, 2]], wait=True)
+    engine.save_corpus(tmp_path / "corpus")
+    engine.remove_external_corpus("notes")
+    engine.add_external_corpus("notes", token_chunks=[[-1]])
+    (failed,) = engine.wait_for_external_corpora(timeout=30)
+    engine.load_corpus(tmp_path / "corpus")
+    (notes,) = engine.external_corpora()
+    assert (notes.state, notes.num_tokens) == ("published", 2)
+    assert failed.error
+    assert notes.error == failed.error
+    engine.remove_external_corpus("notes")
+    assert engine.external_corpora() == []
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,18 @@ def test_a_corpus_that_cannot_be_used_costs_a_warning(
     assert output_rows(config) == output_rows(whole)
 
 
+def test_a_corpus_too_large_for_memory_costs_a_warning(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load_corpus(engine: RolloutEngine, path: Path) -> None:
+        raise MemoryError
+
+    stopped(config, monkeypatch)
+    monkeypatch.setattr(RolloutEngine, "load_corpus", load_corpus)
+    assert line(run(config)).startswith("cold; ")
+    assert "without the earlier run's corpus: not enough memory" in caplog.text
+
+
 def test_saved_while_it_generates(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     saves: list[int] = []
     real_save = RolloutEngine.save_corpus
@@ -242,6 +254,29 @@ def test_external_corpora_are_reported(
     assert caplog.text.count("external corpus notes was not loaded: ") == 1
     assert line(result, "corpus code") == "published, 9 tokens"
     assert "notes.jsonl:1=3: must be a JSON string" in line(result, "corpus notes")
+
+
+def test_external_corpora_of_a_resumed_job(
+    config: RunConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their room is just enough for one copy, and the second run finds another file."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr("rollout.offline.job_corpus._WATCH_SECONDS", 0.0)
+    notes = tmp_path / "notes.jsonl"
+    notes.write_text(json.dumps("one two three " * 70_000))
+    options = {"max_external_bytes": 4_500_000, "external_corpora": {"notes": str(notes)}}
+    corpus = RolloutEngine.from_config(config.engine, worker_factory("ngram", **SPEC, **options))
+    corpus.wait_for_external_corpora(timeout=30)
+    stopped(config, monkeypatch)
+    corpus.save_corpus(corpus_file(config))
+    notes.write_text("3\n")
+    result = run(config, **options)
+    assert line(result).startswith("warm, 210,000 tokens; ")
+    assert "notes.jsonl:1=3: must be a JSON string" in line(result, "corpus notes")
+    assert caplog.text.count("external corpus notes was not loaded: ") == 1
 
 
 def test_the_corpus_is_no_part_of_what_decides_the_output(config: RunConfig) -> None:
