@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import tempfile
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -219,12 +219,9 @@ class Corpus:
         Other calls wait until it is written. Raises OSError when it cannot be. A process that dies
         meanwhile leaves a `<path>.saving.*` behind.
         """
-        folder = os.path.dirname(os.path.abspath(path))
-        descriptor, temporary = tempfile.mkstemp(
-            dir=folder, prefix=os.path.basename(path) + ".saving."
-        )
+        temporary = f"{os.fspath(path)}.saving.{secrets.token_hex(8)}"
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with open(temporary, "xb") as file:
                 self._ext.save(file.fileno())
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -232,6 +229,7 @@ class Corpus:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
+        _sync_folder(os.path.dirname(os.path.abspath(path)))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote, in place of all that is held.
@@ -286,6 +284,15 @@ def _array(name: str, value: object, dtype: type[np.generic]) -> NDArray:
     if value.ndim != 1:
         raise ValueError(f"{name}=<array of shape {value.shape}>: must have one dimension")
     return np.ascontiguousarray(value)
+
+
+def _sync_folder(folder: str) -> None:
+    """A new name is durable once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def flat_documents(
