@@ -16,6 +16,7 @@ from rollout.encoding import PromptEncoder
 from rollout.errors import InvalidInputError
 
 _BATCH_TOKENS = 1 << 16
+_MAX_LINE_BYTES = 64 << 20  # a document is held whole, several times while it is encoded
 _LINE = 'must be a JSON string or an object with a text under "text"'
 
 
@@ -84,7 +85,10 @@ class ListedDocuments(CorpusDocuments):
 
 
 class FileDocuments(CorpusDocuments):
-    """JSONL, per line a JSON string or an object with ``text``. Blank lines are no documents."""
+    """JSONL, per line a JSON string or an object with ``text``. Blank lines are no documents.
+
+    A line may have 64 MiB.
+    """
 
     def __init__(
         self, encoder: PromptEncoder, path: str | os.PathLike[str], field: str = "file_path"
@@ -98,11 +102,16 @@ class FileDocuments(CorpusDocuments):
 
     def _arrays(self) -> Iterator[NDArray[np.int32]]:
         with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            lines = iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 self._done += len(line)
+                where = f"{self._path}:{number}"
+                if len(line) > _MAX_LINE_BYTES:
+                    raise InvalidInputError(
+                        where, line[:40], f"is longer than {_MAX_LINE_BYTES} bytes: split the line"
+                    )
                 content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if content.strip():
-                    where = f"{self._path}:{number}"
                     yield self._encoder.encode_document(_text_of(content, where), where)
 
 

@@ -105,6 +105,22 @@ def test_bad_lines_are_named(encoder, tmp_path, line, message):
         flat(FileDocuments(encoder, file))
 
 
+def test_a_line_without_end_is_refused_before_it_is_read(encoder, tmp_path):
+    file = tmp_path / "documents.jsonl"
+    with file.open("wb") as sparse:
+        sparse.write(b'"one"\n"two ')
+        sparse.truncate(1 << 40)
+    message = r"documents.jsonl:2=b'\"two .*: is longer than 67108864 bytes: split the line"
+    with pytest.raises(InvalidInputError, match=message):
+        flat(FileDocuments(encoder, file))
+
+
+def test_the_longest_line_is_read(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.corpus_documents._MAX_LINE_BYTES", 6)
+    (tmp_path / "documents.jsonl").write_text('"one"\n"two"')
+    assert len(flat(FileDocuments(encoder, tmp_path / "documents.jsonl"))) == 2
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
