@@ -21,6 +21,7 @@ _OPTION_OF = {
     "max_external_bytes": "spec.max_external_bytes",
     "max_tokens": "spec.max_external_tokens",
 }
+_OF_A_LIMIT = re.compile(r"(documents|max_\w+)=[<\d]|the file was saved with ")
 _AT_REST = (LoadState.PUBLISHED, LoadState.FAILED)
 
 
@@ -44,7 +45,7 @@ class NgramCorpus:
             ("max_external_bytes", max_external_bytes),
             ("max_external_tokens", max_external_tokens),
         ):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidInputError(f"spec.{option}", value, "must be an integer >= 1")
         self.configured = _checked_paths(configured)
         try:
@@ -54,8 +55,13 @@ class NgramCorpus:
                 vocabulary=vocabulary,
             )
         except ValueError as error:
-            reason = str(error).removeprefix(f"max_bytes={corpus_bytes!r}: ")
-            raise InvalidInputError("spec.corpus_bytes", corpus_bytes, reason) from None
+            parameter = str(error).partition("=")[0]
+            values = {"max_bytes": corpus_bytes, "max_external_bytes": max_external_bytes}
+            if parameter not in values:  # no option
+                raise
+            value = values[parameter]
+            reason = str(error).removeprefix(f"{parameter}={value!r}: ")
+            raise InvalidInputError(_OPTION_OF[parameter], value, reason) from None
         self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
 
     @property
@@ -122,7 +128,12 @@ class NgramCorpus:
 
 
 def _by_option(reason: str) -> str:
-    """The corpus speaks of its own parameters; the user set options."""
+    """The corpus speaks of its own parameters; the user set options.
+
+    What quotes a document instead is left alone, whatever that says.
+    """
+    if not _OF_A_LIMIT.match(reason):
+        return reason
     return re.sub(r"\b(\w+)=", lambda m: f"{_OPTION_OF.get(m[1], m[1])}=", reason)
 
 

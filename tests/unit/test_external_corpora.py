@@ -204,6 +204,12 @@ def test_a_bad_document_fails_its_load_alone(engine: RolloutEngine, tmp_path: Pa
     assert states(engine) == {"good": "published"}
 
 
+def test_a_quoted_document_is_quoted_as_it_is(engine: RolloutEngine, tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text('["max_tokens=3"]\n')
+    with pytest.raises(InvalidInputError, match=r"jsonl:1=\['max_tokens=3'\]: must be a JSON"):
+        engine.add_external_corpus("notes", file_path=tmp_path / "notes.jsonl", wait=True)
+
+
 def test_limits_fail_the_load_and_name_the_option(model: str) -> None:
     for option, value in (("max_external_tokens", 10_000), ("max_external_bytes", 150_000)):
         engine = make_engine(model, **{option: value})
@@ -315,6 +321,11 @@ def test_a_failed_corpus_that_a_file_brings_back_is_one(engine, tmp_path: Path) 
         ),
         ({"external_corpora": {"": __file__}}, r"spec.external_corpora='': must be a text"),
         ({"max_external_bytes": 0}, r"spec.max_external_bytes=0: must be an integer >= 1"),
+        ({"max_external_bytes": True}, r"spec.max_external_bytes=True: must be an integer >= 1"),
+        ({"max_external_bytes": 1 << 62}, r"^spec.max_external_bytes=\d+: must be in \[0, "),
+        ({"max_external_tokens": True}, r"spec.max_external_tokens=True: must be an integer"),
+        ({"corpus_bytes": 1 << 62}, r"^spec.corpus_bytes=\d+: must be in \[0, "),
+        ({"corpus_bytes": True}, r"^spec.corpus_bytes=True: must be an integer"),
         ({"max_external_tokens": 1.5}, r"spec.max_external_tokens=1.5: must be an integer >= 1"),
         ({"corpus_bytes": 1}, r"spec.corpus_bytes=1: must be >= "),
         ({"corpus_path": "no"}, r"spec.corpus_path='no': there is no such file"),
@@ -382,6 +393,14 @@ def test_a_file_that_does_not_fit_changes_nothing(
     with pytest.raises(OSError, match="nowhere"):
         engine.save_corpus(tmp_path / "nowhere" / "corpus")
     assert engine.worker.draft_corpus.num_tokens == num_tokens
+
+
+def test_a_file_without_room_names_the_option(engine, model: str, tmp_path: Path) -> None:
+    engine.add_external_corpus("notes", token_chunks=[[1, 2] * 50_000], wait=True)
+    engine.save_corpus(tmp_path / "corpus")
+    small = make_engine(model, max_external_bytes=1 << 18)
+    with pytest.raises(InvalidInputError, match=r"spec.max_external_bytes=262144: must be >= "):
+        small.load_corpus(tmp_path / "corpus")
 
 
 def test_what_loads_replaces_what_a_file_holds_under_its_name(engine, tmp_path: Path) -> None:
