@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ngram_native import Corpus, Source
-from tests.native.drafts import NOBODY, children, query, trees
+from tests.native.drafts import NOBODY, children, extend, query, trees
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -22,14 +22,6 @@ def i32(*tokens):
 
 def i64(*values):
     return np.array(values, np.int64)
-
-
-def extend(corpus, tokens_by_id):
-    ids = i64(*tokens_by_id)
-    offsets = np.cumsum([0, *(len(t) for t in tokens_by_id.values())], dtype=np.int64)
-    corpus.extend(
-        ids, np.concatenate([np.array(t, np.int32) for t in tokens_by_id.values()]), offsets
-    )
 
 
 def grown(max_bytes=1 << 20, seed=0, rounds=60, sequences=5):
