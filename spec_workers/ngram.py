@@ -165,7 +165,7 @@ def build(
     """
     # Before the model, which may take minutes to load: mistakes show at once.
     draft_corpus = NgramCorpus(
-        f"{ModelSpec.read(Path(config.model.path)).vocab_size} tokens",
+        ModelSpec.read(Path(config.model.path)).vocab_size,
         corpus_bytes=corpus_bytes,
         max_external_bytes=max_external_bytes,
         max_external_tokens=max_external_tokens,

@@ -30,7 +30,7 @@ class NgramCorpus:
 
     def __init__(
         self,
-        vocabulary: str,
+        vocab_size: int,
         *,
         corpus_bytes: int,
         max_external_bytes: int,
@@ -39,7 +39,7 @@ class NgramCorpus:
     ) -> None:
         """For the options see `spec_workers.ngram.build`.
 
-        ``vocabulary`` tells whose token ids these are. Raises InvalidInputError.
+        ``vocab_size``: of the target. Raises InvalidInputError.
         """
         for option, value in (
             ("max_external_bytes", max_external_bytes),
@@ -52,7 +52,8 @@ class NgramCorpus:
             self.corpus = Corpus(
                 max_bytes=corpus_bytes,
                 max_external_bytes=max_external_bytes,
-                vocabulary=vocabulary,
+                vocabulary=f"{vocab_size} tokens",
+                vocab_size=vocab_size,
             )
         except ValueError as error:
             parameter = str(error).partition("=")[0]

@@ -147,18 +147,12 @@ MappedArray<Token> get_text(ByteReader& reader) {
   return text;
 }
 
-std::unique_ptr<ContextIndex> make_index(MappedArray<Token> text, std::int64_t vocab_size,
-                                         const std::shared_ptr<ExternalBudget>& budget) {
-  const auto is_text = [vocab_size](Token token) {
-    return token >= ContextIndex::kSeparator && token < vocab_size;
-  };
-  if (text.size() == 0 || text[0] != ContextIndex::kSeparator ||
-      text[text.size() - 1] != ContextIndex::kSeparator ||
-      !std::all_of(text.begin(), text.end(), is_text)) {
-    throw std::invalid_argument("the file is damaged: an external corpus has no text");
-  }
-  BuildMonitor monitor(budget);
-  return std::make_unique<ContextIndex>(std::move(text), monitor);
+bool is_text(const MappedArray<Token>& text, std::int64_t vocab_size) {
+  return text.size() > 0 && text[0] == ContextIndex::kSeparator &&
+         text[text.size() - 1] == ContextIndex::kSeparator &&
+         std::all_of(text.begin(), text.end(), [vocab_size](Token token) {
+           return token >= ContextIndex::kSeparator && token < vocab_size;
+         });
 }
 
 }  // namespace
@@ -218,7 +212,17 @@ void Corpus::load(ByteReader& reader) {
     if (externals.by_name().contains(name)) {
       throw std::invalid_argument("the file is damaged: two external corpora have one name");
     }
-    externals.add(name, make_index(get_text(reader), options_.vocab_size, budget));
+    MappedArray<Token> text = get_text(reader);
+    if (!is_text(text, options_.vocab_size)) {
+      throw std::invalid_argument("the file is damaged: an external corpus has no text");
+    }
+    try {
+      BuildMonitor monitor(budget);
+      externals.add(name, std::make_unique<ContextIndex>(std::move(text), monitor));
+    } catch (const std::invalid_argument&) {
+      refuse("max_external_bytes", std::to_string(options_.max_external_bytes),
+             "is too small for the file's external corpora");
+    }
   }
   reader.finish();
   if (const std::string reason = live->check(options_.vocab_size); !reason.empty()) {

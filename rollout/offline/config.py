@@ -45,7 +45,7 @@ class OutputConfig:
     sync_seconds: float = 1.0  # at most so much is lost to a power cut; to a kill, nothing
     # Between two saves of what drafts are made from, to <path>.corpus: at most so much of it is
     # lost to a kill. 0: neither saved nor read.
-    corpus_seconds: float = 600.0
+    corpus_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if self.path is not None:

@@ -49,6 +49,8 @@ class JobCorpus:
         for scratch in self._path.parent.glob(f"{glob.escape(self._path.name)}.saving.*"):
             scratch.unlink(missing_ok=True)
         if not self._path.exists():
+            if self._num_tokens:  # so that the same command finds it, whatever it overwrote
+                self._save()
             return
         try:
             self._engine.load_corpus(self._path)
@@ -76,6 +78,8 @@ class JobCorpus:
         if self._keeps:
             self._save()
         lines = [("corpus", f"{self._start}; {self._num_tokens:,} tokens now")]
+        if self._keeps and self._path.exists():
+            lines.append(("corpus file", f"{self._path}, {self._path.stat().st_size / 1e6:.1f} MB"))
         for each in self._engine.external_corpora():
             shown = each.error or f"{each.state.value}, {each.num_tokens:,} tokens"
             lines.append((f"corpus {each.name}", shown))

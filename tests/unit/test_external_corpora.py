@@ -399,7 +399,7 @@ def test_a_file_without_room_names_the_option(engine, model: str, tmp_path: Path
     engine.add_external_corpus("notes", token_chunks=[[1, 2] * 50_000], wait=True)
     engine.save_corpus(tmp_path / "corpus")
     small = make_engine(model, max_external_bytes=1 << 18)
-    with pytest.raises(InvalidInputError, match=r"spec.max_external_bytes=262144: must be >= "):
+    with pytest.raises(InvalidInputError, match=r"spec.max_external_bytes=262144: is too small"):
         small.load_corpus(tmp_path / "corpus")
 
 
