@@ -76,11 +76,8 @@ std::vector<Sequence*> Corpus::find_all(std::span<const std::int64_t> sequence_i
   sequences.reserve(sequence_ids.size());
   for (const std::int64_t id : sequence_ids) {
     sequences.push_back(&find(id));
-    sequences.back()->prefetch();
-  }
-  for (std::size_t b = 0; b < sequences.size(); ++b) {
-    if (std::exchange(sequences[b]->named_by, calls_) == calls_) {
-      refuse("sequence_ids", std::to_string(sequence_ids[b]), "is named twice in one call");
+    if (std::exchange(sequences.back()->named_by, calls_) == calls_) {
+      refuse("sequence_ids", std::to_string(id), "is named twice in one call");
     }
   }
   return sequences;

@@ -23,8 +23,6 @@ struct Guess {
   float product;  // of the steps along its path
 };
 
-inline constexpr std::size_t kCacheLine = 64;
-
 struct Sequence {
   Cursor cursor;               // its place in the live log; carries the group
   Context context;             // ends with the root, the last committed token
@@ -35,14 +33,6 @@ struct Sequence {
   // Tells the calibration which of the guesses the tokens that came prove right, and forgets them.
   // Returns how many came true.
   std::size_t judge(std::span<const Token> tokens, Calibration& calibration);
-
-  // Asks for its memory: between two calls a forward of the model takes over all caches.
-  void prefetch() const {
-    const auto* memory = reinterpret_cast<const std::byte*>(this);
-    for (std::size_t at = 0; at < sizeof(*this); at += kCacheLine) {
-      __builtin_prefetch(memory + at);
-    }
-  }
 };
 
 }  // namespace ngram
