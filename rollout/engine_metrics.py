@@ -25,9 +25,14 @@ class StepMetrics:
     query_tokens: int = 0  # rows of the forward, draft nodes included
     sampling: int = 0  # entries that sampled
     generated_tokens: int = 0
-    drafted: int = 0
+    proposed: int = 0  # draft nodes the worker thought of
+    drafted: int = 0  # those of them that were verified
     accepted: int = 0
     expected_accepted: float = 0.0  # what `accepted` would be, were the drafts' estimates right
+    predicted_ms: float = 0.0  # draft, forward and sampling by the cost curve; 0: not known
+    plain_ms: float = 0.0  # likewise, of the same step without drafts
+    predicted_gain_ms: float = 0.0  # what plain decoding of the same tokens would take longer
+    gain_ms: float = 0.0  # likewise, by what was accepted and the time it took
     schedule_ms: float = 0.0
     draft_ms: float = 0.0
     forward_ms: float = 0.0
@@ -52,6 +57,7 @@ class EngineMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    proposed: int = 0
     drafted: int = 0
     accepted: int = 0
     expected_accepted: float = 0.0

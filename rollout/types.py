@@ -110,10 +110,16 @@ class RequestStats:
     cached_tokens: int = 0  # prompt tokens the prefix cache spared, at first admission
     preemptions: int = 0
     verify_steps: int = 0  # target forwards that sampled for this request
-    drafted: int = 0
+    proposed: int = 0  # draft nodes the worker thought of
+    drafted: int = 0  # those of them that were verified
     accepted: int = 0
+    expected_accepted: float = 0.0  # what `accepted` would be, were the estimates right
     forward_ms: float = 0.0  # its share of the steps it took part in, by query rows
     draft_ms: float = 0.0  # likewise, by entries
+    predicted_ms: float = 0.0  # like forward_ms, of the whole step, by the cost curve
+    total_ms: float = 0.0  # likewise, as it came
+    predicted_gain_ms: float = 0.0  # what its drafts were expected to save
+    gain_ms: float = 0.0  # what they saved: plain decoding's time by the cost curve less total_ms
 
     @property
     def accept_length(self) -> float:
@@ -202,6 +208,7 @@ class Scheduled:
     start: int  # scheduler: position of the run's first token; KV holds [0, start)
     run_len: int  # scheduler: >= 1; req_to_token holds the slots of [0, start + run_len)
     draft_slots: np.ndarray  # scheduler: int32 KV slots reserved for draft nodes, maybe none
+    expected_remaining: float = 0.0  # scheduler: tokens it is expected to emit yet
 
     @property
     def end(self) -> int:
@@ -216,6 +223,7 @@ class Scheduled:
 class Batch:
     step: int  # scheduler: counts up
     entries: list[Scheduled]  # scheduler
+    num_waiting: int = 0  # scheduler: requests that are not in it
 
     @property
     def num_run_tokens(self) -> int:
@@ -237,6 +245,7 @@ class DraftTrees:
     depths_N: np.ndarray  # int32, root 0
     masks_N: np.ndarray  # uint64
     probs_N: np.ndarray  # float32: estimated probability that the node is accepted
+    sources_N: np.ndarray  # uint8: which of the worker's sources a node comes from
 
     @property
     def num_nodes(self) -> int:
@@ -251,7 +260,7 @@ class EntryResult:
     logprobs: list[float] = field(default_factory=list)
     extras: TokenExtras = field(default_factory=TokenExtras)
     path: list[int] = field(default_factory=list)  # accepted draft nodes, tree numbering, in order
-    num_drafted: int = 0
+    num_drafted: int = 0  # draft nodes verified
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -268,11 +277,27 @@ class StepTimes:
 
 
 @dataclass(kw_only=True, slots=True)
+class StepForecast:
+    """What a step was expected to cost and to gain. Filled by the worker, before it ran.
+
+    Milliseconds, of drafting, forward and sampling together. A gain is what plain decoding would
+    have taken longer for the same tokens.
+    """
+
+    predicted_ms: float  # the step as it was run
+    plain_ms: float  # the same step without drafts
+    decode_ms: float  # a plain step of the sampling requests alone: one token each
+    predicted_gain_ms: float
+
+
+@dataclass(kw_only=True, slots=True)
 class StepResult:
     entries: list[EntryResult]  # worker, parallel to Batch.entries
     weight_version: int  # worker: of the weights that sampled
     num_query_tokens: int = 0  # worker: T, draft nodes included
+    num_proposed: int = 0  # worker: draft nodes, verified or not
     expected_accepted: float = 0.0  # worker: draft nodes, by the estimates of those who drafted
+    forecast: StepForecast | None = None  # worker; None while nothing is known
     times: StepTimes = field(default_factory=StepTimes)
 
 

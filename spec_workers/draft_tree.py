@@ -16,4 +16,5 @@ def only_roots(num_entries: int) -> DraftTrees:
         depths_N=np.zeros(0, dtype=np.int32),
         masks_N=np.zeros(0, dtype=np.uint64),
         probs_N=np.zeros(0, dtype=np.float32),
+        sources_N=np.zeros(0, dtype=np.uint8),
     )

@@ -81,6 +81,7 @@ class NgramWorker(SpecWorker):
             depths_N=proposal.depths_N,
             masks_N=proposal.masks_N,
             probs_N=proposal.probabilities_N,
+            sources_N=proposal.sources_N,
         )
 
     def _floor(self, width: int) -> float:

@@ -66,4 +66,5 @@ def make_trees(per_entry: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Draf
         depths_N=np.array(depths, dtype=np.int32),
         masks_N=np.array(masks, dtype=np.uint64),
         probs_N=np.ones(len(tokens), dtype=np.float32),
+        sources_N=np.zeros(len(tokens), dtype=np.uint8),
     )
