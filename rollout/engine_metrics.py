@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections import deque
-from dataclasses import dataclass, field
-from statistics import median
-
-import numpy as np
+from dataclasses import dataclass
 
 from rollout.types import Batch, Rollout, StepResult
-
-_LATEST_STEPS = 15
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,7 +62,8 @@ class EngineMetrics:
     forward_ms: float = 0.0
     sample_ms: float = 0.0
     total_ms: float = 0.0
-    saved_seconds: float | None = None  # plain decoding's estimated time less the time it took
+    predicted_gain_ms: float = 0.0  # what plain decoding would have taken longer, as expected
+    gain_ms: float = 0.0  # likewise, by the cost curve and what was accepted
     first_rollout_seconds: float | None = None  # engine time until the first rollout finished
     kv_slots: int = 0
 
@@ -78,31 +73,15 @@ class EngineMetrics:
         return self.generated_tokens / self.target_forwards if self.target_forwards else 0.0
 
     @property
+    def saved_seconds(self) -> float:
+        """What plain decoding would have taken longer, by the cost curve."""
+        return self.gain_ms / 1e3
+
+    @property
     def peak_memory_bytes(self) -> int:
         """Peak resident memory of the process."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-@dataclass(slots=True)
-class PlainCost:
-    """Milliseconds of a decode step without drafts, by the number of requests in it.
-
-    Learned from the steps in which nothing was drafted, of which every run has some; widths not
-    seen yet are read off the nearest seen ones, by linear interpolation. Medians, for on a busy
-    machine single steps take many times what they should.
-    """
-
-    by_width: dict[int, deque[float]] = field(default_factory=dict)
-
-    def observe(self, width: int, milliseconds: float) -> None:
-        self.by_width.setdefault(width, deque(maxlen=_LATEST_STEPS)).append(milliseconds)
-
-    def estimate(self, width: int) -> float | None:
-        if not self.by_width:
-            return None
-        widths = sorted(self.by_width)
-        return float(np.interp(width, widths, [median(self.by_width[w]) for w in widths]))
 
 
 class MetricsRecorder:
@@ -111,10 +90,9 @@ class MetricsRecorder:
     def __init__(self, kv_slots: int) -> None:
         self.total = EngineMetrics(kv_slots=kv_slots)
         self.last = StepMetrics()
-        self._plain = PlainCost()
 
     def reset(self) -> None:
-        """Count from zero; the cost of plain steps stays known."""
+        """Count from zero."""
         self.total = EngineMetrics(kv_slots=self.total.kv_slots)
 
     def record(
@@ -127,6 +105,7 @@ class MetricsRecorder:
         times = result.times
         step.step = batch.step
         step.query_tokens = result.num_query_tokens
+        step.proposed = result.num_proposed
         step.expected_accepted = result.expected_accepted
         for emitted in result.entries:
             step.sampling += bool(emitted.token_ids)  # whoever samples emits at least one
@@ -136,8 +115,8 @@ class MetricsRecorder:
         step.schedule_ms, step.draft_ms = times.schedule, times.draft
         step.forward_ms, step.sample_ms, step.total_ms = times.forward, times.sample, times.total
         step.weight_version = result.weight_version
+        _compare_with_forecast(step, result)
         self._accumulate(step)
-        self._compare_with_plain(batch, step)
         for rollout in ended:
             self._finish(rollout)
         self.last = step
@@ -157,9 +136,12 @@ class MetricsRecorder:
         total.target_forwards += step.sampling
         for name in (
             "generated_tokens",
+            "proposed",
             "drafted",
             "accepted",
             "expected_accepted",
+            "predicted_gain_ms",
+            "gain_ms",
             "schedule_ms",
             "draft_ms",
             "forward_ms",
@@ -168,14 +150,13 @@ class MetricsRecorder:
         ):
             setattr(total, name, getattr(total, name) + getattr(step, name))
 
-    def _compare_with_plain(self, batch: Batch, step: StepMetrics) -> None:
-        """A step's tokens would have cost plain decoding accept_length steps of the same width."""
-        decode_only = batch.num_run_tokens == len(batch.entries) == step.sampling
-        if not decode_only:
-            return  # prefill costs the same either way
-        if step.drafted == 0:
-            self._plain.observe(step.sampling, step.total_ms)
-        plain_ms = self._plain.estimate(step.sampling)
-        if plain_ms is not None and step.drafted:
-            saved_ms = plain_ms * step.accept_length - step.total_ms
-            self.total.saved_seconds = (self.total.saved_seconds or 0.0) + saved_ms / 1e3
+
+def _compare_with_forecast(step: StepMetrics, result: StepResult) -> None:
+    forecast = result.forecast
+    if forecast is None:
+        return
+    step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
+    step.predicted_gain_ms = forecast.predicted_gain_ms
+    if result.num_proposed:
+        spared_ms = forecast.decode_ms * step.accepted / max(1, step.sampling)
+        step.gain_ms = spared_ms + forecast.plain_ms - (step.total_ms - step.schedule_ms)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,17 @@ class Worker(Protocol):
     @property
     def draft_corpus(self) -> DraftCorpus | None:
         """What it drafts from and learns into; None for a worker that has no corpus."""
+        ...
+
+    def begin(self, learned: Mapping[str, Any]) -> None:
+        """Called once before the first step, with what an earlier engine's worker had learned.
+
+        Called again when a saved corpus is loaded. Raises ValueError for what is none of it.
+        """
+        ...
+
+    def learned(self) -> dict[str, Any]:
+        """JSON-able: what steps cost and drafts are worth, for `begin` and for reports."""
         ...
 
     def step(self, batch: Batch) -> StepResult: ...

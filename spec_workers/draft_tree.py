@@ -1,8 +1,9 @@
-"""Making DraftTrees of nothing but roots."""
+"""Making DraftTrees: of nothing but roots, and smaller ones of larger ones."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.types import DraftTrees
 
@@ -18,3 +19,25 @@ def only_roots(num_entries: int) -> DraftTrees:
         probs_N=np.zeros(0, dtype=np.float32),
         sources_N=np.zeros(0, dtype=np.uint8),
     )
+
+
+def first_nodes(trees: DraftTrees, counts_B: NDArray[np.int64]) -> tuple[DraftTrees, NDArray]:
+    """The first so many nodes of each entry, and which of all nodes those are (bool, (N,)).
+
+    Parents come before their children, so what is left are trees.
+    """
+    sizes_B = np.diff(trees.offsets_B1)
+    place_N = np.arange(trees.num_nodes) - np.repeat(trees.offsets_B1[:-1], sizes_B)
+    kept_N = place_N < np.repeat(counts_B, sizes_B)
+    offsets_B1 = np.zeros_like(trees.offsets_B1)
+    np.cumsum(counts_B, out=offsets_B1[1:])
+    kept = DraftTrees(
+        offsets_B1=offsets_B1,
+        tokens_N=trees.tokens_N[kept_N],
+        parents_N=trees.parents_N[kept_N],
+        depths_N=trees.depths_N[kept_N],
+        masks_N=trees.masks_N[kept_N],
+        probs_N=trees.probs_N[kept_N],
+        sources_N=trees.sources_N[kept_N],
+    )
+    return kept, kept_N

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ngram_native import Source
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
-from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, EntryResult, Request
+from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
+from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
+from spec_workers.budget.cost_run import time_forwards
+from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.draft_tree import only_roots
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
+SOURCES = tuple(source.name.lower() for source in Source)
+
 
 class NgramWorker(SpecWorker):
     """Proposes the corpus's best tree for each request and feeds it every committed token.
 
-    A request's prompt enters the corpus when it is first sampled from, its output as it is
-    emitted: each token once. The corpus outlives weight updates; it is told of them.
+    A request's prompt and output enter the corpus as it goes on, or all at once when it ends while
+    drafting does not pay: each token once. The corpus outlives weight updates; it is told of them.
     """
 
     def __init__(
@@ -31,47 +38,54 @@ class NgramWorker(SpecWorker):
         draft_corpus: NgramCorpus,
         *,
         num_draft_tokens: int,
-        min_probability: float,
-        fixed_rows: float,
+        calibration_seconds: float,
+        budget: DraftBudget,
     ) -> None:
         """See `build` for the options."""
-        super().__init__(target)
+        super().__init__(target, budget)
         if not 0 <= num_draft_tokens < MAX_TREE_NODES:
             raise InvalidInputError(
                 "spec.num_draft_tokens", num_draft_tokens, f"must be in [0, {MAX_TREE_NODES - 1}]"
             )
-        if not 0 <= min_probability <= 1:
-            raise InvalidInputError("spec.min_probability", min_probability, "must be in [0, 1]")
-        if not fixed_rows > 0:
-            raise InvalidInputError("spec.fixed_rows", fixed_rows, "must be > 0")
+        if not calibration_seconds >= 0:
+            raise InvalidInputError(
+                "spec.calibration_seconds", calibration_seconds, "must be >= 0; 0: none"
+            )
         self._draft_corpus = draft_corpus
         self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
-        self._min_probability = min_probability
-        self._fixed_rows = fixed_rows
-        self._open: set[int] = set()
+        self._calibration_seconds = calibration_seconds
+        self._feed = CorpusFeed(self.corpus)
+        self._fed_version = self.weight_version
 
     @property
     def max_draft_tokens(self) -> int:
-        return self._num_draft_tokens
+        return self._num_draft_tokens if self.budget.is_open else 0
 
     @property
     def draft_corpus(self) -> NgramCorpus:
         return self._draft_corpus
 
-    def propose(self, batch: Batch) -> DraftTrees:
+    def prepare(self, batch: Batch) -> None:
         self._draft_corpus.publish()
-        self.corpus.set_weight_version(self.weight_version)
+        if self.weight_version != self._fed_version:
+            self._feed.catch_up_all()  # while the corpus takes them for the old policy's
+            self.corpus.set_weight_version(self.weight_version)
+            self._fed_version = self.weight_version
+        if self.budget.is_open:
+            self._feed.catch_up(entry.request for entry in batch.entries if entry.samples)
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
         drafting = [
             b
             for b, entry in enumerate(batch.entries)
-            if entry.samples and self._is_open(entry.request)
+            if entry.samples and self._feed.follows(entry.request)
         ]
         if not drafting:
             return only_roots(len(batch.entries))
         ids = np.array([batch.entries[b].request.request_id for b in drafting], dtype=np.int64)
         budgets = np.array([self._budget(batch, b) for b in drafting], dtype=np.int32)
-        proposal = self.corpus.propose(ids, budgets, self._floor(len(drafting)))
+        proposal = self.corpus.propose(ids, budgets, floor)
         counts = np.zeros(len(batch.entries) + 1, dtype=np.int64)
         counts[np.array(drafting) + 1] = np.diff(proposal.offsets_B1)
         return DraftTrees(
@@ -84,49 +98,27 @@ class NgramWorker(SpecWorker):
             sources_N=proposal.sources_N,
         )
 
-    def _floor(self, width: int) -> float:
-        """The least probability of acceptance at which a node pays in a step of so many requests.
-
-        Without drafts the step emits ``width`` tokens in the time of ``width + fixed_rows`` rows. A
-        node adds its probability to the one and a row to the other.
-        """
-        return max(self._min_probability, width / (width + self._fixed_rows))
-
     def _budget(self, batch: Batch, b: int) -> int:
         """Nodes worth asking for: the last token a request may emit needs no draft below it."""
         entry = batch.entries[b]
         room = self.target.room_for(entry.request) - 1
         return max(0, min(self._num_draft_tokens, len(entry.draft_slots), room))
 
-    def _is_open(self, request: Request) -> bool:
-        """Opens it when the corpus has room. A request that found none is decoded plainly."""
-        if request.request_id in self._open:
-            return True
-        if len(self._open) >= self.corpus.max_sequences:
-            return False
-        tokens = np.array(request.tokens, dtype=np.int32)
-        self.corpus.open(request.request_id, request.group, tokens)
-        self._open.add(request.request_id)
-        return True
-
-    def observe(self, batch: Batch, results: list[EntryResult]) -> None:
-        emitting = [
-            (entry.request.request_id, result.token_ids)
-            for entry, result in zip(batch.entries, results, strict=True)
-            if result.token_ids and entry.request.request_id in self._open
-        ]
-        if not emitting:
+    def observe(self, batch: Batch, trees: DraftTrees | None) -> None:
+        if trees is None:
             return
-        ids = np.array([request_id for request_id, _ in emitting], dtype=np.int64)
-        lengths = [len(token_ids) for _, token_ids in emitting]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        tokens = np.array([t for _, token_ids in emitting for t in token_ids], dtype=np.int32)
-        self.corpus.extend(ids, tokens, offsets)
+        for entry, num_nodes in zip(batch.entries, np.diff(trees.offsets_B1).tolist(), strict=True):
+            if entry.samples and self._feed.follows(entry.request):
+                self._feed.note_verified(entry.request, num_nodes)
+
+    def begin(self, learned: Mapping[str, Any]) -> None:
+        super().begin(learned)
+        budget = self.budget
+        if isinstance(budget, LearnedBudget) and not budget.cost.is_known:
+            time_forwards(self.target, budget.cost.curve, self._calibration_seconds)
 
     def release(self, request: Request) -> None:
-        if request.request_id in self._open:
-            self._open.remove(request.request_id)
-            self.corpus.close(request.request_id)
+        self._feed.leave(request)
 
     def counters(self) -> dict[str, float]:
         own = {f"corpus/{name}": value for name, value in self._draft_corpus.counters().items()}
@@ -138,8 +130,9 @@ def build(
     progress: Progress | None = None,
     *,
     num_draft_tokens: int = 16,
-    min_probability: float = 0.08,
-    fixed_rows: float = 12.0,
+    budget: str = "learned",
+    min_probability: float = 0.02,
+    calibration_seconds: float = 1.0,
     corpus_bytes: int = 256 << 20,
     corpus_path: str | None = None,
     external_corpora: Mapping[str, str] | None = None,
@@ -151,9 +144,10 @@ def build(
     Args:
         progress: told how far the weights are read.
         num_draft_tokens: most draft nodes per request and step.
+        budget: ``learned``: as many as pay, none where none do. ``fixed``: as many as there are.
         min_probability: nodes less likely to be accepted are never drafted.
-        fixed_rows: what a step costs beside its rows (reading the weights), as so many rows. The
-            more requests share it, the likelier a node must be to pay for its row.
+        calibration_seconds: for timing a few forwards as the engine starts, where no earlier run
+            left its cost curve; 0: none, the curve is learned from the steps alone.
         corpus_bytes: bound on the corpus of rollouts and its index.
         corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
         external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
@@ -165,6 +159,10 @@ def build(
     Raises InvalidInputError, naming the option; OSError for a ``corpus_path`` that cannot be read.
     """
     # Before the model, which may take minutes to load: mistakes show at once.
+    if budget not in ("learned", "fixed"):
+        raise InvalidInputError("spec.budget", budget, "must be learned or fixed")
+    if not 0 <= min_probability <= 1:
+        raise InvalidInputError("spec.min_probability", min_probability, "must be in [0, 1]")
     draft_corpus = NgramCorpus(
         ModelSpec.read(Path(config.model.path)).vocab_size,
         corpus_bytes=corpus_bytes,
@@ -176,10 +174,15 @@ def build(
         if not Path(corpus_path).is_file():
             raise InvalidInputError("spec.corpus_path", corpus_path, "there is no such file")
         draft_corpus.load(corpus_path, "spec.corpus_path")
+    target = TargetWorker(config, progress)
     return NgramWorker(
-        TargetWorker(config, progress),
+        target,
         draft_corpus,
         num_draft_tokens=num_draft_tokens,
-        min_probability=min_probability,
-        fixed_rows=fixed_rows,
+        calibration_seconds=calibration_seconds,
+        budget=(
+            FixedBudget(min_probability)
+            if budget == "fixed"
+            else LearnedBudget.for_target(target, SOURCES, min_probability)
+        ),
     )

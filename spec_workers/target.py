@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rollout.config import EngineConfig
+from rollout.device_name import device_name
 from rollout.errors import OutOfMemoryError
 from rollout.layers.row_invariance import minimum_rows
 from rollout.memory.cache import CacheMemory
@@ -58,10 +59,10 @@ class TargetWorker:
         self.eos_token_ids = spec.eos_token_ids
         self.weights = WeightTransaction(self.model)
         scheduler = config.scheduler
-        longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
+        self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
         if config.exact:
-            exact_rows = minimum_rows(self.model.linears(), longest_step)
+            exact_rows = minimum_rows(self.model.linears(), self.longest_step)
             self.minimum_rows = max(self.minimum_rows, exact_rows)
         num_slots = num_kv_slots(config.memory, spec, self.model.dtype, device)
         # One row more than requests may run: scoring borrows it between steps.
@@ -90,6 +91,15 @@ class TargetWorker:
     @property
     def weight_version(self) -> int:
         return self.weights.version
+
+    @property
+    def description(self) -> str:
+        """What the time of a forward depends on, beside the batch."""
+        spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
+        return (
+            f"{device_name(self.model.device)}; {spec.num_layers} layers of {spec.hidden_size}, "
+            f"vocabulary of {spec.vocab_size}, {dtype}"
+        )
 
     def room_for(self, request: Request) -> int:
         """Tokens the request may still emit."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -12,13 +13,14 @@ from rollout.memory.cache import CacheMemory
 from rollout.types import (
     Batch,
     DraftTrees,
-    EntryResult,
     Request,
     StepResult,
     StepTimes,
     TokenExtras,
 )
 from rollout.weights.transaction import WeightState
+from spec_workers.budget import DraftBudget, FixedBudget
+from spec_workers.request_stats import count_step
 from spec_workers.target import TargetWorker
 
 
@@ -28,8 +30,10 @@ class SpecWorker:
     No speculation is an empty draft: there is no other path through a step.
     """
 
-    def __init__(self, target: TargetWorker) -> None:
+    def __init__(self, target: TargetWorker, budget: DraftBudget | None = None) -> None:
+        """``budget``: how many draft nodes are verified; default: all that are proposed."""
         self.target = target
+        self.budget: DraftBudget = budget or FixedBudget()
 
     @property
     def memory(self) -> CacheMemory:
@@ -73,29 +77,40 @@ class SpecWorker:
         A request whose logits are no distribution ends alone, with FinishReason.ERROR.
         """
         clock = _Clock()
-        trees = self.propose(batch)
+        self.prepare(batch)
+        floor = self.budget.floor(batch)
+        proposed = None if floor is None else self.propose(batch, floor)
+        verified = self.budget.choose(batch, proposed)
         draft_ms = clock.lap()
-        logits_RV = self.target.verify(batch, trees)
+        logits_RV = self.target.verify(batch, verified.trees)
         forward_ms = clock.lap()
-        results = self.target.accept(batch, trees, logits_RV)
+        results = self.target.accept(batch, verified.trees, logits_RV)
         self.target.commit(batch, results)
         sample_ms = clock.lap()
-        self.observe(batch, results)
+        self.observe(batch, None if proposed is None else verified.trees)
         times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
-        _count(batch, results, times)
+        self.budget.observe(batch, verified, results, times)
+        times.draft += clock.lap()
+        count_step(batch, proposed, verified, results, times)
         return StepResult(
             entries=results,
             weight_version=self.weight_version,
-            num_query_tokens=batch.num_run_tokens + trees.num_nodes,
-            expected_accepted=float(trees.probs_N.sum()),
+            num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
+            num_proposed=verified.num_proposed or 0,
+            expected_accepted=float(verified.values_N.sum()),
+            forecast=verified.forecast,
             times=times,
         )
 
-    def propose(self, batch: Batch) -> DraftTrees:
+    def prepare(self, batch: Batch) -> None:
+        """Called first in each step, whether anything is proposed in it or not."""
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+        """Draft nodes, each entry's most probable ones first, none less probable than ``floor``."""
         raise TypeError(f"{type(self).__name__} does not say what it proposes")
 
-    def observe(self, batch: Batch, results: list[EntryResult]) -> None:
-        """Learn from what was committed. Called after commit, before the scheduler appends."""
+    def observe(self, batch: Batch, trees: DraftTrees | None) -> None:
+        """What was verified of what was proposed; None when nothing was asked for."""
 
     def release(self, request: Request) -> None:
         """The request ended."""
@@ -106,26 +121,22 @@ class SpecWorker:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
     ) -> None:
-        self.target.update_weights(named_tensors, weight_version)
+        before = self.weight_version
+        try:
+            self.target.update_weights(named_tensors, weight_version)
+        finally:
+            if self.weight_version != before:
+                self.budget.change_policy()
+
+    def begin(self, learned: Mapping[str, Any]) -> None:
+        """Go on from what an earlier engine learned. Raises ValueError for what is none of it."""
+        self.budget.restore(learned)
+
+    def learned(self) -> dict[str, Any]:
+        return self.budget.learned()
 
     def counters(self) -> dict[str, float]:
         return self.target.counters()
-
-
-def _count(batch: Batch, results: list[EntryResult], times: StepTimes) -> None:
-    rows = [
-        entry.run_len + result.num_drafted
-        for entry, result in zip(batch.entries, results, strict=True)
-    ]
-    row_ms, entry_ms = times.forward / max(1, sum(rows)), times.draft / max(1, len(rows))
-    for entry, result, num_rows in zip(batch.entries, results, rows, strict=True):
-        stats = entry.request.stats
-        stats.forward_ms += row_ms * num_rows
-        stats.draft_ms += entry_ms
-        if result.token_ids:
-            stats.verify_steps += 1
-            stats.drafted += result.num_drafted
-            stats.accepted += len(result.path)
 
 
 class _Clock:

@@ -1,0 +1,6 @@
+"""How much drafting pays: what steps cost, what drafts are worth, and the choice between them."""
+
+from spec_workers.budget.budget import DraftBudget, FixedBudget, Verified
+from spec_workers.budget.learned_budget import LearnedBudget
+
+__all__ = ["DraftBudget", "FixedBudget", "LearnedBudget", "Verified"]

@@ -1,0 +1,94 @@
+"""How many draft nodes a step verifies.
+
+Legend: B entries of a batch, N draft nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.types import Batch, DraftTrees, EntryResult, StepForecast, StepTimes
+from spec_workers.draft_tree import only_roots
+
+
+@dataclass(kw_only=True, slots=True)
+class Verified:
+    """What a step verifies, and what that is expected to give."""
+
+    trees: DraftTrees
+    values_N: NDArray[np.floating]  # of its nodes: probability of acceptance, corrected
+    num_proposed: int | None  # nodes; None when nobody asked for any
+    worth_B: NDArray[np.float64]  # of one emitted token, in milliseconds; 0 where none is sampled
+    forecast: StepForecast | None
+
+
+class DraftBudget(Protocol):
+    """Asked by `SpecWorker.step`: before it drafts, before it verifies, and when it has."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next step may draft at all."""
+        ...
+
+    def floor(self, batch: Batch) -> float | None:
+        """The least probability at which a node could pay; None: propose nothing."""
+        ...
+
+    def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
+        """What to verify of what was proposed; None when nobody was asked."""
+        ...
+
+    def observe(
+        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+    ) -> None: ...
+
+    def change_policy(self) -> None:
+        """The target's weights changed."""
+        ...
+
+    def learned(self) -> dict[str, Any]: ...
+
+    def restore(self, learned: Mapping[str, Any]) -> None:
+        """Raises ValueError for what no budget of this kind has learned."""
+        ...
+
+
+class FixedBudget:
+    """Verifies whatever is proposed."""
+
+    is_open = True
+
+    def __init__(self, min_probability: float = 0.0) -> None:
+        self._min_probability = min_probability
+
+    def floor(self, batch: Batch) -> float | None:
+        return self._min_probability
+
+    def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
+        trees = only_roots(len(batch.entries)) if proposed is None else proposed
+        return Verified(
+            trees=trees,
+            values_N=trees.probs_N,
+            num_proposed=trees.num_nodes,
+            worth_B=np.zeros(len(batch.entries)),
+            forecast=None,
+        )
+
+    def observe(
+        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+    ) -> None:
+        pass
+
+    def change_policy(self) -> None:
+        pass
+
+    def learned(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, learned: Mapping[str, Any]) -> None:
+        pass

@@ -1,0 +1,160 @@
+"""How long a target forward takes, learned as it runs.
+
+Legend: K knots, flat: contexts x rows; H row knots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SMALLEST_CONTEXT = 256
+_KNOTS_PER_OCTAVE = 2
+
+# Standard deviations, of the logarithm of milliseconds.
+_UNKNOWN_SCALE = 3.0  # of a machine nothing was measured on
+_LOADED_SCALE = 0.3  # of one that was measured in an earlier run
+_SHAPE = 0.3  # of the curve around its first guess, whatever the scale
+_LOADED_SHAPE = 0.1
+_NOISE = 0.06  # of one step
+_SCALE_DRIFT = 0.01  # a step: machines get busy, clocks change
+_SHAPE_DRIFT = 0.002
+_CLIP = 2.0  # standard deviations of surprise that one step is believed
+
+_ROWS_RANGE = 3.0  # octaves over which the shape is alike
+_CONTEXT_RANGE = 3.0
+_FIXED_ROWS = 12.0  # first guess: what a forward costs beside its rows, as so many rows
+
+
+class CostCurve:
+    """Milliseconds of a forward over its query rows and the longest context in it.
+
+    The logarithm of the time is a Gaussian process (Rasmussen and Williams 2006, chapter 2) on a
+    grid of knots, filtered step by step (Kalman 1960): every time seen moves the knots beside it
+    most, their neighbours less, and all of them alike as far as the machine as a whole has become
+    slower. Surprises are clipped, as in Huber's estimator, for a busy machine now and then takes
+    ten times as long. What is read is monotone in rows and context.
+    """
+
+    def __init__(self, minimum_rows: int, max_rows: int, max_context_len: int) -> None:
+        """``minimum_rows``: shorter forwards are padded to so many, and cost as much."""
+        self.rows_H = _row_knots(max(1, minimum_rows), max(2, minimum_rows, max_rows))
+        self.contexts = _context_knots(max_context_len)
+        self.observations_K = np.zeros(self.rows_H.size * len(self.contexts))
+        guess_H = np.log1p(self.rows_H / _FIXED_ROWS)
+        self._mean_K = np.tile(guess_H, len(self.contexts))
+        self._alike_KK = self._kernel()
+        self._spread(_UNKNOWN_SCALE, _SHAPE)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it rests on any time measured, now or in an earlier run."""
+        return bool(self.observations_K.any())
+
+    def observe(self, num_rows: int, longest_context: int, milliseconds: float) -> None:
+        """One forward took so long. Times that are not positive are no times: ignored."""
+        if not milliseconds > 0:
+            return
+        first, beyond = self._place(num_rows, longest_context)
+        second = first + (beyond > 0)
+        covariance_K = (1 - beyond) * self._covariance_KK[first]
+        covariance_K = covariance_K + beyond * self._covariance_KK[second]
+        variance = (1 - beyond) * covariance_K[first] + beyond * covariance_K[second]
+        variance = float(variance) + _NOISE**2
+        expected = (1 - beyond) * self._mean_K[first] + beyond * self._mean_K[second]
+        surprise = math.log(milliseconds) - float(expected)
+        limit = _CLIP * math.sqrt(variance)
+        gain_K = covariance_K / variance
+        self._mean_K += gain_K * min(max(surprise, -limit), limit)
+        self._covariance_KK -= np.outer(gain_K, covariance_K)
+        self._covariance_KK += self._drift_KK
+        self.observations_K[first] += 1 - beyond
+        self.observations_K[second] += beyond
+
+    def milliseconds(self, rows: NDArray[np.int64], longest_context: int) -> NDArray[np.float64]:
+        """The time of a forward of each number of rows: float64, like ``rows``."""
+        heights_H = self._heights()[self._context(longest_context)]
+        times = np.interp(rows, self.rows_H, heights_H)
+        beyond = np.maximum(rows / self.rows_H[-1], 1.0)  # past the last knot: in proportion
+        return np.exp(times) * beyond
+
+    def learned(self) -> dict[str, Any]:
+        """JSON-able, for `restore` and for people to look at."""
+        shape = (len(self.contexts), self.rows_H.size)
+        return {
+            "rows": self.rows_H.tolist(),
+            "contexts": list(self.contexts),
+            "milliseconds": np.exp(self._heights()).round(4).tolist(),
+            "observations": self.observations_K.reshape(shape).round(1).tolist(),
+        }
+
+    def restore(self, learned: Mapping[str, Any]) -> None:
+        """Start from an earlier run's curve. Raises ValueError for what is none of these knots'."""
+        if learned.get("rows") != self.rows_H.tolist():
+            raise ValueError("rows: knots of another curve")
+        if learned.get("contexts") != list(self.contexts):
+            raise ValueError("contexts: knots of another curve")
+        heights = np.asarray(learned.get("milliseconds"), dtype=np.float64)
+        seen = np.asarray(learned.get("observations"), dtype=np.float64)
+        for name, array in (("milliseconds", heights), ("observations", seen)):
+            if array.shape != (len(self.contexts), self.rows_H.size):
+                raise ValueError(f"{name}: {array.shape} is not one number per knot")
+            if not np.isfinite(array).all():
+                raise ValueError(f"{name}: must be finite")
+        if heights.min() <= 0 or seen.min() < 0:
+            raise ValueError("milliseconds must be > 0 and observations >= 0")
+        self._mean_K = np.log(heights).ravel()
+        self.observations_K = seen.ravel()
+        self._spread(_LOADED_SCALE, _LOADED_SHAPE)
+
+    def _spread(self, scale: float, shape: float) -> None:
+        self._covariance_KK = scale**2 + shape**2 * self._alike_KK
+        self._drift_KK = _SCALE_DRIFT**2 + _SHAPE_DRIFT**2 * self._alike_KK
+
+    def _heights(self) -> NDArray[np.float64]:
+        """Log milliseconds [contexts, H], monotone: half-way between the two nearest such."""
+        heights = self._mean_K.reshape(len(self.contexts), self.rows_H.size)
+        for axis in (0, 1):
+            above = np.maximum.accumulate(heights, axis)
+            below = np.flip(np.minimum.accumulate(np.flip(heights, axis), axis), axis)
+            heights = (above + below) / 2
+        return heights
+
+    def _context(self, longest: int) -> int:
+        return min(max(0, math.ceil(longest / _SMALLEST_CONTEXT) - 1).bit_length(),
+                   len(self.contexts) - 1)  # fmt: skip
+
+    def _place(self, num_rows: int, longest_context: int) -> tuple[int, float]:
+        """The knot at or before, and how far beyond it, of the way to the next one."""
+        rows_H = self.rows_H
+        knot = int(np.searchsorted(rows_H, num_rows, side="right")) - 1
+        row = self._context(longest_context) * rows_H.size
+        if knot < 0:
+            return row, 0.0
+        if knot >= rows_H.size - 1:
+            return row + rows_H.size - 1, 0.0
+        gap = float(rows_H[knot + 1] - rows_H[knot])
+        return row + knot, float(num_rows - rows_H[knot]) / gap
+
+    def _kernel(self) -> NDArray[np.float64]:
+        octave_H = np.log2(self.rows_H)
+        place = np.arange(len(self.contexts))
+        rows = np.exp(-np.abs(octave_H[:, None] - octave_H) / _ROWS_RANGE)
+        contexts = np.exp(-np.abs(place[:, None] - place) / _CONTEXT_RANGE)
+        return np.kron(contexts, rows)
+
+
+def _row_knots(first: int, last: int) -> NDArray[np.int64]:
+    octaves = math.ceil(math.log2(last / first) * _KNOTS_PER_OCTAVE)
+    steps = np.arange(octaves + 1) / _KNOTS_PER_OCTAVE
+    return np.unique(np.round(first * 2.0**steps)).astype(np.int64)
+
+
+def _context_knots(max_context_len: int) -> tuple[int, ...]:
+    """Each the end of its bucket; the last one takes all that is longer."""
+    octaves = max(0, math.ceil(max_context_len / _SMALLEST_CONTEXT) - 1).bit_length()
+    return tuple(_SMALLEST_CONTEXT << k for k in range(octaves + 1))

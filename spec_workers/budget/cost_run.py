@@ -1,0 +1,85 @@
+"""A few forwards, timed before the first step, so that the first choices are no guesses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollout.types import Batch, FinishReason, Request, SamplingParams, Scheduled
+from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.draft_tree import only_roots
+from spec_workers.target import TargetWorker
+
+_CONTEXT = 128  # tokens before the rows that are timed
+_MOST_ROWS = 128
+_TIMED = 2  # after one forward that warms up; the quicker one counts
+
+
+@dataclass(slots=True)
+class _NeverStops:
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def first_stop(
+        self, request: Request, new_token_ids: Sequence[int]
+    ) -> tuple[int, FinishReason | None]:
+        return len(new_token_ids), None
+
+
+def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> None:
+    """Show the curve forwards of 1, 2, 4, ... times its fewest rows, until the time is up.
+
+    Between steps: borrows KV slots, and gives them back. Where they do not suffice, or where the
+    context is too short, fewer sizes are timed.
+    """
+    deadline = time.perf_counter() + seconds
+    memory = target.memory
+    room = min(memory.max_sequence_len, memory.obtainable) - _CONTEXT
+    sizes = [rows for rows in curve.rows_H[::2].tolist() if rows <= min(room, _MOST_ROWS)]
+    if not sizes:
+        return
+    tokens = [0] * (_CONTEXT + sizes[-1])
+    admitted = memory.admit(np.array(tokens, dtype=np.int32), headroom=0)
+    if admitted is None:
+        return
+    row, _ = admitted
+    try:
+        if memory.extend(row, len(tokens)) < len(tokens):
+            return
+        _forward_ms(target, _run(tokens, row, 0, _CONTEXT))  # keys and values to attend to
+        for rows in sizes:
+            if time.perf_counter() > deadline:
+                return
+            batch = _run(tokens, row, _CONTEXT, rows)
+            times = [_forward_ms(target, batch) for _ in range(1 + _TIMED)]
+            curve.observe(rows, _CONTEXT + rows, min(times[1:]))
+    finally:
+        memory.release(row, [])
+
+
+def _run(tokens: list[int], row: int, start: int, run_len: int) -> Batch:
+    request = Request(
+        request_id=-1,
+        tokens=tokens[: start + run_len],
+        prompt_len=start + run_len,
+        params=SamplingParams(),
+        seed=0,
+        group=0,
+        stop_check=_NeverStops(),
+        row=row,
+    )
+    none = np.empty(0, dtype=np.int32)
+    run = Scheduled(request=request, start=start, run_len=run_len, draft_slots=none)
+    return Batch(step=0, entries=[run])
+
+
+def _forward_ms(target: TargetWorker, batch: Batch) -> float:
+    started = time.perf_counter()
+    scored_from = batch.entries[0].start
+    logits_RV = target.runner.forward(batch, only_roots(1), scored_from=scored_from)
+    if logits_RV.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e3

@@ -1,0 +1,84 @@
+"""Whether to draft at all: off while it has not paid, with a look now and then."""
+
+from __future__ import annotations
+
+_HORIZON = 48.0  # steps that weigh in what was gained
+_LEAST_STEPS = 24  # drafted before they are judged
+_PROBE_STEPS = 4
+_FIRST_INTERVAL = 16  # steps
+_LONGEST_INTERVAL = 512
+_PAYS = 0.005  # of the time: what a probe must gain to open the gate
+
+
+class Gate:
+    """Opens and closes by what drafting gained, as a share of the time spent.
+
+    While it is closed every so often a few steps are drafted again; fruitless probes double the
+    interval. A batch of half the width is another matter: it is probed at once.
+    """
+
+    def __init__(self) -> None:
+        self._probing = False
+        self._closed_for = 0  # steps until the next probe; 0: open
+        self._interval = _FIRST_INTERVAL
+        self._closed_at = 0  # requests of the batch when it closed
+        self._steps = 0
+        self._gained = 0.0
+        self._spent = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next step may draft."""
+        return self._closed_for == 0
+
+    def observe(self, width: int, gained_ms: float, spent_ms: float) -> None:
+        """A step of ``width`` sampling requests in which drafting was open.
+
+        ``gained_ms``: what plain decoding would have taken longer, negative where drafting lost.
+        """
+        self._steps += 1
+        keep = 1.0 - 1.0 / _HORIZON
+        self._gained = self._gained * keep + gained_ms
+        self._spent = self._spent * keep + spent_ms
+        if self._probing:
+            if self._steps >= _PROBE_STEPS:
+                self._judge_probe(width)
+        elif self._steps >= _LEAST_STEPS and self._gained < 0:
+            self._interval = _FIRST_INTERVAL
+            self._close(width)
+
+    def skip(self, width: int) -> None:
+        """A step of ``width`` sampling requests went by closed."""
+        self._closed_for -= 1
+        if 2 * width <= self._closed_at:
+            self._interval = _FIRST_INTERVAL
+            self._closed_for = 0
+        if self._closed_for == 0:
+            self._probing = True
+            self._forget()
+
+    def learned(self) -> dict[str, float | bool]:
+        """For people to look at."""
+        return {
+            "open": self.is_open,
+            "probing": self._probing,
+            "interval": self._interval,
+            "gain": self._gained / self._spent if self._spent else 0.0,
+        }
+
+    def _judge_probe(self, width: int) -> None:
+        self._probing = False
+        if self._gained > _PAYS * self._spent:
+            self._interval = _FIRST_INTERVAL
+            self._forget()
+        else:
+            self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
+            self._close(width)
+
+    def _close(self, width: int) -> None:
+        self._closed_for = self._interval
+        self._closed_at = width
+
+    def _forget(self) -> None:
+        self._steps = 0
+        self._gained = self._spent = 0.0

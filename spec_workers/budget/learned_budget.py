@@ -1,0 +1,234 @@
+"""Draft nodes bought while they bring the step forward faster than they slow it down.
+
+Legend: B entries of a batch, N draft nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.types import Batch, DraftTrees, EntryResult, StepForecast, StepTimes
+from spec_workers.budget.budget import Verified
+from spec_workers.budget.choice import choose_nodes, falling
+from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.gate import Gate
+from spec_workers.budget.node_values import NodeValues
+from spec_workers.budget.step_cost import StepCost
+from spec_workers.budget.token_worth import token_worth
+from spec_workers.draft_tree import first_nodes, only_roots
+from spec_workers.target import TargetWorker
+
+_TO_BEGIN = 0.02
+"""What drafts must gain, as a share of the step, for a step to have some after one that had none:
+so that noise in the estimates does not turn them on and off."""
+
+
+_FIRST_STEPS = 64
+_LEARN_EVERY = 4
+"""Costs are learned from each of the first steps, then from one in so many: looking at a step costs
+a part of what there is to spare, and neighbours tell the same."""
+
+_PRICE_EVERY = 16
+"""Steps of an unchanged batch that are priced alike."""
+
+
+@dataclass(slots=True)
+class _Prices:
+    """Of one batch. Milliseconds."""
+
+    key: tuple  # of what they depend on
+    until: int  # the step
+    width: int  # requests sampled from
+    longest_context: int
+    decode_B: NDArray[np.float64]  # plain decode steps of 1, 2, ... of them alone
+    with_nodes_N1: NDArray[np.float64]  # this step with 0, 1, ... draft nodes, without drafting
+    worth_B: NDArray[np.float64]  # of a token of each entry
+
+
+class LearnedBudget:
+    """See `DraftBudget`. Learns what steps cost and what drafts are worth from the steps it saw."""
+
+    def __init__(self, cost: StepCost, values: NodeValues, min_probability: float) -> None:
+        """``min_probability``: nodes less likely to be accepted are never asked for."""
+        self.cost = cost
+        self._values = values
+        self._min_probability = min_probability
+        self._gate = Gate()
+        self._drafted = False  # in the step before
+        self._prices = _Prices((), -1, 0, 0, np.zeros(0), np.zeros(1), np.zeros(0))
+        self._steps = 0
+
+    @classmethod
+    def for_target(
+        cls, target: TargetWorker, sources: Sequence[str], min_probability: float
+    ) -> LearnedBudget:
+        """``sources``: names of the values of ``DraftTrees.sources_N``."""
+        curve = CostCurve(target.minimum_rows, target.longest_step, target.max_context_len)
+        cost = StepCost(target.description, curve)
+        return cls(cost, NodeValues(sources), min_probability)
+
+    @property
+    def is_open(self) -> bool:
+        return self._gate.is_open
+
+    def floor(self, batch: Batch) -> float | None:
+        if not self._gate.is_open:
+            return None
+        prices = self._priced(batch)
+        if prices.width == 0 or prices.with_nodes_N1.size == 1:
+            return None
+        dearer = prices.with_nodes_N1[1:] - prices.with_nodes_N1[0]
+        cheapest = float((dearer / np.arange(1, dearer.size + 1)).min())
+        return min(1.0, max(self._min_probability, cheapest / float(prices.worth_B.max())))
+
+    def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
+        prices = self._priced(batch)
+        if proposed is None:
+            trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
+        else:
+            trees, values_N = self._chosen(prices, proposed)
+        num_proposed = None if proposed is None else proposed.num_nodes
+        return Verified(
+            trees=trees,
+            values_N=values_N,
+            num_proposed=num_proposed,
+            worth_B=prices.worth_B,
+            forecast=self._forecast(prices, trees, values_N, num_proposed),
+        )
+
+    def observe(
+        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+    ) -> None:
+        prices, trees = self._priced(batch), verified.trees
+        self._drafted = trees.num_nodes > 0
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS or self._steps % _LEARN_EVERY == 0:
+            self.cost.observe(
+                width=prices.width,
+                rows=batch.num_run_tokens + trees.num_nodes,
+                longest_context=prices.longest_context,
+                proposed=verified.num_proposed,
+                times=times,
+                decode_only=batch.num_run_tokens == prices.width,
+            )
+        if self._drafted:
+            self._judge(trees, results)
+        if prices.width:
+            self._observe_gain(prices, verified, results, times)
+
+    def change_policy(self) -> None:
+        self._values.decay()
+
+    def learned(self) -> dict[str, Any]:
+        return {**self.cost.learned(), **self._values.learned(), "gate": self._gate.learned()}
+
+    def restore(self, learned: Mapping[str, Any]) -> None:
+        self.cost.restore(learned)
+        if "values" in learned:
+            self._values.restore(learned["values"])
+
+    def _priced(self, batch: Batch) -> _Prices:
+        """Once for steps that are alike."""
+        entries = batch.entries
+        key = (
+            batch.num_waiting == 0,
+            tuple((e.request.request_id, e.run_len, e.draft_slots.size) for e in entries),
+        )
+        if self._prices.key != key or self._steps >= self._prices.until:
+            self._prices = self._price(batch, key)
+        return self._prices
+
+    def _price(self, batch: Batch, key: tuple) -> _Prices:
+        entries, until = batch.entries, self._steps + _PRICE_EVERY
+        samples_B = np.array([entry.samples for entry in entries], dtype=bool)
+        width = int(samples_B.sum())
+        longest = max((entry.end for entry in entries), default=0)
+        worth_B = np.zeros(len(entries))
+        if not width:
+            return _Prices(key, until, 0, longest, np.zeros(0), np.zeros(1), worth_B)
+        nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
+        decode_B = self.cost.of_decoding(width, longest)
+        remaining = np.array([max(1.0, e.expected_remaining) for e in entries if e.samples])
+        worth_B[samples_B] = token_worth(remaining, decode_B, ends=batch.num_waiting == 0)
+        with_nodes_N1 = self.cost.of_rows(
+            width, batch.num_run_tokens + nodes, width + nodes, longest
+        )
+        return _Prices(key, until, width, longest, decode_B, with_nodes_N1, worth_B)
+
+    def _chosen(
+        self, prices: _Prices, proposed: DraftTrees
+    ) -> tuple[DraftTrees, NDArray[np.float64]]:
+        values_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
+        values_N = falling(values_N, proposed.offsets_B1)
+        cost_ms = prices.with_nodes_N1[: values_N.size + 1]
+        choice = choose_nodes(
+            values_N, proposed.offsets_B1, prices.worth_B, cost_ms, float(cost_ms[0])
+        )
+        gain = choice.worth - (choice.cost - float(cost_ms[0]))
+        if not self._drafted and gain < _TO_BEGIN * float(cost_ms[0]):
+            return only_roots(proposed.offsets_B1.size - 1), np.zeros(0)
+        trees, kept_N = first_nodes(proposed, choice.counts_B)
+        return trees, values_N[kept_N]
+
+    def _forecast(
+        self,
+        prices: _Prices,
+        trees: DraftTrees,
+        values_N: NDArray[np.float64],
+        num_proposed: int | None,
+    ) -> StepForecast | None:
+        if not prices.width or not self.cost.is_known:
+            return None
+        following = self.cost.of_following(prices.width)
+        drafting = following
+        if num_proposed is not None:
+            drafting = self.cost.of_drafting(prices.width, num_proposed)
+        plain_ms = float(prices.with_nodes_N1[0]) + following
+        predicted_ms = float(prices.with_nodes_N1[trees.num_nodes]) + drafting
+        decode_ms = float(prices.decode_B[-1])
+        return StepForecast(
+            predicted_ms=predicted_ms,
+            plain_ms=plain_ms,
+            decode_ms=decode_ms,
+            predicted_gain_ms=float(values_N.sum()) * decode_ms / prices.width
+            - (predicted_ms - plain_ms),
+        )
+
+    def _judge(self, trees: DraftTrees, results: list[EntryResult]) -> None:
+        """What was accepted, but for requests that ended: a stop hides what came after it."""
+        accepted_N = np.zeros(trees.num_nodes, dtype=bool)
+        known_N = np.ones(trees.num_nodes, dtype=bool)
+        for b, result in enumerate(results):
+            first = int(trees.offsets_B1[b])
+            if result.finish_reason is not None:
+                known_N[first : int(trees.offsets_B1[b + 1])] = False
+            elif result.path:
+                accepted_N[first - 1 + np.array(result.path)] = True
+        self._values.observe(
+            trees.probs_N[known_N],
+            trees.sources_N[known_N],
+            trees.depths_N[known_N],
+            accepted_N[known_N],
+        )
+
+    def _observe_gain(
+        self, prices: _Prices, verified: Verified, results: list[EntryResult], times: StepTimes
+    ) -> None:
+        """By the curve and not by the clock: one slow step would outweigh fifty good ones."""
+        if verified.num_proposed is None:
+            if not self._gate.is_open:
+                self._gate.skip(prices.width)
+            return
+        spared = sum(
+            len(result.path) * float(worth)
+            for result, worth in zip(results, verified.worth_B, strict=True)
+        )
+        plain = float(prices.with_nodes_N1[0])
+        dearer = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
+        drafting = max(0.0, times.draft - self.cost.of_following(prices.width))
+        self._gate.observe(prices.width, spared - dearer - drafting, plain)

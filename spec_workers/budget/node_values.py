@@ -1,0 +1,106 @@
+"""How far the estimates of draft nodes can be believed, learned from what was accepted.
+
+Legend: N draft nodes; S sources, D depth buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEPTHS = ("1", "2", "3-4", "5+")
+_BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])
+
+_INERTIA = 20.0  # expected acceptances the estimate itself is worth
+_MEMORY = 400.0  # expected acceptances a cell remembers
+_DECAY = 0.5  # at a change of policy
+_TENTHS = 10
+
+
+class NodeValues:
+    """Corrects estimated probabilities of acceptance, per source and depth.
+
+    The ratio of what was accepted to what was expected, drawn towards 1. Whoever drafts calibrates
+    by finer evidence; this catches what is left, the bias of picking the highest included.
+    """
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        """``sources``: names of the values of ``sources_N``."""
+        self.sources = tuple(sources)
+        shape = (len(self.sources), len(DEPTHS))
+        self._expected_SD = np.zeros(shape)
+        self._accepted_SD = np.zeros(shape)
+        self._ratio_SD = np.ones(shape)
+        self._by_tenth = np.zeros((3, _TENTHS))  # nodes, expected, accepted
+
+    def corrected(
+        self, probs_N: NDArray[np.floating], sources_N: NDArray, depths_N: NDArray
+    ) -> NDArray[np.float64]:
+        """Of what a worker estimated: float64, in [0, 1]."""
+        return np.minimum(probs_N * self._ratio_SD[sources_N, _bucket(depths_N)], 1.0)
+
+    def observe(
+        self,
+        probs_N: NDArray[np.floating],
+        sources_N: NDArray,
+        depths_N: NDArray,
+        accepted_N: NDArray[np.bool_],
+    ) -> None:
+        """Nodes that were verified, with the estimates they came with."""
+        if not probs_N.size:
+            return
+        cells_N = sources_N.astype(np.intp) * len(DEPTHS) + _bucket(depths_N)
+        count, shape = self._expected_SD.size, self._expected_SD.shape
+        self._expected_SD += np.bincount(cells_N, probs_N, count).reshape(shape)
+        self._accepted_SD += np.bincount(cells_N, accepted_N, count).reshape(shape)
+        full = self._expected_SD > _MEMORY
+        if full.any():
+            self._expected_SD[full] *= 0.5
+            self._accepted_SD[full] *= 0.5
+        self._settle()
+        corrected_N = self.corrected(probs_N, sources_N, depths_N)
+        tenth_N = np.minimum((corrected_N * _TENTHS).astype(np.intp), _TENTHS - 1)
+        for row, weights in enumerate((None, corrected_N, accepted_N)):
+            self._by_tenth[row] += np.bincount(tenth_N, weights, _TENTHS)
+
+    def decay(self) -> None:
+        """The policy changed: what was learned counts for less."""
+        self._expected_SD *= _DECAY
+        self._accepted_SD *= _DECAY
+        self._settle()
+
+    def learned(self) -> dict[str, Any]:
+        """JSON-able, for `restore` and for people to look at."""
+        count, expected, accepted = self._by_tenth.round(3).tolist()
+        return {
+            "values": {
+                "sources": list(self.sources),
+                "depths": list(DEPTHS),
+                "expected": self._expected_SD.round(3).tolist(),
+                "accepted": self._accepted_SD.round(3).tolist(),
+            },
+            "calibration": {"count": count, "expected": expected, "accepted": accepted},
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Go on from an earlier run's ``values``. Raises ValueError for what cannot be any."""
+        if values.get("sources") != list(self.sources) or values.get("depths") != list(DEPTHS):
+            raise ValueError("sources, depths: not those of this worker")
+        tables = [np.asarray(values.get(name), np.float64) for name in ("expected", "accepted")]
+        for table in tables:
+            if table.shape != self._expected_SD.shape or not np.isfinite(table).all():
+                raise ValueError("expected, accepted: must be a finite number per cell")
+            if table.min() < 0 or table.max() > 4 * _MEMORY:
+                raise ValueError(f"expected, accepted: must be in [0, {4 * _MEMORY:g}]")
+        self._expected_SD, self._accepted_SD = tables
+        self._settle()
+
+    def _settle(self) -> None:
+        self._ratio_SD = (self._accepted_SD + _INERTIA) / (self._expected_SD + _INERTIA)
+
+
+def _bucket(depths_N: NDArray) -> NDArray[np.intp]:
+    return _BUCKET_OF_DEPTH[np.minimum(depths_N, len(_BUCKET_OF_DEPTH) - 1)]

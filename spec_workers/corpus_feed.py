@@ -1,0 +1,89 @@
+"""Tells the corpus what was committed: each token once, however seldom it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ngram_native import Corpus
+from rollout.types import Request
+
+
+@dataclass(slots=True)
+class _Followed:
+    request: Request
+    fed: int  # tokens the corpus knows
+    verified: int = 0  # nodes of the latest proposal
+
+
+class CorpusFeed:
+    """Which requests the corpus follows, and how far.
+
+    It goes by what the requests hold, not by what a step emitted, so a step that fails changes
+    nothing and steps may go by unfed.
+    """
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self._followed: dict[int, _Followed] = {}
+
+    def follows(self, request: Request) -> bool:
+        return request.request_id in self._followed
+
+    def catch_up(self, requests: Iterable[Request]) -> None:
+        """Everything these hold. Those that the corpus has no room for are left out."""
+        behind = []
+        for request in requests:
+            followed = self._followed.get(request.request_id)
+            if followed is None:
+                self._open(request)
+            elif followed.fed < len(request.tokens):
+                behind.append(followed)
+        self._extend(behind)
+
+    def catch_up_all(self) -> None:
+        """Everything that the requests followed hold."""
+        self._extend([each for each in self._followed.values()
+                      if each.fed < len(each.request.tokens)])  # fmt: skip
+
+    def note_verified(self, request: Request, num_nodes: int) -> None:
+        """So many first nodes of what was proposed for it were verified."""
+        self._followed[request.request_id].verified = num_nodes
+
+    def leave(self, request: Request) -> None:
+        """It ended: its tokens stay, unless it emitted none and was never followed."""
+        if not self.follows(request) and len(request.tokens) > request.prompt_len:
+            self._open(request)
+        followed = self._followed.pop(request.request_id, None)
+        if followed is None:
+            return
+        if followed.fed < len(request.tokens):
+            self._extend([followed])
+        self._corpus.close(request.request_id)
+
+    def _open(self, request: Request) -> None:
+        if len(self._followed) < self._corpus.max_sequences:
+            tokens = np.array(request.tokens, dtype=np.int32)
+            self._corpus.open(request.request_id, request.group, tokens)
+            self._followed[request.request_id] = _Followed(request, len(request.tokens))
+
+    def _extend(self, behind: list[_Followed]) -> None:
+        if not behind:
+            return
+        ids, verified, offsets = [], [], [0]
+        tokens: list[int] = []
+        for each in behind:
+            ids.append(each.request.request_id)
+            verified.append(each.verified)
+            tokens += each.request.tokens[each.fed :]
+            offsets.append(len(tokens))
+        self._corpus.extend(
+            np.array(ids, dtype=np.int64),
+            np.array(tokens, dtype=np.int32),
+            np.array(offsets, dtype=np.int64),
+            np.array(verified, dtype=np.int32),
+        )
+        for each in behind:
+            each.fed, each.verified = len(each.request.tokens), 0
