@@ -105,21 +105,28 @@ class Corpus:
         sequence_ids: NDArray[np.int64],
         tokens: NDArray[np.int32],
         offsets: NDArray[np.int64],
+        verified: NDArray[np.int32] | None = None,
     ) -> None:
         """Newly committed tokens of many sequences.
 
         They enter the scopes once, move the sequences on, and judge what was last proposed for
-        each: estimates are calibrated by it.
+        each: estimates are calibrated by it. A sequence that gets no token is left as it is, its
+        proposal to be judged later.
 
         Args:
             sequence_ids: int64 ``(B,)``, open, each named once.
             tokens: int32 ``(N,)``, each >= 0, flat.
             offsets: int64 ``(B + 1,)``: sequence b gets ``tokens[offsets[b]:offsets[b + 1]]``.
+            verified: int32 ``(B,)``: so many first nodes of what was last proposed for each
+                sequence were verified; 0 where nothing was proposed since it last got tokens.
+                Default: all that were proposed. What is below a node that was not verified says
+                nothing about the estimates, so a number too high makes them drift low.
         """
         self._ext.extend(
             _array("sequence_ids", sequence_ids, np.int64),
             _array("tokens", tokens, np.int32),
             _array("offsets", offsets, np.int64),
+            None if verified is None else _array("verified", verified, np.int32),
         )
 
     def propose(

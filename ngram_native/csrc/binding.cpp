@@ -152,10 +152,12 @@ Each array is a view of the proposal's own memory.)")
       .def(
           "extend",
           [](Corpus& self, const In<std::int64_t>& sequence_ids, const In<std::int32_t>& tokens,
-             const In<std::int64_t>& offsets) {
-            self.extend(view(sequence_ids), view(tokens), view(offsets));
+             const In<std::int64_t>& offsets, const std::optional<In<std::int32_t>>& verified) {
+            self.extend(view(sequence_ids), view(tokens), view(offsets),
+                        verified ? std::optional(view(*verified)) : std::nullopt);
           },
-          "sequence_ids"_a.noconvert(), "tokens"_a.noconvert(), "offsets"_a.noconvert(), released)
+          "sequence_ids"_a.noconvert(), "tokens"_a.noconvert(), "offsets"_a.noconvert(),
+          "verified"_a.noconvert().none(), released)
       .def(
           "propose",
           [](Corpus& self, const In<std::int64_t>& sequence_ids, const In<std::int32_t>& budgets,

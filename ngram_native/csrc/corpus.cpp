@@ -37,6 +37,18 @@ std::int32_t nodes_grown(std::int32_t budget) { return std::max(budget, kJudgedN
 // Sequences of a batch whose searches wait for memory together.
 constexpr std::size_t kTogether = 16;
 
+void check_verified(std::span<const std::int32_t> verified,
+                    const std::vector<Sequence*>& sequences) {
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    const std::size_t drafted = sequences[b]->drafted;
+    if (verified[b] < 0 || static_cast<std::size_t>(verified[b]) > drafted) {
+      refuse("verified[" + std::to_string(b) + "]", std::to_string(verified[b]),
+             "must be in [0, " + std::to_string(drafted) +
+                 "], as so many nodes were proposed for the sequence since its last tokens");
+    }
+  }
+}
+
 }  // namespace
 
 Corpus::Corpus(const Options& options)
@@ -123,18 +135,26 @@ void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const
 }
 
 void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
-                    std::span<const std::int64_t> offsets) {
+                    std::span<const std::int64_t> offsets,
+                    std::optional<std::span<const std::int32_t>> verified) {
   check_tokens(tokens, options_.vocab_size);
   check_offsets(offsets, sequence_ids.size(), tokens.size());
+  if (verified && verified->size() != sequence_ids.size()) {
+    refuse("len(verified)", std::to_string(verified->size()),
+           "must be len(sequence_ids)=" + std::to_string(sequence_ids.size()));
+  }
   const std::scoped_lock lock(mutex_);
   const std::vector<Sequence*> sequences = find_all(sequence_ids);
+  if (verified) check_verified(*verified, sequences);
   live_->reserve(tokens.size(), sequences.size());
   for (std::size_t b = 0; b < sequences.size(); ++b) {
     Sequence& sequence = *sequences[b];
     const auto fresh = tokens.subspan(static_cast<std::size_t>(offsets[b]),
                                       static_cast<std::size_t>(offsets[b + 1] - offsets[b]));
     if (fresh.empty()) continue;
-    totals_.matched_nodes += sequence.judge(fresh, calibration_);
+    const std::size_t count =
+        verified ? static_cast<std::size_t>((*verified)[b]) : sequence.drafted;
+    totals_.matched_nodes += sequence.judge(fresh, count, calibration_);
     for (const Token token : fresh) {
       live_->append(sequence.cursor, token, sequence.context.view(), policy_);
       sequence.context.push(token);
@@ -179,7 +199,7 @@ Proposal Corpus::propose(std::span<const std::int64_t> sequence_ids,
       std::vector<Guess>& guesses = sequences[b]->guesses;
       guesses.clear();
       if (budgets[b] == 0) {
-        out.add({}, 0, min_probability);
+        sequences[b]->drafted = out.add({}, 0, min_probability);
         continue;
       }
       const std::vector<DraftNode>& nodes = grow(*candidates++, budgets[b]);

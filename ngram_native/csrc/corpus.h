@@ -43,8 +43,12 @@ class Corpus {
 
   void insert(std::span<const Token> tokens, std::optional<std::uint64_t> group);
   void open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens);
+  // verified[b]: so many first nodes of what was last proposed for entry b were verified, at most
+  // all that were handed out since its tokens last came; without it, all. An entry without tokens
+  // is left as it is.
   void extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
-              std::span<const std::int64_t> offsets);
+              std::span<const std::int64_t> offsets,
+              std::optional<std::span<const std::int32_t>> verified = std::nullopt);
   Proposal propose(std::span<const std::int64_t> sequence_ids,
                    std::span<const std::int32_t> budgets, double min_probability);
   // What a sequence of that context would be offered; nothing is inserted or remembered.

@@ -4,7 +4,21 @@
 
 namespace ngram {
 
-std::size_t Sequence::judge(std::span<const Token> tokens, Calibration& calibration) {
+// Whether a guess is learned from must not depend on whether it came true.
+//
+// The tokens are a path of verified nodes that came true and what the target sampled after its last
+// one. So a node below the root or a verified node is decided: its parent did not come true, or the
+// target sampled a token after it. A node below one that was not verified is decided only when that
+// did not come true, and then it is a miss; had it come true, the tokens would end there.
+//   Paths: only nodes of the first kind are learned from; the others would only ever be misses.
+//   Steps: only nodes whose parent came true are, so those of the second kind are left out as
+// undecided. Where more tokens come than the target sampled (they were not drafted for at all),
+// they are decided by as many of them as there are, right or wrong. What the node itself is does
+// not matter: one that was not verified is judged as any other, and estimates that sank too low to
+// be verified rise again. The choice of what is verified may rest on the estimates, as it is made
+// before the tokens are known.
+std::size_t Sequence::judge(std::span<const Token> tokens, std::size_t verified,
+                            Calibration& calibration) {
   std::uint64_t accepted = 1;  // by tree number; the root came true
   std::uint64_t unknown = 0;   // came true or not: the tokens end before it
   for (std::size_t j = 0; j < guesses.size(); ++j) {
@@ -18,10 +32,10 @@ std::size_t Sequence::judge(std::span<const Token> tokens, Calibration& calibrat
     const bool right = parent_came && tokens[guess.depth - 1u] == guess.token;
     if (right) accepted |= self;
     if (parent_came) calibration.observe_step(guess.basis, right);
-    // Below a node that was not handed out only misses are sure to be seen.
-    if (guess.parent <= drafted) calibration.observe_path(guess.product, guess.depth, right);
+    if (guess.parent <= verified) calibration.observe_path(guess.product, guess.depth, right);
   }
   guesses.clear();
+  drafted = 0;
   return static_cast<std::size_t>(std::popcount(accepted)) - 1;
 }
 

@@ -27,12 +27,15 @@ struct Sequence {
   Cursor cursor;               // its place in the live log; carries the group
   Context context;             // ends with the root, the last committed token
   std::vector<Guess> guesses;  // the tree last grown; forgotten when the next tokens came
-  std::size_t drafted = 0;     // its first nodes: those that were handed out
+  // Nodes handed out since tokens last came. They are the first of the guesses, while there are
+  // any: a corpus that forgets drops the guesses, yet the nodes may be under way.
+  std::size_t drafted = 0;
   std::uint64_t named_by = 0;  // the last call that named this sequence, to catch duplicates
 
   // Tells the calibration which of the guesses the tokens that came prove right, and forgets them.
-  // Returns how many came true.
-  std::size_t judge(std::span<const Token> tokens, Calibration& calibration);
+  // The target sampled after the root and after the first `verified` nodes, as far as they came
+  // true. Returns how many guesses came true.
+  std::size_t judge(std::span<const Token> tokens, std::size_t verified, Calibration& calibration);
 };
 
 }  // namespace ngram

@@ -67,10 +67,15 @@ def query(
     return tree
 
 
-def extend(corpus: Corpus, tokens_by_id: Mapping[int, Sequence[int]]) -> None:
+def extend(
+    corpus: Corpus,
+    tokens_by_id: Mapping[int, Sequence[int]],
+    verified: Iterable[int] | None = None,
+) -> None:
     tokens = [token for tokens in tokens_by_id.values() for token in tokens]
     offsets = np.cumsum([0, *map(len, tokens_by_id.values())], dtype=np.int64)
-    corpus.extend(i64(tokens_by_id), i32(tokens), offsets)
+    counts = None if verified is None else i32(verified)
+    corpus.extend(i64(tokens_by_id), i32(tokens), offsets, counts)
 
 
 def path(tree: list[Drafted], j: int) -> list[int]:

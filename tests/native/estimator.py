@@ -83,8 +83,8 @@ class Estimator:
         height = (1.0 - beyond) * self._height(deep, k) + beyond * self._height(deep, k + 1)
         return min(height, 0.995)
 
-    def judge(self, draft: Sequence[Guess], drafted: int, tokens: Sequence[int]) -> None:
-        """Learn from the tokens that came. The first `drafted` nodes were handed out."""
+    def judge(self, draft: Sequence[Guess], verified: int, tokens: Sequence[int]) -> None:
+        """Learn from the tokens that came. The first `verified` nodes were verified."""
         came: list[bool | None] = [True]  # by tree number; None: not known
         for node in draft:
             above = came[node.parent]
@@ -95,7 +95,7 @@ class Estimator:
             came.append(right)
             if above:
                 self._observe_step(node.basis, right)
-            if node.parent <= drafted:
+            if node.parent <= verified:
                 self._observe_path(node.product, node.depth, right)
 
     def decay(self) -> None:

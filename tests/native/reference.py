@@ -110,7 +110,7 @@ class OpenSequence:
     document: Document
     text: list[int]
     draft: list[Node] = field(default_factory=list)  # as far as it was grown
-    drafted: int = 0  # its first nodes: those that were handed out
+    drafted: int = 0  # its first nodes: those handed out since tokens last came
 
 
 class ReferenceCorpus:
@@ -141,12 +141,13 @@ class ReferenceCorpus:
         self._write(document, tokens[held:])
         self.sequences[sequence_id] = OpenSequence(document, list(tokens))
 
-    def extend(self, sequence_id: int, tokens: Sequence[int]) -> None:
+    def extend(self, sequence_id: int, tokens: Sequence[int], verified: int | None = None) -> None:
         if not tokens:
             return
         sequence = self.sequences[sequence_id]
-        self.estimator.judge(sequence.draft, sequence.drafted, tokens)
-        sequence.draft = []
+        verified = sequence.drafted if verified is None else verified
+        self.estimator.judge(sequence.draft, verified, tokens)
+        sequence.draft, sequence.drafted = [], 0
         self._write(sequence.document, tokens)
         sequence.text += tokens
 
@@ -260,7 +261,8 @@ class ReferenceCorpus:
             steps = -(-self.max_steps * most // self.max_candidates)
             found = found + self.search(group, text, "live", most, steps)
         if num_long == 0 and len(text) > ORDERS["gap"][0]:
-            across = self.search(group, text[:-1], "gap", MOST_GAPS, self.max_steps)
+            before = text[-MAX_MATCH:-1]  # of a sequence no more tokens are kept than are compared
+            across = self.search(group, before, "gap", MOST_GAPS, self.max_steps)
             found = found + [
                 candidate._replace(occurrence=following)
                 for candidate in across

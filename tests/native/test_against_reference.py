@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -53,6 +54,7 @@ def texts(max_size, min_size=0):
 
 budgets = st.sampled_from([0, 1, 4, JUDGED_NODES, 20, 63])
 floors = st.sampled_from([0.0, 0.05, 0.3])
+shares = st.sampled_from([None, 0.0, 0.4, 1.0])  # of what was proposed, verified; None: not told
 
 
 class Interleaved(RuleBasedStateMachine):
@@ -121,8 +123,14 @@ class Interleaved(RuleBasedStateMachine):
         self.fills += 1
 
     @precondition(lambda self: self.sequences)
-    @rule(accepted=st.integers(0, 6), own=texts(40), budget=budgets, steps=st.integers(1, 4))
-    def generate(self, accepted, own, budget, steps):
+    @rule(
+        accepted=st.integers(0, 6),
+        own=texts(40),
+        budget=budgets,
+        steps=st.integers(1, 4),
+        share=shares,
+    )
+    def generate(self, accepted, own, budget, steps, share=None):
         """As an engine does: propose for all, commit part of a tree and what was sampled."""
         for step in range(steps):
             ids = list(self.sequences)
@@ -132,18 +140,30 @@ class Interleaved(RuleBasedStateMachine):
                 deepest = path(tree, max(leaves(tree))) if tree else []
                 sampled = own[step : step + 1 + (step + b) % 3]
                 added[sequence_id] = deepest[: max(accepted - step % 3, 0)] + sampled
-            self.extend_all(added)
+            self.extend_all(added, share)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), share=shares)
+    def extend(self, data, share):
+        ids = data.draw(st.permutations(list(self.sequences)), "sequences")
+        self.extend_all({sequence_id: data.draw(texts(70), "tokens") for sequence_id in ids}, share)
+
+    def extend_all(self, added, share):
+        drafted = [self.sequences[sequence_id].drafted for sequence_id in added]
+        verified = None if share is None else [int(share * count) for count in drafted]
+        extend(self.corpus, added, verified)
+        for b, (sequence_id, tokens) in enumerate(added.items()):
+            self.reference.extend(sequence_id, tokens, verified and verified[b])
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
-    def extend(self, data):
-        ids = data.draw(st.permutations(list(self.sequences)), "sequences")
-        self.extend_all({sequence_id: data.draw(texts(70), "tokens") for sequence_id in ids})
-
-    def extend_all(self, added):
-        extend(self.corpus, added)
-        for sequence_id, tokens in added.items():
-            self.reference.extend(sequence_id, tokens)
+    def extend_with_a_wrong_count(self, data):
+        """Refused, and nothing changed."""
+        verified = [sequence.drafted for sequence in self.sequences.values()]
+        b = data.draw(st.integers(0, len(verified) - 1))
+        verified[b] = data.draw(st.sampled_from([-1, verified[b] + 1, 2**31 - 1, -(2**31)]))
+        with pytest.raises(ValueError, match=rf"verified\[{b}\]={verified[b]}: "):
+            extend(self.corpus, {sequence_id: [0] for sequence_id in self.sequences}, verified)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -216,6 +236,7 @@ class Interleaved(RuleBasedStateMachine):
             assert query(self.corpus, group, sequence.text, budget, floor) == tree
             if self.exact:
                 self.assert_same(tree, self.reference.propose(sequence_id, budget, floor))
+            sequence.drafted = len(tree)
             self.assert_seen(group, sequence.text, tree, budget, floor)
         return together
 

@@ -250,6 +250,48 @@ def test_a_proposal_is_judged_once(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_verified_is_all_that_was_handed_out_by_default(seed):
+    (told, texts, rng), (untold, _, _) = grown(seed=seed), grown(seed=seed)
+    for budget in (20, 3, 0, 63):
+        counts = np.diff(propose(told, texts, budget, 0.02).offsets_B1).astype(np.int32)
+        propose(untold, texts, budget, 0.02)
+        new = {s: rng.integers(0, 4, rng.integers(0, 5)).tolist() for s in texts}
+        extend(told, new, counts)
+        extend(untold, new)
+        assert trees(propose(told, texts)) == trees(propose(untold, texts))
+
+
+def test_verified_is_of_the_last_proposal_and_ends_with_the_next_tokens(tmp_path):
+    corpus = Corpus()
+    corpus.open(1, 7, i32(5, 6, 7, 8, 5, 6))
+    corpus.open(2, 8, i32(1))
+
+    def most():
+        with pytest.raises(ValueError, match=r"verified\[1\]=64: must be in \[0, \d+\]") as refused:
+            extend(corpus, {2: [], 1: [0]}, [0, 64])
+        return int(str(refused.value).split("[0, ")[1].split("]")[0])
+
+    assert most() == 0
+    assert len(propose(corpus, [1, 2], budget=3)) == most() == 3
+    assert len(propose(corpus, [1, 2], budget=2)) == most() == 2
+    propose(corpus, [1], budget=0)
+    assert most() == 0
+    propose(corpus, [1], budget=3)
+    extend(corpus, {1: []}, [3])  # no token: it stays to be judged
+    assert most() == 3
+    extend(corpus, {1: [7]}, [3])
+    assert most() == 0
+    # What is under way can be reported, though the corpus has forgotten why it was proposed.
+    propose(corpus, [1], budget=3)
+    corpus.save(tmp_path / "saved")
+    corpus.reset()
+    assert most() == 3
+    corpus.load(tmp_path / "saved")
+    extend(corpus, {1: [8]}, [3])
+    assert most() == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_the_same_version_again_changes_nothing(seed):
     corpus, texts, _ = grown(seed=seed)
     corpus.add_external("x", [texts[0]])

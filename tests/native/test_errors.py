@@ -59,6 +59,22 @@ REFUSED = {
         lambda c: c.extend(array(I64, 1, 2), array(I32, 5), array(I64, 0, 2, 1)),
         r"offsets\[2\]=1",
     ),
+    "verified too many": (
+        lambda c: c.extend(array(I64, 1, 2), array(I32, 5), array(I64, 0, 0, 1), array(I32, 0, 1)),
+        r"verified\[1\]=1: must be in \[0, 0\]",
+    ),
+    "verified negative": (
+        lambda c: c.extend(ONE, array(I32, 5), array(I64, 0, 1), array(I32, -1)),
+        r"verified\[0\]=-1",
+    ),
+    "verified length": (
+        lambda c: c.extend(ONE, array(I32, 5), array(I64, 0, 1), array(I32)),
+        r"len\(verified\)=0: must be len\(sequence_ids\)=1",
+    ),
+    "verified dtype": (
+        lambda c: c.extend(ONE, array(I32, 5), array(I64, 0, 1), array(I64, 0)),
+        "verified=<array of int64>.*int32",
+    ),
     "propose unknown": (lambda c: c.propose(array(I64, 8), array(I32, 1), 0.0), "sequence_id=8"),
     "propose twice": (
         lambda c: c.propose(array(I64, 1, 1), array(I32, 1, 1), 0.0),

@@ -75,7 +75,12 @@ void survives_anything(std::uint32_t seed) {
         }
         const Proposal proposal = corpus.propose(open, budgets, random() % 2 ? 0.0 : 0.05);
         for (std::size_t b = 0; b < open.size(); ++b) check_tree(proposal, b, budgets[b]);
-        corpus.extend(open, tokens, offsets);
+        std::vector<std::int32_t> verified;
+        for (std::size_t b = 0; b < open.size(); ++b) {
+          const auto drafted = proposal.offsets[b + 1] - proposal.offsets[b];
+          verified.push_back(static_cast<std::int32_t>(round % (drafted + 1)));
+        }
+        corpus.extend(open, tokens, offsets, verified);
       }
     }
     if (round % 100 == 0) CHECK(corpus.check().empty());
@@ -118,6 +123,10 @@ void refuses_what_is_wrong() {
   CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, std::vector<std::int64_t>{0}));
   CHECK_REFUSED(corpus.extend(std::vector<std::int64_t>{4, 4}, std::vector<Token>{1},
                               std::vector<std::int64_t>{0, 1, 1}));
+  const std::vector<std::int64_t> one{0, 1};
+  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, one, std::vector<std::int32_t>{1}));
+  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, one, std::vector<std::int32_t>{-1}));
+  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, one, std::vector<std::int32_t>{}));
   CHECK_REFUSED(corpus.remove_external("none"));
   CHECK_REFUSED(corpus.add_external("big", std::vector<Token>(1 << 20, 1),
                                     std::vector<std::int64_t>{0, 1 << 20}));

@@ -171,7 +171,16 @@ class Session {
       flat.insert(flat.end(), added[b].begin(), added[b].end());
       offsets.push_back(static_cast<std::int64_t>(flat.size()));
     }
-    corpus_.extend(ids, flat, offsets);
+    if (input_.below(2) == 0) {
+      corpus_.extend(ids, flat, offsets);
+    } else {
+      std::vector<std::int32_t> verified;
+      for (const std::int64_t id : ids) {
+        const std::uint32_t drafted = oracle_.sequences().at(id).drafted;
+        verified.push_back(static_cast<std::int32_t>(drafted - input_.below(drafted + 1)));
+      }
+      corpus_.extend(ids, flat, offsets, verified);
+    }
     for (std::size_t b = 0; b < ids.size(); ++b) oracle_.extend(ids[b], added[b]);
   }
 
@@ -190,6 +199,7 @@ class Session {
       CHECK(same(together, b, alone));
       const Proposal fresh = corpus_.query(sequence.group, sequence.text, budgets[b], floor);
       CHECK(same(together, b, fresh));
+      oracle_.propose(ids[b], static_cast<std::uint32_t>(alone.tokens.size()));
     }
     return together;
   }
@@ -284,6 +294,13 @@ class Session {
     CHECK_REFUSED(corpus_.extend(twice, {}, std::vector<std::int64_t>{0, 0, 0}));
     CHECK_REFUSED(corpus_.extend(once, negative, end));
     CHECK_REFUSED(corpus_.extend(once, negative, unknown));
+    const auto drafted = static_cast<std::int32_t>(oracle_.sequences().at(id).drafted);
+    const std::vector<Token> fine{1, 2};
+    for (const std::int32_t count : {-1, drafted + 1, std::numeric_limits<std::int32_t>::max(),
+                                     std::numeric_limits<std::int32_t>::min()}) {
+      CHECK_REFUSED(corpus_.extend(once, fine, end, std::vector<std::int32_t>{count}));
+    }
+    CHECK_REFUSED(corpus_.extend(once, fine, end, std::vector<std::int32_t>{0, 0}));
   }
 
   void save_or_load() {

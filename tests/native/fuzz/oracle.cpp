@@ -64,6 +64,7 @@ void Oracle::open(std::int64_t id, std::uint64_t group, std::span<const Token> t
 void Oracle::extend(std::int64_t id, std::span<const Token> tokens) {
   if (tokens.empty()) return;
   Sequence& sequence = sequences_.at(id);
+  sequence.drafted = 0;
   if (sequence.document == kNone) {
     sequence.document = said_.documents.size();
     said_.documents.push_back({sequence.group, {}});

@@ -21,12 +21,14 @@ class Oracle {
   struct Sequence {
     std::uint64_t group;
     std::vector<Token> text;
-    std::size_t document;  // kNone: nothing said since the corpus forgot or was loaded
+    std::size_t document;       // kNone: nothing said since the corpus forgot or was loaded
+    std::uint32_t drafted = 0;  // nodes handed out since it last got tokens
   };
 
   void insert(std::span<const Token> tokens, std::optional<std::uint64_t> group);
   void open(std::int64_t id, std::uint64_t group, std::span<const Token> tokens);
   void extend(std::int64_t id, std::span<const Token> tokens);
+  void propose(std::int64_t id, std::uint32_t nodes) { sequences_.at(id).drafted = nodes; }
   void close(std::int64_t id) { sequences_.erase(id); }
   void add_external(const std::string& name, std::span<const Token> tokens,
                     std::span<const std::int64_t> offsets);

@@ -64,17 +64,18 @@ class Stress {
         const Proposal proposal = corpus_.propose(ids, budgets, 0);
         std::vector<Token> tokens;
         std::vector<std::int64_t> offsets{0};
+        std::vector<std::int32_t> verified;
         for (std::size_t b = 0; b < ids.size(); ++b) {
           check_tree(proposal, b, budgets[b]);
           const auto begin = static_cast<std::size_t>(proposal.offsets[b]);
-          if (begin < static_cast<std::size_t>(proposal.offsets[b + 1])) {
-            tokens.push_back(proposal.tokens[begin]);
-          }
+          const auto drafted = static_cast<std::size_t>(proposal.offsets[b + 1]) - begin;
+          if (drafted > 0) tokens.push_back(proposal.tokens[begin]);
+          verified.push_back(static_cast<std::int32_t>(random() % (drafted + 1)));
           const auto own = random_tokens(random, 5);
           tokens.insert(tokens.end(), own.begin(), own.end());
           offsets.push_back(static_cast<std::int64_t>(tokens.size()));
         }
-        corpus_.extend(ids, tokens, offsets);
+        corpus_.extend(ids, tokens, offsets, verified);
         check_tree(corpus_.query(random() % 3, random_tokens(random, 40), 20, 0), 0, 20);
         corpus_.insert(random_tokens(random, 100), random() % 2);
         corpus_.set_weight_version(step / 5);
