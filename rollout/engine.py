@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
 from rollout.overrides import engine_config
 from rollout.requests import RequestFactory
-from rollout.scheduler import Scheduler
+from rollout.scheduler import LengthForecast, Scheduler
 from rollout.specs import WorkerFactory, worker_factory
+from rollout.stream_order import StreamOrder
 from rollout.types import (
     Batch,
+    FinishReason,
     Prompt,
     Request,
     Rollout,
@@ -45,7 +48,9 @@ class RolloutEngine(CorpusCalls):
         self.worker = worker
         folder = config.model.tokenizer or config.model.path
         self.encoder = PromptEncoder.from_pretrained(folder, worker.vocab_size)
-        self.scheduler = Scheduler(config.scheduler, worker.memory, lambda: worker.max_draft_tokens)
+        self.scheduler = Scheduler(
+            config.scheduler, worker.memory, lambda: worker.max_draft_tokens, LengthForecast()
+        )
         self._requests = RequestFactory(
             self.encoder, worker.vocab_size, worker.eos_token_ids, self.scheduler.check_fits
         )
@@ -92,18 +97,51 @@ class RolloutEngine(CorpusCalls):
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
         """All samples of all prompts, in prompt order, the samples of one prompt together."""
-        rollouts = list(self.stream(prompts, params))
+        requests = self._requests_for(prompts, params)
+        rollouts = [rollout for ended in self._run_all(requests) for rollout in ended]
         rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
         return rollouts
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[Rollout]:
-        """Each rollout as soon as it finishes.
+        """Each rollout as it finishes, in the order of plain decoding.
+
+        The order is that in which plain decoding of this stream alone, ``max_running`` requests at
+        a time in the order given, would finish them; each comes as soon as no other can come
+        before it. So whoever takes the first few gets the same ones whatever was drafted, whoever
+        was admitted first and however fast it went. An aborted one comes at once.
 
         Every prompt is checked before anything is submitted; InvalidInputError names the first bad
         one. Leaving the iterator early aborts what is unfinished.
         """
+        requests = self._requests_for(prompts, params)
+        places = {request.request_id: place for place, request in enumerate(requests)}
+        order = StreamOrder(
+            len(requests),
+            self.config.scheduler.max_running,
+            lambda place: len(requests[place].tokens) - requests[place].prompt_len,
+        )
+        held: dict[int, Rollout] = {}
+        with closing(self._run_all(requests)) as steps:
+            for ended in steps:
+                for rollout in ended:
+                    place, emitted = places[rollout.request_id], len(rollout.token_ids)
+                    if rollout.finish_reason is FinishReason.ABORT:
+                        order.abort(place, emitted)
+                        yield rollout
+                        continue
+                    # A step without a token: the one it failed in.
+                    order.end(place, emitted + (rollout.finish_reason is FinishReason.ERROR))
+                    held[place] = rollout
+                if held:
+                    for place in order.release():
+                        yield held.pop(place)
+
+    def _requests_for(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        """All samples of all prompts, checked, the samples of one prompt together."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, dict))):
             raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -118,6 +156,10 @@ class RolloutEngine(CorpusCalls):
             requests += [
                 self._requests.make(ids, own, index, sample, field=field) for sample in range(own.n)
             ]
+        return requests
+
+    def _run_all(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """What ended in each step, until all have. Closed early, it aborts what is unfinished."""
         for request in requests:
             self.scheduler.add(request)
         inbox: deque[Rollout] = deque()
@@ -125,11 +167,12 @@ class RolloutEngine(CorpusCalls):
         self._claimed |= dict.fromkeys(unfinished, inbox)
         try:
             while unfinished:
-                while not inbox:
+                if not inbox:
                     self._run_step()
-                rollout = inbox.popleft()
-                unfinished.remove(rollout.request_id)
-                yield rollout
+                ended = list(inbox)
+                inbox.clear()
+                unfinished.difference_update(rollout.request_id for rollout in ended)
+                yield ended
         finally:
             for request_id in unfinished:
                 self._claimed.pop(request_id, None)
@@ -200,9 +243,10 @@ class RolloutEngine(CorpusCalls):
         return bool(self._ended) or self.scheduler.has_unfinished
 
     def step(self) -> list[Rollout]:
-        """Run one step; the rollouts that ended in it or since the last one.
+        """Run one step; the rollouts that ended in it or since the last one, as they ended.
 
-        Those of a `stream` go to that stream. A step that raises can be run again.
+        Which of them end first depends on drafts and on what else runs. Those of a `stream` go to
+        that stream, which has an order of its own. A step that raises can be run again.
         """
         if self.scheduler.has_unfinished:
             self._run_step()

@@ -1,3 +1,4 @@
+from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.scheduler import Scheduler
 
-__all__ = ["Scheduler"]
+__all__ = ["LengthForecast", "Scheduler"]

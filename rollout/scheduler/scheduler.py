@@ -13,6 +13,7 @@ import numpy as np
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
+from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.waiting import Ticket, WaitingQueue
 from rollout.types import (
     MAX_TREE_NODES,
@@ -30,20 +31,29 @@ DECODE_HEADROOM = 16
 DRAFT_SHARE = 4
 """Draft nodes take at most one slot in so many, however much of the cache could be evicted."""
 
+_COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+"""Ends that say how long a rollout was to become."""
+
 
 class Scheduler:
     """The waiting queue, the running requests, and the rules between them.
 
     ``max_draft_tokens`` is asked each step how many draft nodes, the root not counted, one request
-    may use: the worker's property of that name.
+    may use: the worker's property of that name. ``lengths`` is told how long rollouts became and
+    asked who is admitted first; it may know some from before.
     """
 
     def __init__(
-        self, config: SchedulerConfig, memory: CacheMemory, max_draft_tokens: Callable[[], int]
+        self,
+        config: SchedulerConfig,
+        memory: CacheMemory,
+        max_draft_tokens: Callable[[], int],
+        lengths: LengthForecast,
     ) -> None:
         assert memory.req_to_token.max_rows >= config.max_running
         self.config = config
         self.memory = memory
+        self.lengths = lengths
         self.preemptions = 0
         self._max_draft_tokens = max_draft_tokens
         self._waiting = WaitingQueue()
@@ -110,7 +120,10 @@ class Scheduler:
         self._admit(runs)
         assert runs or not self.has_unfinished, "unfinished requests, and none can run"
         self._step += 1
-        return Batch(step=self._step, entries=self._with_drafts(runs))
+        unfinished = len(self._running) + len(self._waiting)
+        return Batch(
+            step=self._step, entries=self._with_drafts(runs), num_waiting=unfinished - len(runs)
+        )
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Book what a step gave: append tokens, advance KV lengths. Returns the finished requests.
@@ -127,6 +140,8 @@ class Scheduler:
             computed_len = min(entry.end + len(output.path), len(request.tokens))
             request.computed_len = computed_len
             if request.finish_reason is not None:
+                if request.finish_reason in _COMPLETE:
+                    self.lengths.observe(request.group, request.generated_len)
                 self._finish(request)
                 finished.append(request)
             elif not prompt_was_computed and computed_len >= request.prompt_len:
@@ -203,7 +218,9 @@ class Scheduler:
             for request in self._running
             if request.computed_len < request.prompt_len
         }
-        for ticket in self._waiting.candidates(memory, prefilling)[:seats]:
+        # Where nothing is known of lengths, the limits must not rank requests either.
+        expected = _nothing_expected if self.lengths.is_empty else self._expected_remaining
+        for ticket in self._waiting.candidates(memory, prefilling, expected)[:seats]:
             request = ticket.request
             unrun = sum(r.extend_len - runs.get(r, 0) for r in self._running)
             headroom = unrun + DECODE_HEADROOM * len(self._running)
@@ -229,7 +246,11 @@ class Scheduler:
         drafts = self.memory.reserve_drafts(wanted)
         return [
             Scheduled(
-                request=request, start=request.computed_len, run_len=run_len, draft_slots=slots
+                request=request,
+                start=request.computed_len,
+                run_len=run_len,
+                draft_slots=slots,
+                expected_remaining=self._expected_remaining(request),
             )
             for (request, run_len), slots in zip(runs.items(), drafts, strict=True)
         ]
@@ -238,8 +259,16 @@ class Scheduler:
         """Draft nodes a run can use: no more than tokens it may still emit besides the target's."""
         if run_len < request.extend_len:
             return 0  # a prefill chunk is not sampled from
+        return min(most, self._room(request) - 1)
+
+    def _expected_remaining(self, request: Request) -> float:
+        """Tokens the request is expected to emit yet."""
+        return self.lengths.remaining(request.group, request.generated_len, self._room(request))
+
+    def _room(self, request: Request) -> int:
+        """The most tokens an unfinished request may still emit: >= 1."""
         context_left = self.memory.max_sequence_len - len(request.tokens)
-        return max(0, min(most, request.remaining_len - 1, context_left - 1))
+        return max(1, min(request.remaining_len, context_left))
 
     def _append(self, request: Request, output: EntryResult, weight_version: int) -> None:
         request.tokens += output.token_ids
@@ -273,6 +302,10 @@ class Scheduler:
     def _ticket(self, request: Request, first: bool) -> Ticket:
         prompt = self._prompts[request.request_id]
         return Ticket(request=request, tokens=_int32(request.tokens), prompt=prompt, first=first)
+
+
+def _nothing_expected(request: Request) -> float:
+    return 0.0
 
 
 def _int32(tokens: Sequence[int]) -> np.ndarray:

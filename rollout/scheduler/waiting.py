@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ MAX_OVERTAKEN = 16
 """Requests that queued later but may be admitted first. After that many, it is this one's turn."""
 
 WINDOW = 64
-"""Requests compared for their cached prefix at a time: bounds the cost of one step."""
+"""Requests compared at a time: bounds the cost of one step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,15 +58,22 @@ class WaitingQueue:
         self._tickets.clear()
         return requests
 
-    def candidates(self, memory: CacheMemory, prefilling: set[bytes]) -> list[Ticket]:
-        """Who may be admitted now, in order: longest cached prefix first, ties as they came.
+    def candidates(
+        self,
+        memory: CacheMemory,
+        prefilling: set[bytes],
+        expected_remaining: Callable[[Request], float],
+    ) -> list[Ticket]:
+        """Who may be admitted now, in order: those with most tokens expected to come first.
 
-        Who has been overtaken too often comes before all others. A sample whose prompt is being
-        prefilled, by a running request (``prefilling``) or by one earlier in this list, is left
-        out: it waits to find that prefix cached.
+        That is longest-processing-time-first (Graham 1969): a batch ends with its last rollout, so
+        a long one must not be the last to start. Equals, as samples of one prompt are, come by the
+        longest cached prefix, then as they came. Who has been overtaken too often comes before all
+        others. A sample whose prompt is being prefilled, by a running request (``prefilling``) or
+        by one earlier in the queue, is left out: it waits to find that prefix cached.
         """
         prefilling = set(prefilling)
-        ranked: list[tuple[bool, int, Ticket]] = []
+        ranked: list[tuple[bool, float, int, Ticket]] = []
         for ticket in self._tickets:
             if memory.shares_prefixes and ticket.prompt in prefilling:
                 continue
@@ -74,10 +81,13 @@ class WaitingQueue:
             if cached_len < ticket.request.prompt_len - 1:
                 prefilling.add(ticket.prompt)
             in_turn = ticket.overtaken < MAX_OVERTAKEN
-            ranked.append((in_turn, -cached_len if in_turn else 0, ticket))
+            if in_turn:
+                ranked.append((True, -expected_remaining(ticket.request), -cached_len, ticket))
+            else:
+                ranked.append((False, 0.0, 0, ticket))
             if len(ranked) == WINDOW:
                 break
-        ranked.sort(key=lambda rank: rank[:2])
+        ranked.sort(key=lambda rank: rank[:3])
         return [ticket for *_, ticket in ranked]
 
     def take(self, ticket: Ticket) -> None:

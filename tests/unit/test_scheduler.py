@@ -5,7 +5,7 @@ import pytest
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
-from rollout.scheduler import Scheduler
+from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.waiting import MAX_OVERTAKEN
 from rollout.types import (
     Batch,
@@ -41,7 +41,7 @@ class Bench:
     ) -> None:
         self.memory = CacheMemory(slots, running, context, prefix_cache)
         config = SchedulerConfig(max_running=running, max_step_tokens=step_tokens, chunk_len=chunk)
-        self.scheduler = Scheduler(config, self.memory, lambda: drafts)
+        self.scheduler = Scheduler(config, self.memory, lambda: drafts, LengthForecast())
         self.submitted = 0
 
     def request(self, tokens: list[int], max_new_tokens: int = 100) -> Request:

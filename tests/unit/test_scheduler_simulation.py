@@ -15,7 +15,7 @@ import pytest
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
-from rollout.scheduler import Scheduler
+from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.waiting import MAX_OVERTAKEN
 from rollout.types import (
     Batch,
@@ -171,7 +171,9 @@ class Simulation:
         slots = int(rng.integers(4, 200)) if tight else 2000
         self.memory = CacheMemory(slots, max_running, self.context, bool(rng.random() < 0.85))
         self.most_drafts = int(rng.choice([0, 1, 3, 8, 80]))
-        self.scheduler = Scheduler(self.config, self.memory, lambda: self.most_drafts)
+        self.scheduler = Scheduler(
+            self.config, self.memory, lambda: self.most_drafts, LengthForecast()
+        )
         self.worker = FakeWorker(self.memory, rng)
         self.disturbed = rng.random() < 0.5  # aborts, weight updates, failing steps
         self.to_arrive = int(rng.integers(1, 40))
