@@ -10,11 +10,15 @@ import numpy as np
 from rollout.memory.cache import CacheMemory
 from rollout.types import Request
 
-MAX_OVERTAKEN = 16
-"""Requests that queued later but may be admitted first. After that many, it is this one's turn."""
-
 WINDOW = 64
 """Requests compared at a time: bounds the cost of one step."""
+
+MAX_OVERTAKEN = WINDOW
+"""Requests that queued later but may be admitted first. After that many, it is this one's turn.
+
+The shortest of a window is to run last, so each of the others may pass it; fewer would cut
+longest-first short. It bounds the wait when longer ones, or ones with a cached prefix, keep coming.
+"""
 
 
 @dataclass(slots=True, eq=False)
