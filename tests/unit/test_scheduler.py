@@ -41,7 +41,8 @@ class Bench:
     ) -> None:
         self.memory = CacheMemory(slots, running, context, prefix_cache)
         config = SchedulerConfig(max_running=running, max_step_tokens=step_tokens, chunk_len=chunk)
-        self.scheduler = Scheduler(config, self.memory, lambda: drafts, LengthForecast())
+        self.lengths = LengthForecast()
+        self.scheduler = Scheduler(config, self.memory, lambda: drafts, self.lengths)
         self.submitted = 0
 
     def request(self, tokens: list[int], max_new_tokens: int = 100) -> Request:
@@ -190,6 +191,133 @@ def test_a_request_is_overtaken_only_so_often():
         served.append(batch.entries[0].request)
         bench.work(batch, finish=(served[-1],))
     assert served.index(cold) == MAX_OVERTAKEN
+
+
+def admission_order(bench: Bench) -> list[Request]:
+    """Who is admitted one after another, each ending at its first token."""
+    order = []
+    while bench.scheduler.has_unfinished:
+        batch = bench.scheduler.schedule()
+        order += [entry.request for entry in batch.entries if entry.request not in order]
+        ended = tuple(entry.request for entry in batch.entries if entry.samples)
+        bench.work(batch, finish=ended)
+    return order
+
+
+def test_groups_expected_to_run_longest_are_admitted_first():
+    bench = Bench(running=1, chunk=32)
+    short, unknown, long, longer = (bench.add([token] * 9) for token in range(4))
+    for request, length in ((short, 5), (long, 40), (longer, 90)):
+        for _ in range(8):
+            bench.lengths.observe(request.group, length)
+    # All known have a mean of 45: the unknown group counts as that.
+    assert admission_order(bench) == [longer, unknown, long, short]
+
+
+def test_a_request_is_not_expected_to_pass_its_limit():
+    bench = Bench(running=1, chunk=32)
+    limited, long = bench.add([1] * 9, max_new_tokens=3), bench.add([2] * 9)
+    bench.lengths.observe(limited.group, 90)
+    bench.lengths.observe(long.group, 20)
+    assert admission_order(bench) == [long, limited]
+
+
+def test_where_nothing_is_known_limits_rank_nobody():
+    bench = Bench(running=1, chunk=32)
+    first, second = bench.add([1] * 9, max_new_tokens=3), bench.add([2] * 9)
+    assert admission_order(bench) == [first, second]
+
+
+def test_of_groups_as_long_the_one_with_the_longer_cached_prefix_is_first():
+    bench = Bench(running=1, chunk=32)
+    seen = list(range(20))
+    bench.step(finish=(bench.add(seen),))
+    cold, warm = bench.add([50] * 9), bench.add([*seen, 70])
+    assert admission_order(bench) == [warm, cold]
+
+
+def test_samples_of_the_longest_prompt_wait_for_its_prefill_and_come_next():
+    bench = Bench(running=2, chunk=8)
+    short = [bench.add([1] * 4) for _ in range(2)]
+    long = [bench.add([2] * 20) for _ in range(3)]
+    bench.lengths.observe(short[0].group, 5)
+    bench.lengths.observe(long[0].group, 50)
+    assert bench.step() == [(long[0], 0, 8), (short[0], 0, 4)]
+    bench.step(finish=(short[0],))
+    assert bench.step() == [(long[0], 16, 4), (short[1], 3, 1)], "the seat is not left empty"
+    bench.step(finish=(short[1],))
+    assert bench.step() == [(long[0], 21, 1), (long[1], 19, 1)]
+
+
+def test_a_retracted_request_is_next_however_short():
+    bench = Bench(running=1, chunk=32)
+    short, long = bench.add([1] * 9), bench.add([2] * 9)
+    bench.step()
+    bench.lengths.observe(short.group, 1)
+    bench.lengths.observe(long.group, 90)
+    bench.scheduler.retract_all()
+    assert bench.step() == [(short, 9, 1)]
+
+
+def test_no_number_of_longer_ones_keeps_a_request_waiting():
+    bench = Bench(running=1, chunk=32)
+    short = bench.add([1] * 5)
+    bench.lengths.observe(short.group, 2)
+    admitted = 0
+    for number in range(3 * MAX_OVERTAKEN):
+        long = bench.add([2, *divmod(number, 100)])
+        bench.lengths.observe(long.group, 90)
+        batch = bench.scheduler.schedule()
+        if short.row >= 0:
+            break
+        admitted += len(batch.entries)
+        bench.work(batch, finish=tuple(entry.request for entry in batch.entries))
+    assert admitted == MAX_OVERTAKEN
+
+
+def test_lengths_are_learned_from_rollouts_that_ended_by_themselves():
+    bench = Bench(running=4)
+    stopped, limited = bench.add([1]), bench.add([2], max_new_tokens=2)
+    failed, aborted = bench.add([3]), bench.add([4])
+    bench.step()
+    batch = bench.scheduler.schedule()
+    reasons = {
+        stopped: FinishReason.STOP,
+        limited: FinishReason.LENGTH,
+        failed: FinishReason.ERROR,
+    }
+    results = [
+        EntryResult(token_ids=[7], logprobs=[0.0], finish_reason=reasons.get(entry.request))
+        for entry in batch.entries
+    ]
+    bench.scheduler.commit(batch, StepResult(entries=results, weight_version=0))
+    bench.scheduler.abort(aborted.request_id)
+    assert bench.lengths.learned() == {
+        "recent": [2, 2],
+        "groups": {str(stopped.group): [2], str(limited.group): [2]},
+    }
+
+
+def test_a_batch_says_what_is_expected_and_who_is_not_in_it():
+    bench = Bench(running=3, step_tokens=16, chunk=16)
+    known, unknown, third = bench.add([1] * 4), bench.add([2] * 4), bench.add([3] * 30)
+    batch = bench.scheduler.schedule()
+    assert [entry.expected_remaining for entry in batch.entries] == [100, 100, 100]
+    assert batch.num_waiting == 0
+    bench.work(batch)
+    bench.lengths.observe(known.group, 31)
+    bench.lengths.observe(unknown.group, 11)
+    late = bench.add([4] * 4)
+    batch = bench.scheduler.schedule()
+    assert [entry.request for entry in batch.entries] == [known, unknown, third]
+    # Beyond the one token each has: 30 and 10, shrunk towards their mean of 20 twice over.
+    assert [entry.expected_remaining for entry in batch.entries] == [
+        pytest.approx(70 / 3),
+        pytest.approx(50 / 3),
+        21,
+    ]
+    assert batch.num_waiting == 1
+    assert list(bench.scheduler.waiting) == [late]
 
 
 def test_admission_waits_for_memory_for_the_whole_prompt():

@@ -171,9 +171,8 @@ class Simulation:
         slots = int(rng.integers(4, 200)) if tight else 2000
         self.memory = CacheMemory(slots, max_running, self.context, bool(rng.random() < 0.85))
         self.most_drafts = int(rng.choice([0, 1, 3, 8, 80]))
-        self.scheduler = Scheduler(
-            self.config, self.memory, lambda: self.most_drafts, LengthForecast()
-        )
+        self.lengths = LengthForecast()
+        self.scheduler = Scheduler(self.config, self.memory, lambda: self.most_drafts, self.lengths)
         self.worker = FakeWorker(self.memory, rng)
         self.disturbed = rng.random() < 0.5  # aborts, weight updates, failing steps
         self.to_arrive = int(rng.integers(1, 40))
@@ -206,6 +205,8 @@ class Simulation:
         preamble = self.preambles[self.rng.integers(2)] if self.rng.random() < 0.5 else []
         prompt = preamble + self.tokens(1, 30)
         group = int(self.rng.integers(2**63))
+        if self.rng.random() < 0.3:  # an earlier epoch
+            self.lengths.observe(group, int(self.rng.integers(1, 60)))
         for sample_index in range(size):
             request = Request(
                 request_id=len(self.tracked),
@@ -285,6 +286,10 @@ class Simulation:
             assert entry.draft_slots.dtype == np.int32
             assert drafts <= min(self.most_drafts, 63)
             assert drafts == 0 or entry.samples
+            assert entry.expected_remaining == self.expected_remaining(entry.request)
+            assert 1 <= entry.expected_remaining <= entry.request.remaining_len
+        unfinished = self.tracked.keys() - self.finished.keys()
+        assert batch.num_waiting == len(unfinished) - len(batch.entries)
         if before:
             assert before[0] in requests, "the oldest request made no progress"
         decodes = [r for r in before if r in running and r.extend_len == 1]
@@ -293,6 +298,7 @@ class Simulation:
 
     def check_fairness(self, before: tuple, waiting: tuple) -> None:
         admitted = [r for r in self.scheduler.running if r not in before]
+        self.check_longest_first(before, waiting, admitted)
         for request in admitted:
             self.tracked[request.request_id].admitted = True
         if {r.request_id for r in waiting} - {r.request_id for r in admitted}:
@@ -301,6 +307,26 @@ class Simulation:
                 if not tracked.admitted:
                     later = {r.request_id for r in admitted if r.request_id > request.request_id}
                     tracked.overtaken_by |= later
+
+    def check_longest_first(self, before: tuple, waiting: tuple, admitted: list[Request]) -> None:
+        """Of those never admitted before; there are too few here for anyone's turn to come."""
+        if self.lengths.is_empty:
+            return
+        fresh = [r for r in admitted if not self.tracked[r.request_id].admitted]
+        expected = [self.expected_remaining(request) for request in fresh]
+        assert expected == sorted(expected, reverse=True)
+        for request in waiting:
+            passed_over = not self.tracked[request.request_id].admitted and request not in fresh
+            if fresh and passed_over and self.expected_remaining(request) > expected[-1]:
+                prompt = request.tokens[: request.prompt_len]
+                others = [r for r in [*before, *waiting] if r is not request]
+                assert any(r.tokens[: r.prompt_len] == prompt for r in others)
+                assert self.memory.shares_prefixes
+
+    def expected_remaining(self, request: Request) -> float:
+        limit = min(self.context, self.memory.slots.num_slots) - len(request.tokens)
+        room = min(request.remaining_len, limit)
+        return self.lengths.remaining(request.group, request.generated_len, room)
 
     def end(self, requests: list[Request]) -> None:
         for request in requests:

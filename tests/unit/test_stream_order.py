@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
 from rollout.stream_order import StreamOrder
+from tests.helpers.plain_order import plain_order
 
 FOREVER = 10**6
-
-
-def plain_order(ticks: Sequence[int], seats: int) -> list[int]:
-    """Who ends when, tick by tick."""
-    waiting, running, order = list(range(len(ticks))), {}, []
-    while waiting or running:
-        while waiting and len(running) < seats:
-            index = waiting.pop(0)
-            running[index] = ticks[index]
-        lapse = min(running.values())  # nothing happens before
-        running = {index: left - lapse for index, left in running.items()}
-        ended = sorted(index for index, left in running.items() if left == 0)
-        order += ended
-        running = {index: left for index, left in running.items() if left}
-    return order
 
 
 class Run:
