@@ -92,6 +92,7 @@ class ChainedLog {
   std::size_t slot_in_part(std::size_t part, std::uint64_t hash) const {
     return part * part_slots_ + static_cast<std::size_t>((hash >> 32) * part_slots_ >> 32);
   }
+  void touch_heads();
   // One for each chain and, where there are groups, one for their segments.
   static std::size_t num_parts(const std::vector<Chain>& chains);
   Position exchange_head(std::size_t slot, Position position) {

@@ -339,14 +339,17 @@ def test_wrong_options_are_named(model: str, options: dict, message: str) -> Non
 
 def test_a_saved_corpus_goes_on_where_it_was(model: str, tmp_path: Path) -> None:
     """An engine that was never stopped, and one started from its file, draft the same."""
-    first, file = make_engine(model), tmp_path / "corpus"
+    first, file = make_engine(model, budget="fixed"), tmp_path / "corpus"
     first.add_external_corpus("notes", token_chunks=[[5, 6, 7, 8]], wait=True)
     first.generate(PROMPTS[:2], PARAMS)
     first.save_corpus(file)
-    loaded, begun = make_engine(model), make_engine(model, corpus_path=str(file))
+    loaded, begun = (
+        make_engine(model, budget="fixed"),
+        make_engine(model, budget="fixed", corpus_path=str(file)),
+    )
     loaded.generate(PROMPTS[2:], PARAMS)  # is forgotten
     loaded.load_corpus(file)
-    fresh = make_engine(model)
+    fresh = make_engine(model, budget="fixed")
     for engine in (first, loaded, begun, fresh):
         engine.flush_cache()  # cached prefixes would let requests in at other steps
         engine.reset_metrics()
