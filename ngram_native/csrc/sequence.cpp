@@ -9,14 +9,19 @@ namespace ngram {
 // The tokens are a path of verified nodes that came true and what the target sampled after its last
 // one. So a node below the root or a verified node is decided: its parent did not come true, or the
 // target sampled a token after it. A node below one that was not verified is decided only when that
-// did not come true, and then it is a miss; had it come true, the tokens would end there.
-//   Paths: only nodes of the first kind are learned from; the others would only ever be misses.
-//   Steps: only nodes whose parent came true are, so those of the second kind are left out as
-// undecided. Where more tokens come than the target sampled (they were not drafted for at all),
-// they are decided by as many of them as there are, right or wrong. What the node itself is does
-// not matter: one that was not verified is judged as any other, and estimates that sank too low to
-// be verified rise again. The choice of what is verified may rest on the estimates, as it is made
-// before the tokens are known.
+// did not come true, and then it is a miss; had it come true, the tokens would end there. (Where a
+// rollout ends the tokens may be fewer: what would have come below the last one is undecided, while
+// misses beside it are seen. That happens once a rollout, and is let be.)
+//
+// Paths: only nodes of the first kind are learned from; the others would only ever be misses.
+//
+// Steps: only nodes whose parent came true are learned from, which leaves those of the second kind
+// out as undecided. Where tokens come that were not drafted for, as many steps are decided as there
+// are tokens, right or wrong.
+//
+// Whether the node itself was verified does not matter: estimates that sank too low for it can rise
+// again. The choice of what is verified may rest on the estimates, as it is made before the tokens
+// are known.
 std::size_t Sequence::judge(std::span<const Token> tokens, std::size_t verified,
                             Calibration& calibration) {
   std::uint64_t accepted = 1;  // by tree number; the root came true
