@@ -15,11 +15,13 @@ class StreamOrder:
     the lengths alone: neither drafts nor admission nor what else runs can be seen in it, nor how
     fast any of it was.
 
-    A request is *placed* once its start is known: all before it are placed, and a seat they leave
-    is free at a time that no placed request still running can beat. The latter would end at its
-    start + tokens so far + 1 at the earliest. One that has ended may be handed out when none of
-    them can come before it; those not placed yet start no earlier than that, so they cannot
-    either. Nothing could be handed out sooner without knowing what is not emitted yet.
+    Serving a fixed list on equal seats is monotone: longer requests make no start earlier (Graham
+    1969), so what the unfinished ones have emitted bounds from below when they end. A request is
+    *placed* once its start is known: all before it are placed, and a seat they leave is free at a
+    time that no placed request still running can beat, for that one ends at its start + tokens so
+    far + 1 at the earliest. One that has ended may be handed out when none of those can come before
+    it; those not placed yet start no earlier than they can end, so they cannot either. Nothing
+    could be handed out sooner without knowing what is not emitted yet.
 
     A check costs O(seats), and a request O(log seats) once.
     """

@@ -14,7 +14,7 @@ RECENT_LENGTHS = 512
 """Lengths kept of all groups together."""
 
 MAX_GROUPS = 65_536
-"""Groups kept: with all their lengths, about 20 MB here and 15 MB as JSON."""
+"""Groups kept: with all their lengths, about 35 MB here and 15 MB as JSON."""
 
 SHRINKAGE = 2
 """How many of a group's own lengths the mean of all groups counts for."""
