@@ -70,8 +70,8 @@ class NgramWorker(SpecWorker):
         self._draft_corpus.publish()
         if self.weight_version != self._fed_version:
             self._feed.catch_up_all()  # while the corpus takes them for the old policy's
-            self.corpus.set_weight_version(self.weight_version)
             self._fed_version = self.weight_version
+        self.corpus.set_weight_version(self.weight_version)
         if self.budget.is_open:
             self._feed.catch_up(entry.request for entry in batch.entries if entry.samples)
 

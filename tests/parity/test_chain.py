@@ -111,7 +111,8 @@ def test_no_draft_can_be_seen(tiny_model_path, dtype, plain, name, chain, right,
     engine = RolloutEngine.from_config(config, factory)
     rollouts = compare(engine, plain, name)
     accepted = sum(r.stats.accepted for r in rollouts)
-    assert accepted > 0 if right else accepted < 20
+    drafted = sum(r.stats.drafted for r in rollouts)
+    assert accepted > 0 if right else accepted < 0.1 * drafted
 
 
 @pytest.mark.parametrize("name", PARAMS)

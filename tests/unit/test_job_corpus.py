@@ -22,7 +22,7 @@ from rollout.specs import worker_factory
 from tests.helpers.text_model import save_text_model
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, n=3, seed=5, ignore_eos=True)
-SPEC = {"corpus_bytes": 1 << 20}
+SPEC = {"budget": "fixed", "corpus_bytes": 1 << 20}
 
 
 @pytest.fixture(scope="module")
