@@ -50,6 +50,11 @@ class DraftCorpus(Protocol):
         """Name -> JSONL file of the external corpora to load beside the first steps."""
         ...
 
+    @property
+    def begun_with(self) -> str | None:
+        """The file it was made from, if it was."""
+        ...
+
     def add_external(
         self,
         name: str,

@@ -59,7 +59,7 @@ class RolloutEngine(CorpusCalls):
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
         self._unstarted = self._configured_documents()
-        worker.begin({})
+        self._begin(None if worker.draft_corpus is None else worker.draft_corpus.begun_with)
 
     @classmethod
     def from_config(
@@ -284,10 +284,6 @@ class RolloutEngine(CorpusCalls):
 
     def reset_metrics(self) -> None:
         self._recorder.reset()
-
-    def learned(self) -> dict[str, Any]:
-        """What steps cost and drafts are worth, JSON-able: the cost curve, calibration, ..."""
-        return {"budget": self.worker.learned()}
 
     @property
     def last_step(self) -> StepMetrics:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from rollout.corpus_documents import FileDocuments, documents_from
 from rollout.draft_corpus import DraftCorpus, ExternalCorpus, ExternalState, check_name
 from rollout.encoding import PromptEncoder
 from rollout.errors import InvalidInputError
+from rollout.learned_file import learned_file, load_learned, save_learned
+from rollout.scheduler import Scheduler
 from rollout.worker import Worker
+
+log = logging.getLogger(__name__)
 
 
 class CorpusCalls:
@@ -25,6 +31,7 @@ class CorpusCalls:
 
     worker: Worker
     encoder: PromptEncoder
+    scheduler: Scheduler
     _unstarted: dict[str, FileDocuments]  # configured, and not begun to load
 
     def add_external_corpus(
@@ -97,9 +104,13 @@ class CorpusCalls:
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, published external corpora, calibration and weight version to a file.
 
-        Whole or not at all; for a trainer's checkpoint. Raises OSError.
+        Whole or not at all; for a trainer's checkpoint. What else was learned for speed (the cost
+        curve, lengths of rollouts) goes into ``<path>.learned.json``. Raises OSError.
         """
         self._corpus().save(path)
+        save_learned(
+            learned_file(path), {**self.learned(), "lengths": self.scheduler.lengths.learned()}
+        )
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Go on with the corpus that `save_corpus` wrote, in place of the one held.
@@ -111,8 +122,10 @@ class CorpusCalls:
 
         Raises InvalidInputError for a file that is damaged, of another vocabulary or of another
         ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
+        Trouble with the file beside it is logged and left at that.
         """
         self._corpus().load(path)
+        self._begin(path)
 
     def load_configured_corpora(self) -> None:
         """Begin to load those of ``spec.external_corpora``; the second time there are none left.
@@ -129,6 +142,29 @@ class CorpusCalls:
         self._unstarted.clear()
         if self.worker.draft_corpus is not None:
             self.worker.draft_corpus.close()
+
+    def learned(self) -> dict[str, Any]:
+        """What steps cost and drafts are worth, JSON-able: the cost curve, calibration, ..."""
+        return {"budget": self.worker.learned()}
+
+    def _begin(self, path: str | os.PathLike[str] | None) -> None:
+        """Go on from what is beside the corpus's file, as far as it is of this machine and model.
+
+        ``path``: None for a cold start.
+        """
+        learned: dict[str, Any] = {}
+        if path is not None:
+            try:
+                learned = load_learned(learned_file(path))
+                if "lengths" in learned:
+                    self.scheduler.lengths.restore(learned["lengths"])
+            except (OSError, ValueError) as error:
+                log.warning("%s is not used: %s", learned_file(path), error)
+        try:
+            self.worker.begin(learned.get("budget", {}))
+        except ValueError as error:
+            log.warning("the cost curve of %s is not used: %s", path, error)
+            self.worker.begin({})
 
     def _configured_documents(self) -> dict[str, FileDocuments]:
         corpus = self.worker.draft_corpus

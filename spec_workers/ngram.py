@@ -169,11 +169,8 @@ def build(
         max_external_bytes=max_external_bytes,
         max_external_tokens=max_external_tokens,
         configured={} if external_corpora is None else external_corpora,
+        corpus_path=corpus_path,
     )
-    if corpus_path is not None:
-        if not Path(corpus_path).is_file():
-            raise InvalidInputError("spec.corpus_path", corpus_path, "there is no such file")
-        draft_corpus.load(corpus_path, "spec.corpus_path")
     target = TargetWorker(config, progress)
     return NgramWorker(
         target,

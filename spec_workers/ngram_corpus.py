@@ -36,6 +36,7 @@ class NgramCorpus:
         max_external_bytes: int,
         max_external_tokens: int,
         configured: Mapping[str, str],
+        corpus_path: str | None = None,
     ) -> None:
         """For the options see `spec_workers.ngram.build`.
 
@@ -64,6 +65,11 @@ class NgramCorpus:
             reason = str(error).removeprefix(f"{parameter}={value!r}: ")
             raise InvalidInputError(_OPTION_OF[parameter], value, reason) from None
         self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
+        self.begun_with = corpus_path
+        if corpus_path is not None:
+            if not Path(corpus_path).is_file():
+                raise InvalidInputError("spec.corpus_path", corpus_path, "there is no such file")
+            self.load(corpus_path, "spec.corpus_path")
 
     @property
     def num_tokens(self) -> int:

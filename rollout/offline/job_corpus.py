@@ -14,6 +14,7 @@ from pathlib import Path
 from rollout.draft_corpus import ExternalState
 from rollout.engine import RolloutEngine
 from rollout.errors import InvalidInputError
+from rollout.learned_file import learned_file
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class JobCorpus:
         """
         if not self._keeps:
             return
-        for scratch in self._path.parent.glob(f"{glob.escape(self._path.name)}.saving.*"):
-            scratch.unlink(missing_ok=True)
+        for name in (self._path.name, learned_file(self._path).name):
+            for scratch in self._path.parent.glob(f"{glob.escape(name)}.saving.*"):
+                scratch.unlink(missing_ok=True)
         if not self._path.exists():
             if self._num_tokens:  # so that the same command finds it, whatever it overwrote
                 self._save()

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rollout.learned_file import learned_file
 from rollout.offline.arrow import read_json_rows, rollout_schema, write_parquet
 from rollout.offline.config import OutputConfig
 from rollout.offline.fingerprint import differences
@@ -112,7 +113,8 @@ class RolloutOutput:
         self._sink = JsonlSink(self._journal, end, sync_seconds=self._config.sync_seconds)
 
     def _remove(self) -> None:
-        for path in (self._record_path, self._journal, self.path, self.corpus_path):
+        learned = learned_file(self.corpus_path)
+        for path in (self._record_path, self._journal, self.path, self.corpus_path, learned):
             path.unlink(missing_ok=True)
 
     def _scan(self, num_slots: int) -> int:
