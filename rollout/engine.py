@@ -289,6 +289,10 @@ class RolloutEngine(CorpusCalls):
     def last_step(self) -> StepMetrics:
         return self._recorder.last
 
+    def learned(self) -> dict[str, Any]:
+        """What the engine learned of costs, drafts and lengths, as JSON takes it."""
+        return {}
+
     # Weights
 
     @property

@@ -60,9 +60,9 @@ class OutputConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    jsonl: str | None = None  # a file: one line of counters per logged step
+    jsonl: str | None = None  # a file for the run's log: `specrollout report` draws it
     tensorboard: str | None = None  # a folder for event files
-    every: int = 1  # steps between two logged ones
+    every: int = 1  # steps between two logged ones; rollouts are all logged
     seconds: float = 5.0  # between two progress lines where there is no terminal
 
     def __post_init__(self) -> None:

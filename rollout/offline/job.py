@@ -29,8 +29,8 @@ from rollout.offline.output import RolloutOutput
 from rollout.offline.progress import Progress, loading_model, open_progress
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
+from rollout.offline.run_log import RunLog
 from rollout.offline.signals import StopSignals
-from rollout.offline.step_log import StepLog
 from rollout.offline.summary import Summary
 from rollout.specs import WorkerFactory
 from rollout.types import FinishReason, Rollout, SamplingParams
@@ -97,11 +97,11 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
         try:
             with (
                 StopSignals() as stop,
-                StepLog(config.log) as step_log,
+                RunLog(config, engine) as run_log,
                 open_progress(console, total, output.num_done, config.log.seconds) as progress,
             ):
                 job = _Job(config, engine, prompts, output, corpus, summary)
-                job.generate(stop, step_log, progress)
+                job.generate(stop, run_log, progress)
                 if job.failed:
                     raise RolloutError(
                         f"{len(job.failed)} rollouts failed, the first at {job.failed[0]}; the "
@@ -118,7 +118,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
 
 
 class _Job:
-    """The loop, and which prompts have unfinished samples in the engine."""
+    """The loop, and which samples of which prompts are unfinished in the engine."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _Job:
         self._summary = summary
         self._missing = self._missing_samples(prompts)
         self._most_submitted = _QUEUED_PER_RUNNING * config.scheduler.max_running
-        self._submitted: dict[tuple[int, int], PromptRow] = {}
+        self._submitted: dict[tuple[int, int], tuple[PromptRow, int]] = {}  # row, step
         self.failed: list[str] = []
 
     def _missing_samples(self, prompts: CheckedPrompts) -> Iterator[tuple[PromptRow, int]]:
@@ -146,13 +146,15 @@ class _Job:
                 if not self._output.has(row.index, sample_index):
                     yield row, sample_index
 
-    def generate(self, stop: StopSignals, step_log: StepLog, progress: Progress) -> None:
+    def generate(self, stop: StopSignals, run_log: RunLog, progress: Progress) -> None:
         started = time.perf_counter()
         while stop.received is None:
             self._submit()
             if not self._engine.has_unfinished:
                 break
             for rollout in self._engine.step():
+                _, submitted_step = self._submitted[rollout.prompt_index, rollout.sample_index]
+                run_log.rollout(rollout, submitted_step)
                 if rollout.finish_reason is FinishReason.ERROR:
                     self._fail(rollout)
                     continue
@@ -161,12 +163,13 @@ class _Job:
                     self._summary.first_rollout_seconds = time.perf_counter() - started
                 self._summary.rollouts += 1
             metrics = self._engine.metrics()
-            step_log.write(self._engine, self._summary.rollouts)
+            run_log.step(self._summary.rollouts)
             progress.update(self._output.num_done, metrics.generated_tokens, metrics.accept_length)
             self._corpus.tend()
         self._summary.seconds = time.perf_counter() - started
         self._summary.metrics = self._engine.metrics()
         self._summary.corpus = self._corpus.finish()
+        run_log.finish()
 
     def _submit(self) -> None:
         while len(self._submitted) < self._most_submitted:
@@ -177,13 +180,13 @@ class _Job:
             self._engine.submit(
                 row.prompt, self._params, prompt_index=row.index, sample_index=sample_index
             )
-            self._submitted[row.index, sample_index] = row
+            self._submitted[row.index, sample_index] = (row, self._engine.last_step.step)
 
     def _fail(self, rollout: Rollout) -> None:
         """Not written, so that the same command tries it again."""
-        row = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
+        row, _ = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
         self.failed.append(f"{row.where}, sample {rollout.sample_index}: {rollout.error}")
 
     def _write(self, rollout: Rollout) -> None:
-        row = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
+        row, _ = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
         self._output.append(rollout, row)

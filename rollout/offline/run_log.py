@@ -1,0 +1,143 @@
+"""The log of a run: its settings, every few steps, each rollout, and what the engine learned."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rollout.encoding import prompt_group
+from rollout.engine import RolloutEngine
+from rollout.metrics import JsonlLog, TensorBoardMetrics
+from rollout.offline.config import RunConfig
+from rollout.types import Rollout
+
+_SECONDS_BETWEEN_SNAPSHOTS = 60.0
+
+
+class RunLog:
+    """Opened when generation begins. TensorBoard gets the steps, the JSONL file everything.
+
+    Lines by their ``kind``: ``run`` once at the start; ``step`` for one of every ``log.every``;
+    ``rollout`` when one ends, before the line of the step it ended in; ``learned`` and ``totals``
+    every minute and at the end. `rollout.report` reads them.
+    """
+
+    def __init__(self, config: RunConfig, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._every = config.log.every
+        self._closing = ExitStack()
+        self._lines: JsonlLog | None = None
+        self._board: TensorBoardMetrics | None = None
+        if config.log.jsonl is not None:
+            self._lines = JsonlLog(Path(config.log.jsonl))
+            self._closing.callback(self._lines.close)
+            self._lines.write("run", _settings(config))
+        if config.log.tensorboard is not None:
+            self._board = TensorBoardMetrics(Path(config.log.tensorboard))
+            self._closing.callback(self._board.close)
+        self._snapshot_at = time.monotonic()
+
+    def rollout(self, rollout: Rollout, submitted_step: int) -> None:
+        """Log a rollout that the latest step handed out.
+
+        ``submitted_step``: the latest one when its request was submitted.
+        """
+        if self._lines is None:
+            return
+        stats = rollout.stats
+        self._lines.write(
+            "rollout",
+            {
+                "step": self._engine.last_step.step,
+                "submitted_step": submitted_step,
+                "request_id": rollout.request_id,
+                "prompt_index": rollout.prompt_index,
+                "sample_index": rollout.sample_index,
+                # Text, for JSON numbers of 63 bits lose digits in many readers.
+                "group": f"{prompt_group(rollout.prompt_ids):016x}",
+                "prompt_tokens": len(rollout.prompt_ids),
+                "generated_tokens": len(rollout.token_ids),
+                "finish_reason": rollout.finish_reason.value,
+                **asdict(stats),
+                "accept_length": stats.accept_length,
+            },
+        )
+
+    def step(self, num_rollouts: int) -> None:
+        """Log the engine's latest step, if it is one of every ``log.every``."""
+        if self._lines is None and self._board is None:
+            return
+        if time.monotonic() - self._snapshot_at >= _SECONDS_BETWEEN_SNAPSHOTS:
+            self._snapshot()
+        step = self._engine.last_step
+        if step.step % self._every:
+            return
+        total = self._engine.metrics()
+        values: dict[str, float] = {
+            **asdict(step),
+            "accept_length": step.accept_length,
+            "rollouts": num_rollouts,
+            "total_generated_tokens": total.generated_tokens,
+            "total_accept_length": total.accept_length,
+            "saved_seconds": total.saved_seconds or 0.0,
+            "preemptions": total.preemptions,
+            "peak_memory_bytes": total.peak_memory_bytes,
+            **self._engine.worker.counters(),
+        }
+        if self._lines is not None:
+            self._lines.write("step", values)
+        if self._board is not None:
+            del values["step"]
+            self._board.write(step.step, values)
+
+    def finish(self) -> None:
+        """The run ended or was stopped; not called when it failed."""
+        self._snapshot()
+
+    def _snapshot(self) -> None:
+        self._snapshot_at = time.monotonic()
+        if self._lines is None:
+            return
+        total = self._engine.metrics()
+        derived = {
+            "accept_length": total.accept_length,
+            "peak_memory_bytes": total.peak_memory_bytes,
+        }
+        self._lines.write("totals", {**asdict(total), **derived})
+        self._lines.write("learned", self._engine.learned())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closing.close()
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    sampling = config.sampling
+    return {
+        "model": config.model.path,
+        "data": config.data.path,
+        "output": config.output.path,
+        "spec": config.spec,
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "seed": sampling.seed,
+        "max_running": config.scheduler.max_running,
+        "exact": config.exact,
+        "num_threads": config.num_threads,
+        "log_every": config.log.every,
+    }
+
