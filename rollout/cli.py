@@ -1,4 +1,7 @@
-"""The `specrollout` command: Hydra composes the configuration, and nothing below sees Hydra."""
+"""The `specrollout` command: Hydra composes the configuration, and nothing below sees Hydra.
+
+`specrollout report` draws a run's log instead, and is none of Hydra's.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from rich.markup import escape
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline import JobResult, JobStatus, RunConfig, run_job
+from rollout.report.command import run_report
 from rollout.specs import factory_of
 
 EXIT_ERROR = 1
@@ -31,6 +35,8 @@ DEFAULT_OUTPUT = "rollouts.jsonl"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["report"]:
+        sys.exit(_report(sys.argv[2:]))
     register_config_schema()
     command = _Command()
 
@@ -50,6 +56,15 @@ def main() -> None:
 def register_config_schema() -> None:
     """Types and checks for conf/config.yaml, under the name by which its defaults list asks."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="specrollout")
+
+
+def _report(arguments: list[str]) -> int:
+    try:
+        run_report(arguments)
+    except InvalidInputError as error:
+        _print_error(str(error))
+        return EXIT_BAD_INPUT
+    return 0
 
 
 class _Command:

@@ -140,4 +140,3 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "num_threads": config.num_threads,
         "log_every": config.log.every,
     }
-

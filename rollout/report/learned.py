@@ -1,0 +1,115 @@
+"""What the engine learned, as far as a log has it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollout.report.columns import number
+
+NUM_TENTHS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Milliseconds of a step by query rows, for each context length."""
+
+    device: str
+    rows_R: np.ndarray
+    contexts_C: np.ndarray
+    milliseconds_CR: np.ndarray
+    observations_CR: np.ndarray  # weight of the measurements behind each; zeros where not logged
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Verified nodes by tenth of their estimated probability of being accepted."""
+
+    count_K: np.ndarray
+    expected_K: np.ndarray  # summed estimates
+    accepted_K: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class NodeValues:
+    """Verified nodes by what proposed them and how deep in the tree."""
+
+    sources: list[str]
+    depths: list[str]
+    expected_SD: np.ndarray
+    accepted_SD: np.ndarray
+
+
+def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
+    budget = _part(learned, "budget")
+    cost = _part(budget, "cost")
+    rows, contexts = _numbers(cost.get("rows")), _numbers(cost.get("contexts"))
+    shape = (len(contexts), len(rows))
+    milliseconds = _table(cost.get("milliseconds"), shape)
+    if milliseconds is None:
+        return None
+    observations = _table(cost.get("observations"), shape)
+    return CostCurve(
+        str(budget.get("device", "")),
+        rows,
+        contexts,
+        milliseconds,
+        np.zeros(shape) if observations is None else np.nan_to_num(observations),
+    )
+
+
+def calibration(learned: Mapping[str, Any]) -> Calibration | None:
+    """None also where no node was verified."""
+    part = _part(_part(learned, "budget"), "calibration")
+    columns = [_numbers(part.get(name)) for name in ("count", "expected", "accepted")]
+    if any(len(each) != NUM_TENTHS or not np.isfinite(each).all() for each in columns):
+        return None
+    return Calibration(*columns) if columns[0].sum() > 0 else None
+
+
+def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
+    part = _part(_part(learned, "budget"), "values")
+    sources, depths = ([str(each) for each in _list(part.get(name))] for name in
+                       ("sources", "depths"))  # fmt: skip
+    shape = (len(sources), len(depths))
+    expected, accepted = (_table(part.get(name), shape) for name in ("expected", "accepted"))
+    if expected is None or accepted is None:
+        return None
+    return NodeValues(sources, depths, expected, accepted)
+
+
+def scalars(learned: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    """Every single value below ``learned``, with dotted names; no lists, nor the line's own."""
+    values: list[tuple[str, object]] = []
+    for name, value in learned.items():
+        if not prefix and name in ("kind", "time"):
+            continue
+        if isinstance(value, Mapping):
+            values += scalars(value, f"{prefix}{name}.")
+        elif isinstance(value, (str, int, float)):
+            values.append((f"{prefix}{name}", value))
+    return values
+
+
+def _part(whole: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = whole.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _numbers(value: object) -> np.ndarray:
+    return np.array([number(each) for each in _list(value)], dtype=np.float64)
+
+
+def _table(value: object, shape: tuple[int, int]) -> np.ndarray | None:
+    """None unless it is numbers, lists within a list, of that shape and not empty."""
+    rows = [_numbers(row) for row in _list(value)]
+    if not all(shape) or len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
+        return None
+    return np.stack(rows)

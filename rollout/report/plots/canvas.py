@@ -1,0 +1,124 @@
+"""How every plot looks, in light and in dark. The one file that imports matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 130
+
+
+class NothingToDrawError(Exception):
+    """Says to the reader of the page why a plot is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Series colours are of Okabe and Ito's palette, told apart with any colour vision."""
+
+    background: str
+    ink: str
+    muted: str
+    grid: str
+    series: tuple[str, ...]
+    colormap: str  # from few to many
+    dark: bool = False
+
+
+LIGHT = Theme(
+    background="#ffffff",
+    ink="#1f2328",
+    muted="#656d76",
+    grid="#d8dee4",
+    series=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    colormap="viridis_r",
+)
+DARK = Theme(
+    background="#161b22",
+    ink="#e6edf3",
+    muted="#9198a1",
+    grid="#30363d",
+    series=("#56b4e9", "#e8833a", "#2fbf95", "#e09cc4", "#f0b93a", "#9fd3f5"),
+    colormap="viridis",
+    dark=True,
+)
+
+Draw = Callable[["Figure", Theme], None]
+
+
+def render(draw: Draw, theme: Theme, inches: tuple[float, float]) -> bytes:
+    """A PNG of what ``draw`` puts on a figure.
+
+    Raises InvalidInputError where matplotlib is missing, and NothingToDrawError as ``draw`` does.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InvalidInputError(
+            "report", "matplotlib", "is not installed: pip install 'specrollout[report]'"
+        ) from None
+    with rc_context(_settings(theme)):
+        figure = Figure(figsize=inches, layout="constrained")
+        draw(figure, theme)
+        png = io.BytesIO()
+        FigureCanvasAgg(figure).print_figure(png, format="png", dpi=_DOTS_PER_INCH)
+    return png.getvalue()
+
+
+def _settings(theme: Theme) -> dict[Any, Any]:
+    from cycler import cycler
+
+    return {
+        "figure.facecolor": theme.background,
+        "axes.facecolor": theme.background,
+        "savefig.facecolor": theme.background,
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.edgecolor": theme.muted,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.labelcolor": theme.ink,
+        "ytick.labelcolor": theme.ink,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.7,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": cycler(color=theme.series),
+        "axes.titlesize": "medium",
+        "axes.titlelocation": "left",
+        "font.family": "DejaVu Sans",  # matplotlib brings it: the same picture everywhere
+        "font.size": 10,
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+    }
+
+
+def shades(theme: Theme, number: int) -> list[tuple[float, float, float, float]]:
+    """Colours of an ordered series, from few to many."""
+    from matplotlib import colormaps
+
+    return [colormaps[theme.colormap](0.15 + 0.7 * (i + 0.5) / number) for i in range(number)]
+
+
+def legend_beside(axes: Axes) -> None:
+    """Outside of the data."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), borderaxespad=0.4)
+
+
+def mark_runs(axes: Axes, theme: Theme, starts: list[float]) -> None:
+    """A line where each run but the first begins."""
+    for start in starts[1:]:
+        axes.axvline(start, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)))

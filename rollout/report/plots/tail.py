@@ -1,0 +1,103 @@
+"""The tail: how a run thins out towards its end, and who is last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollout.report.binning import Bins
+from rollout.report.columns import ratio
+from rollout.report.plots.canvas import NothingToDrawError, Theme, legend_beside
+from rollout.report.run import Log, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_RUNS = 6
+_MOST_ROLLOUTS = 24
+
+
+def tail(figure: Figure, theme: Theme, log: Log) -> None:
+    runs = [run for run in log.runs if run.num_steps][-_MOST_RUNS:]
+    if not runs:
+        raise NothingToDrawError("The log holds no steps yet.")
+    last = _last_rollouts(runs[-1])
+    if not len(last):
+        _draw_widths(figure.subplots(), theme, runs)
+        return
+    widths, spans = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+    _draw_widths(widths, theme, runs)
+    widths.set_xlabel("")
+    _draw_spans(spans, theme, runs[-1], last)
+    spans.set_xlabel(_axis_label(runs))
+
+
+def _axis_label(runs: list[Run]) -> str:
+    return (
+        "seconds before the end of the run" if len(runs) == 1 else "seconds before each run's end"
+    )
+
+
+def _draw_widths(axes: Axes, theme: Theme, runs: list[Run]) -> None:
+    for run, color in zip(runs, theme.series, strict=False):
+        bins = Bins(run)
+        before_end = bins.ends - run.offset - run.seconds
+        label = f"run {run.number}" if len(runs) > 1 else "running"
+        axes.plot(before_end, bins.mean(run.steps["running"]), color=color, label=label,
+                  drawstyle="steps-pre")  # fmt: skip
+        waiting = bins.mean(run.steps["waiting"])
+        if len(runs) == 1 and np.nan_to_num(waiting).any():
+            axes.plot(before_end, waiting, color=theme.series[1], linestyle="--", label="waiting",
+                      drawstyle="steps-pre")  # fmt: skip
+    axes.set(ylabel="requests", xlabel=_axis_label(runs))
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(-max(_tail_seconds(run) for run in runs), 0)
+    legend_beside(axes)
+
+
+def _tail_seconds(run: Run) -> float:
+    """Since half as many requests ran as at most, and as long again before that."""
+    running = run.steps["running"]
+    at_most = np.nanmax(running, initial=0.0)
+    wide = np.flatnonzero(running >= at_most / 2)
+    since = run.seconds - run.step_seconds[wide[-1]] if len(wide) else run.seconds
+    return float(max(min(run.seconds, 2 * since), run.seconds / 20, 1e-3))
+
+
+def _last_rollouts(run: Run) -> np.ndarray:
+    """Indices of those that ended last, the very last first."""
+    known = np.flatnonzero(np.isfinite(run.began_seconds) & np.isfinite(run.ended_seconds))
+    return known[np.argsort(-run.ended_seconds[known], kind="stable")][:_MOST_ROLLOUTS]
+
+
+def _draw_spans(axes: Axes, theme: Theme, run: Run, rollouts: np.ndarray) -> None:
+    began = run.began_seconds[rollouts] - run.seconds
+    ended = run.ended_seconds[rollouts] - run.seconds
+    rows = np.arange(len(rollouts))
+    axes.barh(rows, ended - began, left=began, height=0.62, color=theme.series[0], linewidth=0)
+    axes.set_yticks(rows, [_name(run, index) for index in rollouts], fontsize=8)
+    axes.set_ylim(len(rollouts) - 0.4, -0.6)  # the last to end on top
+    axes.grid(visible=False, axis="y")
+    axes.set_title(
+        f"last to end{f' in run {run.number}' if run.number > 1 else ''}: prompt.sample", fontsize=9
+    )
+    beside = axes.secondary_yaxis("right")
+    beside.set_yticks(rows, [_outcome(run, index) for index in rollouts], fontsize=8)
+    beside.tick_params(length=0)
+    beside.spines["right"].set_visible(False)
+
+
+def _name(run: Run, index: int) -> str:
+    prompt, sample = (run.rollouts[name][index] for name in ("prompt_index", "sample_index"))
+    return ".".join("?" if np.isnan(each) else f"{each:.0f}" for each in (prompt, sample))
+
+
+def _outcome(run: Run, index: int) -> str:
+    of = {name: float(values[index]) for name, values in run.rollouts.items()}
+    accepted = ratio(of["verify_steps"] + of["accepted"], of["verify_steps"])
+    tokens = "?" if np.isnan(of["generated_tokens"]) else f"{of['generated_tokens']:,.0f}"
+    return f"{tokens} tokens" + (
+        f", {accepted:.2f} a forward" if accepted is not None and np.isfinite(accepted) else ""
+    )

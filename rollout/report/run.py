@@ -1,0 +1,111 @@
+"""One run of a log, and the runs of a log on one axis of generating time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout.report.columns import Columns
+
+STEP_FIELDS = (
+    "time",
+    "step",
+    "running",
+    "waiting",
+    "query_tokens",
+    "sampling",
+    "generated_tokens",
+    "proposed",
+    "drafted",
+    "accepted",
+    "expected_accepted",
+    "predicted_ms",
+    "plain_ms",
+    "predicted_gain_ms",
+    "gain_ms",
+    "schedule_ms",
+    "draft_ms",
+    "forward_ms",
+    "sample_ms",
+    "total_ms",
+    "preemptions",
+    "peak_memory_bytes",
+)
+ROLLOUT_FIELDS = (
+    "time",
+    "step",
+    "request_id",
+    "prompt_index",
+    "sample_index",
+    "prompt_tokens",
+    "generated_tokens",
+    "cached_tokens",
+    "preemptions",
+    "verify_steps",
+    "proposed",
+    "drafted",
+    "accepted",
+    "expected_accepted",
+    "predicted_ms",
+    "total_ms",
+    "predicted_gain_ms",
+    "gain_ms",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What one run logged. Seconds count from when it began to generate."""
+
+    number: int  # from 1, in the order of the file
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    offset: float = 0.0  # seconds for which the runs before it generated
+    step_seconds: np.ndarray  # [steps] when each ended; never decreasing
+    steps: Columns  # STEP_FIELDS
+    rollouts: Columns  # ROLLOUT_FIELDS
+    began_seconds: np.ndarray  # [rollouts] when each was first verified; NaN where unknown
+    ended_seconds: np.ndarray  # [rollouts]
+    groups: list[str]  # [rollouts] a key that the samples of a prompt share
+    finish_reasons: list[str]  # [rollouts]
+    learned: Mapping[str, Any] = field(default_factory=dict)  # the latest
+    totals: Mapping[str, Any] = field(default_factory=dict)  # the latest
+
+    @property
+    def num_steps(self) -> int:
+        """Logged ones; `log.every` may have left others out."""
+        return len(self.step_seconds)
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.ended_seconds)
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last thing logged."""
+        ends = [times[-1] for times in (self.step_seconds,) if len(times)]
+        known = self.ended_seconds[np.isfinite(self.ended_seconds)]
+        return float(max([*ends, *known[-1:]], default=0.0))
+
+    @property
+    def step_ms(self) -> np.ndarray:
+        """[steps] what a cost curve predicts: drafting, forward and sampling."""
+        return self.steps["total_ms"] - np.nan_to_num(self.steps["schedule_ms"])
+
+    @property
+    def has_forecast(self) -> np.ndarray:
+        """[steps] bool: its time was predicted; 0 is written where nothing is known."""
+        return (np.nan_to_num(self.steps["predicted_ms"]) > 0) & np.isfinite(self.step_ms)
+
+
+@dataclass(kw_only=True, slots=True)
+class Log:
+    path: Path
+    runs: list[Run]  # at least one
+    num_unreadable: int = 0  # lines
+
+    def only(self, run: Run) -> Log:
+        return Log(path=self.path, runs=[run], num_unreadable=self.num_unreadable)
