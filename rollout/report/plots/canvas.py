@@ -12,6 +12,7 @@ from rollout.errors import InvalidInputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Locator
 
 _DOTS_PER_INCH = 130
 
@@ -68,10 +69,10 @@ def render(draw: Draw, theme: Theme, inches: tuple[float, float]) -> bytes:
             "report", "matplotlib", "is not installed: pip install 'specrollout[report]'"
         ) from None
     with rc_context(_settings(theme)):
-        figure = Figure(figsize=inches, layout="constrained")
+        figure = Figure(figsize=inches, dpi=_DOTS_PER_INCH, layout="constrained")
         draw(figure, theme)
         png = io.BytesIO()
-        FigureCanvasAgg(figure).print_figure(png, format="png", dpi=_DOTS_PER_INCH)
+        FigureCanvasAgg(figure).print_png(png)
     return png.getvalue()
 
 
@@ -112,13 +113,27 @@ def shades(theme: Theme, number: int) -> list[tuple[float, float, float, float]]
     return [colormaps[theme.colormap](0.15 + 0.7 * (i + 0.5) / number) for i in range(number)]
 
 
-def legend_beside(axes: Axes) -> None:
-    """Outside of the data."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), borderaxespad=0.4)
+def legend_beside(axes: Axes, *, from_top: bool = False) -> None:
+    """Outside of the data, each name once; ``from_top``: in the order of what is stacked up."""
+    handles, names = axes.get_legend_handles_labels()
+    by_name = dict(zip(names, handles, strict=True))
+    if by_name:
+        axes.legend(
+            by_name.values(), by_name.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.02),
+            borderaxespad=0.4, reverse=from_top,
+        )  # fmt: skip
 
 
-def mark_runs(axes: Axes, theme: Theme, starts: list[float]) -> None:
-    """A line where each run but the first begins."""
-    for start in starts[1:]:
-        axes.axvline(start, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)))
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Seconds in the unit that suits a span of that length, and its name."""
+    if seconds < 600:
+        return 1.0, "s"
+    return (60.0, "min") if seconds < 4 * 3600 else (3600.0, "h")
+
+
+def evenly(unit: float, span: float) -> Locator:
+    """Ticks at round numbers of units; ``span`` is the length of the axis."""
+    from matplotlib.ticker import MaxNLocator, MultipleLocator
+
+    first, second = MaxNLocator(nbins=9, steps=[1, 2, 5, 10]).tick_values(0.0, span / unit)[:2]
+    return MultipleLocator((second - first) * unit)

@@ -50,7 +50,7 @@ def _decode_points(run: Run) -> tuple[np.ndarray, np.ndarray]:
 def _draw_points(axes: Axes, theme: Theme, rows: np.ndarray, milliseconds: np.ndarray) -> float:
     """Returns where the axis should end."""
     every = -(-len(rows) // _MOST_POINTS)
-    axes.scatter(rows[::every], milliseconds[::every], s=7, color=theme.muted, alpha=0.35,
+    axes.scatter(rows[::every], milliseconds[::every], s=9, color=theme.muted, alpha=0.45,
                  linewidth=0, label="steps")  # fmt: skip
     edges = _row_edges(rows)
     places = np.digitize(rows, edges)

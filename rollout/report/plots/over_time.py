@@ -8,15 +8,14 @@ import numpy as np
 
 from rollout.report.binning import MOST_BINS, Bins
 from rollout.report.figures import phase_milliseconds
-from rollout.report.plots.canvas import NothingToDrawError, Theme, legend_beside, mark_runs
+from rollout.report.plots.canvas import NothingToDrawError, Theme, evenly, legend_beside, time_unit
 from rollout.report.run import Log, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_TIME = "generating time (s)"
-_FEW = 40  # points that are marked one by one
+_FEW = 40  # points that are marked one by one; and enough for a line that is smooth
 
 
 def accept_length(figure: Figure, theme: Theme, log: Log) -> None:
@@ -24,8 +23,13 @@ def accept_length(figure: Figure, theme: Theme, log: Log) -> None:
     lengths, widths = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for run, bins in _binned(runs):
         steps = run.steps
-        _line(lengths, bins.ends, bins.ratio(steps["generated_tokens"], steps["sampling"]),
-              color=theme.series[0])  # fmt: skip
+        smooth = Bins(run, _FEW)
+        if len(smooth.ends) < len(bins.ends):
+            fine = bins.ratio(steps["generated_tokens"], steps["sampling"])
+            lengths.plot(bins.ends, fine, color=theme.series[0], alpha=0.3, linewidth=0.9,
+                         label="a few steps")  # fmt: skip
+        _line(lengths, smooth.ends, smooth.ratio(steps["generated_tokens"], steps["sampling"]),
+              color=theme.series[0], label="mean")  # fmt: skip
         _line(widths, bins.ends, bins.mean(steps["running"]), color=theme.series[0],
               label="running")  # fmt: skip
         _line(widths, bins.ends, bins.mean(steps["sampling"]), color=theme.series[1],
@@ -33,7 +37,7 @@ def accept_length(figure: Figure, theme: Theme, log: Log) -> None:
     lengths.axhline(1.0, color=theme.muted, linewidth=1.0)
     lengths.set(ylabel="accept length\n(tokens per forward)")
     lengths.set_ylim(bottom=0.95)
-    widths.set(ylabel="requests in a step", xlabel=_TIME)
+    widths.set(ylabel="requests in a step")
     widths.set_ylim(bottom=0)
     _finish((lengths, widths), theme, runs)
 
@@ -58,9 +62,10 @@ def phases(figure: Figure, theme: Theme, log: Log) -> None:
         )
     if not drawn:
         raise NothingToDrawError("No step says how long it took.")
-    axes.set(ylabel="share of a step's time (%)", xlabel=_TIME, ylim=(0, 100))
+    axes.set(ylabel="share of a step's time (%)", ylim=(0, 100))
     axes.grid(visible=False)
     _finish((axes,), theme, runs)
+    legend_beside(axes, from_top=True)
 
 
 def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
@@ -86,7 +91,7 @@ def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
     gains.axhline(0.0, color=theme.muted, linewidth=1.0)
     times.set(ylabel="draft, forward and\nsampling (ms per step)")
     _ignore_outliers(times)
-    gains.set(ylabel="time saved so far (s)", xlabel=_TIME)
+    gains.set(ylabel="time saved so far (s)")
     _finish((times, gains), theme, runs)
 
 
@@ -103,12 +108,9 @@ def _binned(runs: list[Run]) -> list[tuple[Run, Bins]]:
     return [(run, Bins(run, max(2, MOST_BINS * run.num_steps // num_steps))) for run in runs]
 
 
-def _line(axes: Axes, x: np.ndarray, y: np.ndarray, *, label: str = "", **style: object) -> None:
-    """``label`` once, however many runs are drawn."""
-    if label in axes.get_legend_handles_labels()[1]:
-        label = ""
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, *, label: str, **style: object) -> None:
     marker = "o" if len(x) <= _FEW else ""
-    axes.plot(x, y, label=label or None, marker=marker, markersize=3.5, **style)  # type: ignore[arg-type]
+    axes.plot(x, y, label=label, marker=marker, markersize=3.5, **style)  # type: ignore[arg-type]
 
 
 def _ignore_outliers(axes: Axes) -> None:
@@ -120,9 +122,14 @@ def _ignore_outliers(axes: Axes) -> None:
 
 
 def _finish(all_axes: tuple[Axes, ...], theme: Theme, runs: list[Run]) -> None:
+    """The horizontal axis, in the unit that suits it, and a dashed line where a run begins."""
+    first, last = runs[0].offset, max(runs[-1].offset + runs[-1].seconds, runs[0].offset + 1e-3)
+    unit, name = time_unit(last)
     for axes in all_axes:
-        mark_runs(axes, theme, [run.offset for run in runs])
+        for run in runs[1:]:
+            axes.axvline(run.offset, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)))
         legend_beside(axes)
-        axes.set_xlim(
-            runs[0].offset, max(runs[-1].offset + runs[-1].seconds, runs[0].offset + 1e-3)
-        )
+        axes.set_xlim(first, last)
+        axes.xaxis.set_major_locator(evenly(unit, last - first))
+        axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds / unit:g}")
+    all_axes[-1].set_xlabel(f"generating time ({name})")

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout.report.binning import Bins
 from rollout.report.columns import ratio
-from rollout.report.plots.canvas import NothingToDrawError, Theme, legend_beside
+from rollout.report.plots.canvas import NothingToDrawError, Theme, evenly, legend_beside, time_unit
 from rollout.report.run import Log, Run
 
 if TYPE_CHECKING:
@@ -51,9 +51,13 @@ def _draw_widths(axes: Axes, theme: Theme, runs: list[Run]) -> None:
         if len(runs) == 1 and np.nan_to_num(waiting).any():
             axes.plot(before_end, waiting, color=theme.series[1], linestyle="--", label="waiting",
                       drawstyle="steps-pre")  # fmt: skip
-    axes.set(ylabel="requests", xlabel=_axis_label(runs))
+    shown = max(_tail_seconds(run) for run in runs)
+    unit, name = time_unit(shown)
+    whose = "the run's end" if len(runs) == 1 else "each run's end"
+    axes.set(ylabel="requests", xlabel=f"time before {whose} ({name})", xlim=(-shown, 0))
+    axes.xaxis.set_major_locator(evenly(unit, shown))
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{abs(seconds) / unit:g}")
     axes.set_ylim(bottom=0)
-    axes.set_xlim(-max(_tail_seconds(run) for run in runs), 0)
     legend_beside(axes)
 
 
