@@ -37,7 +37,7 @@ class Table:
 
 def slowest_rollouts(log: Log) -> Table:
     columns = [
-        "run", "prompt", "sample", "seconds", "target forwards", "prompt tokens", "tokens",
+        "run", "prompt", "sample", "seconds", "forwards", "prompt tokens", "tokens",
         "finished by", "accept length", "proposed", "verified", "accepted", "gain ms",
         "ended at s",
     ]  # fmt: skip

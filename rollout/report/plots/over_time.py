@@ -24,21 +24,24 @@ def accept_length(figure: Figure, theme: Theme, log: Log) -> None:
     for run, bins in _binned(runs):
         steps = run.steps
         smooth = Bins(run, _FEW)
-        if len(smooth.ends) < len(bins.ends):
+        is_smoother = len(smooth.ends) < len(bins.ends)
+        if is_smoother:
             fine = bins.ratio(steps["generated_tokens"], steps["sampling"])
             lengths.plot(bins.ends, fine, color=theme.series[0], alpha=0.3, linewidth=0.9,
-                         label="a few steps")  # fmt: skip
+                         label="mean of few steps")  # fmt: skip
         _line(lengths, smooth.ends, smooth.ratio(steps["generated_tokens"], steps["sampling"]),
-              color=theme.series[0], label="mean")  # fmt: skip
+              color=theme.series[0],
+              label="mean of many" if is_smoother else "each step")  # fmt: skip
         _line(widths, bins.ends, bins.mean(steps["running"]), color=theme.series[0],
               label="running")  # fmt: skip
         _line(widths, bins.ends, bins.mean(steps["sampling"]), color=theme.series[1],
               linestyle="--", label="sampled from")  # fmt: skip
     lengths.axhline(1.0, color=theme.muted, linewidth=1.0)
     lengths.set(ylabel="accept length\n(tokens per forward)")
-    lengths.set_ylim(bottom=0.95)
+    lengths.set_ylim(0.95, max(lengths.get_ylim()[1], 1.25))
     widths.set(ylabel="requests in a step")
     widths.set_ylim(bottom=0)
+    widths.locator_params(axis="y", integer=True)
     _finish((lengths, widths), theme, runs)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.report.binning import Bins
+from rollout.report.binning import MOST_BINS, Bins
 from rollout.report.columns import ratio
 from rollout.report.plots.canvas import NothingToDrawError, Theme, evenly, legend_beside, time_unit
 from rollout.report.run import Log, Run
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 _MOST_RUNS = 6
 _MOST_ROLLOUTS = 24
+_LEAST_ROWS = 6  # so that a few bars are not fat
 
 
 def tail(figure: Figure, theme: Theme, log: Log) -> None:
     runs = [run for run in log.runs if run.num_steps][-_MOST_RUNS:]
     if not runs:
         raise NothingToDrawError("The log holds no steps yet.")
-    last = _last_rollouts(runs[-1])
-    if not len(last):
-        _draw_widths(figure.subplots(), theme, runs)
-        return
-    widths, spans = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    _draw_widths(widths, theme, runs)
-    widths.set_xlabel("")
-    _draw_spans(spans, theme, runs[-1], last)
-    spans.set_xlabel(_axis_label(runs))
+    shown_seconds = max(_tail_seconds(run) for run in runs)
+    last = _last_rollouts(runs[-1], shown_seconds)
+    if len(last):
+        widths, spans = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+        _draw_spans(spans, theme, runs[-1], last)
+    else:
+        widths = spans = figure.subplots()
+    _draw_widths(widths, theme, runs, shown_seconds)
+    unit, name = time_unit(shown_seconds)
+    whose = "the run's end" if len(runs) == 1 else "each run's end"
+    spans.set(xlabel=f"time before {whose} ({name})", xlim=(-shown_seconds, 0))
+    spans.xaxis.set_major_locator(evenly(unit, shown_seconds))
+    spans.xaxis.set_major_formatter(lambda seconds, _: f"{abs(round(seconds / unit, 6)):g}")
 
 
-def _axis_label(runs: list[Run]) -> str:
-    return (
-        "seconds before the end of the run" if len(runs) == 1 else "seconds before each run's end"
-    )
-
-
-def _draw_widths(axes: Axes, theme: Theme, runs: list[Run]) -> None:
+def _draw_widths(axes: Axes, theme: Theme, runs: list[Run], shown_seconds: float) -> None:
     for run, color in zip(runs, theme.series, strict=False):
-        bins = Bins(run)
+        num_shown = int((run.step_seconds >= run.seconds - shown_seconds).sum())
+        bins = Bins(run, MOST_BINS * run.num_steps // max(num_shown, 1))
         before_end = bins.ends - run.offset - run.seconds
         label = f"run {run.number}" if len(runs) > 1 else "running"
         axes.plot(before_end, bins.mean(run.steps["running"]), color=color, label=label,
@@ -51,13 +51,9 @@ def _draw_widths(axes: Axes, theme: Theme, runs: list[Run]) -> None:
         if len(runs) == 1 and np.nan_to_num(waiting).any():
             axes.plot(before_end, waiting, color=theme.series[1], linestyle="--", label="waiting",
                       drawstyle="steps-pre")  # fmt: skip
-    shown = max(_tail_seconds(run) for run in runs)
-    unit, name = time_unit(shown)
-    whose = "the run's end" if len(runs) == 1 else "each run's end"
-    axes.set(ylabel="requests", xlabel=f"time before {whose} ({name})", xlim=(-shown, 0))
-    axes.xaxis.set_major_locator(evenly(unit, shown))
-    axes.xaxis.set_major_formatter(lambda seconds, _: f"{abs(seconds) / unit:g}")
+    axes.set_ylabel("requests")
     axes.set_ylim(bottom=0)
+    axes.locator_params(axis="y", integer=True)
     legend_beside(axes)
 
 
@@ -70,9 +66,10 @@ def _tail_seconds(run: Run) -> float:
     return float(max(min(run.seconds, 2 * since), run.seconds / 20, 1e-3))
 
 
-def _last_rollouts(run: Run) -> np.ndarray:
+def _last_rollouts(run: Run, shown_seconds: float) -> np.ndarray:
     """Indices of those that ended last, the very last first."""
-    known = np.flatnonzero(np.isfinite(run.began_seconds) & np.isfinite(run.ended_seconds))
+    shown = run.ended_seconds > run.seconds - shown_seconds
+    known = np.flatnonzero(shown & np.isfinite(run.began_seconds))
     return known[np.argsort(-run.ended_seconds[known], kind="stable")][:_MOST_ROLLOUTS]
 
 
@@ -82,7 +79,7 @@ def _draw_spans(axes: Axes, theme: Theme, run: Run, rollouts: np.ndarray) -> Non
     rows = np.arange(len(rollouts))
     axes.barh(rows, ended - began, left=began, height=0.62, color=theme.series[0], linewidth=0)
     axes.set_yticks(rows, [_name(run, index) for index in rollouts], fontsize=8)
-    axes.set_ylim(len(rollouts) - 0.4, -0.6)  # the last to end on top
+    axes.set_ylim(max(len(rollouts), _LEAST_ROWS) - 0.4, -0.6)  # the last to end on top
     axes.grid(visible=False, axis="y")
     axes.set_title(
         f"last to end{f' in run {run.number}' if run.number > 1 else ''}: prompt.sample", fontsize=9
