@@ -78,11 +78,12 @@ def _rollouts(run: Run) -> str:
 
 
 def _counter(run: Run, name: str) -> float:
-    """The engine's own total; else what the logged steps, or the rollouts, add up to."""
+    """The engine's own total; else what all steps add up to; else, of a thinned log, rollouts."""
     known = number(run.totals.get(name))
     if np.isfinite(known):
         return known
-    return total(run.steps[name]) if run.num_steps else total(run.rollouts[name])
+    from_rollouts = run.num_rollouts and (not run.num_steps or run.steps_per_line > 1)
+    return total((run.rollouts if from_rollouts else run.steps)[name])
 
 
 def _generated(run: Run) -> float:
@@ -129,8 +130,8 @@ def _step_time(run: Run) -> str:
 def _gain(run: Run) -> str:
     if not run.has_forecast.any():
         return UNKNOWN
-    predicted, real = (total(run.steps[name]) / 1e3 for name in ("predicted_gain_ms", "gain_ms"))
-    return f"{predicted:+.1f} s / {real:+.1f} s"
+    predicted, real = (_counter(run, name) / 1e3 for name in ("predicted_gain_ms", "gain_ms"))
+    return f"{predicted:+.2f} s / {real:+.2f} s"
 
 
 def phase_milliseconds(steps: Columns) -> dict[str, np.ndarray]:

@@ -82,11 +82,9 @@ def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
 
 
 def scalars(learned: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """Every single value below ``learned``, with dotted names; no lists, nor the line's own."""
+    """Every single value below ``learned``, with dotted names; no lists."""
     values: list[tuple[str, object]] = []
     for name, value in learned.items():
-        if not prefix and name in ("kind", "time"):
-            continue
         if isinstance(value, Mapping):
             values += scalars(value, f"{prefix}{name}.")
         elif isinstance(value, (str, int, float)):

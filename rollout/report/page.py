@@ -13,7 +13,7 @@ from rollout.report import tables
 from rollout.report.columns import number
 from rollout.report.figures import figures
 from rollout.report.plots import Picture
-from rollout.report.run import Log, Run
+from rollout.report.run import Log
 from rollout.report.tables import Table
 
 
@@ -87,17 +87,20 @@ def _notes(log: Log) -> list[str]:
 
 
 def _sections(log: Log) -> list[Section]:
+    slowest, groups = tables.slowest_rollouts(log), tables.groups(log)
+    if len(log.runs) == 1:
+        slowest, groups = slowest.without("run"), groups.without("run")
     none_finished = "No rollout had finished when the log ended."
     sections = [
         Section(
             "Slowest rollouts",
             "From the first target forward to the end. A click on a column sorts by it.",
-            tables.slowest_rollouts(log),
+            slowest,
             none_finished,
         ),
-        Section("Groups", "The samples of each prompt.", tables.groups(log), none_finished),
+        Section("Groups", "The samples of each prompt.", groups, none_finished),
     ]
-    run = _last_that_learned(log)
+    run = next((run for run in reversed(log.runs) if run.learned), log.runs[-1])
     values, learned = tables.draft_values(run), tables.learned_values(run)
     if values is not None:
         sections.append(Section(
@@ -109,7 +112,3 @@ def _sections(log: Log) -> list[Section]:
     if learned is not None:
         sections.append(Section("What the engine learned", "As it stood at the end.", learned, ""))
     return sections
-
-
-def _last_that_learned(log: Log) -> Run:
-    return next((run for run in reversed(log.runs) if len(run.learned) > 2), log.runs[-1])

@@ -111,9 +111,9 @@ class _OpenRun:
                 self._groups.append(str(line.get("group", line.get("prompt_index", ""))))
                 self._finish_reasons.append(str(line.get("finish_reason") or "unknown"))
             case "learned":
-                self._learned = line
+                self._learned = _without_stamp(line)
             case "totals":
-                self._totals = line
+                self._totals = _without_stamp(line)
         self.num_lines += 1
 
     def close(self, run_number: int) -> Run:
@@ -133,3 +133,7 @@ class _OpenRun:
             learned=self._learned,
             totals=self._totals,
         )
+
+
+def _without_stamp(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in ("kind", "time")}

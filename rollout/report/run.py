@@ -80,15 +80,20 @@ class Run:
         return len(self.step_seconds)
 
     @property
+    def steps_per_line(self) -> float:
+        """Steps that each logged one stands for: 1 unless `log.every` left some out."""
+        numbers = self.steps["step"][np.isfinite(self.steps["step"])]
+        return float(numbers[-1] - numbers[0]) / (len(numbers) - 1) if len(numbers) > 1 else 1.0
+
+    @property
     def num_rollouts(self) -> int:
         return len(self.ended_seconds)
 
     @property
     def seconds(self) -> float:
         """From the start to the last thing logged."""
-        ends = [times[-1] for times in (self.step_seconds,) if len(times)]
         known = self.ended_seconds[np.isfinite(self.ended_seconds)]
-        return float(max([*ends, *known[-1:]], default=0.0))
+        return float(max([*self.step_seconds[-1:], *known[-1:]], default=0.0))
 
     @property
     def step_ms(self) -> np.ndarray:

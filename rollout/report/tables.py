@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,11 @@ class Table:
     columns: list[str]
     rows: list[list[Cell]]
     num_left_out: int = 0
+
+    def without(self, column: str) -> Table:
+        place = self.columns.index(column)
+        rows = [row[:place] + row[place + 1 :] for row in self.rows]
+        return replace(self, columns=self.columns[:place] + self.columns[place + 1 :], rows=rows)
 
     @classmethod
     def of(cls, name: str, columns: list[str], rows: list[list[Cell]], by: int) -> Table:
@@ -67,7 +72,7 @@ def slowest_rollouts(log: Log) -> Table:
             ])  # fmt: skip
     table = Table.of("slowest", columns, rows, columns.index("seconds"))
     num_rollouts = sum(run.num_rollouts for run in log.runs)
-    return Table(table.name, table.columns, table.rows, num_rollouts - len(table.rows))
+    return replace(table, num_left_out=num_rollouts - len(table.rows))
 
 
 def groups(log: Log) -> Table:

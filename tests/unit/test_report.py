@@ -165,7 +165,7 @@ def test_figures_are_sums_over_the_log(tmp_path: Path) -> None:
     )
     assert shown["generated tokens"] == f"{sums['generated_tokens']:,}"
     assert shown["accept length"] == f"{sums['generated_tokens'] / sums['sampling']:.3f}"
-    assert shown["gain, predicted / real"].endswith(f"/ {sums['gain_ms'] / 1e3:+.1f} s")
+    assert shown["gain, predicted / real"].endswith(f"/ {sums['gain_ms'] / 1e3:+.2f} s")
     assert shown["time"].startswith("forward 80.0%, draft 3.0%, sample 10.0%, schedule 2.0%")
     assert shown["settings"].startswith("spec=ngram, temperature=0.7")
 
@@ -177,6 +177,19 @@ def test_the_engines_totals_count_where_steps_were_left_out(tmp_path: Path) -> N
     assert shown["engine steps"] == "300, 30 of them logged"
     assert shown["generated tokens"] == "12,345"
     assert shown["accept length"] == "1.750"
+
+
+def test_of_a_thinned_log_without_totals_rollouts_are_counted(tmp_path: Path) -> None:
+    whole = run_lines(num_steps=60)
+    lines = [line for line in whole if line["kind"] != "step" or line["step"] % 5 == 0]
+    rollouts = [line for line in lines if line["kind"] == "rollout"]
+    log = log_of(tmp_path, lines)
+    assert log.runs[0].steps_per_line == 5.0
+    shown = figures(log.runs[0])
+    assert shown["generated tokens"] == f"{sum(r['generated_tokens'] for r in rollouts):,}"
+    assert shown["gain, predicted / real"].endswith(
+        f"/ {sum(r['gain_ms'] for r in rollouts) / 1e3:+.2f} s"
+    )
 
 
 def test_tables_have_the_slowest_first_and_say_what_they_leave_out(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
             ("gain_ms", "-", "real", theme.series[0]),
             ("predicted_gain_ms", "--", "predicted", theme.series[1]),
         ):
-            summed = np.cumsum(bins.total(run.steps[name])) / 1e3
+            summed = np.cumsum(bins.total(run.steps[name])) * run.steps_per_line / 1e3
             _line(gains, bins.ends, summed, linestyle=style, label=label, color=color)
     gains.axhline(0.0, color=theme.muted, linewidth=1.0)
     times.set(ylabel="draft, forward and\nsampling (ms per step)")
