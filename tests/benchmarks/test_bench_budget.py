@@ -1,0 +1,159 @@
+"""The budget's benchmark: fair turns, paired ratios, and prices of replays added up by hand."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from budget_bench.grpo_step import best_fixed
+from budget_bench.priced_drafter import (
+    PricedDrafter,
+    first_nodes,
+    pick_all,
+    pick_by_probability,
+    pick_by_worth,
+    roofline,
+)
+from budget_bench.race import race, rotated, speedup
+from budget_bench.report import spread
+from budget_bench.traces_with_bars import BarredTrace, barred_trace
+from drafters.corpus import CorpusDrafter
+from replaying import replay
+from traces import synthetic_trace
+
+from ngram_native import Corpus
+
+
+@dataclass
+class Scripted:
+    """A pass that emits ``rate`` tokens a turn until it has all."""
+
+    name: str
+    rate: int
+    diary: list[str]
+    num_tokens: int = 0
+    outputs: dict = field(default_factory=lambda: {(0, 0): [1]})
+
+    @property
+    def is_done(self):
+        return self.num_tokens >= 12
+
+    def run(self, seconds):
+        assert not self.is_done
+        self.diary.append(self.name)
+        self.num_tokens += self.rate
+
+
+def test_whoever_is_behind_has_the_next_turn():
+    diary = []
+    race([Scripted("a", 2, diary), Scripted("b", 4, diary)])
+    assert "".join(diary) == "abaabaaba"
+
+
+def test_different_tokens_end_the_race():
+    with pytest.raises(RuntimeError, match="changed the tokens"):
+        race([Scripted("a", 3, []), Scripted("b", 3, [], outputs={(0, 0): [2]})])
+
+
+def test_everybody_is_first_once():
+    assert ["".join(rotated("abc", by)) for by in range(4)] == ["abc", "bca", "cab", "abc"]
+
+
+def test_speedup_compares_pairs():
+    # The machine ran at a third of its speed in the second pair; the ratios stay.
+    assert speedup([1.0, 3.0, 2.0], [2.0, 6.0, 3.0]) == 2.0
+    assert speedup([2.0, 6.0], [1.0, 3.0]) == 0.5
+    with pytest.raises(ValueError, match="shorter"):
+        speedup([1.0, 2.0], [1.0])
+
+
+def test_the_best_fixed_number_is_best_by_its_median():
+    seconds = {"none": [5, 5, 5], "fixed 2": [4, 4, 4], "fixed 8": [1, 6, 6], "budget": [1, 1, 1]}
+    assert best_fixed(seconds, ["none", "fixed 2", "fixed 8"]) == "fixed 2"
+
+
+def test_spread_counts_those_at_the_limit():
+    assert spread([10, 20, 30, 40, 40], 40) == (
+        "lengths 10 to 40, deciles 14 / 30 / 40, 2 of 5 at the limit"
+    )
+
+
+def test_a_trace_comes_with_its_bar():
+    given = barred_trace("a=b/c.npz=2.5")
+    assert (str(given.path), given.bar) == ("a=b/c.npz", 2.5)
+    given = barred_trace("c.npz")
+    assert (str(given.path), given.bar) == ("c.npz", None)
+    with pytest.raises(argparse.ArgumentTypeError, match="least speedup"):
+        barred_trace("c.npz=fast")
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path):
+    path = tmp_path / "no.npz"
+    path.write_bytes(b"no")
+    with pytest.raises(SystemExit, match=r"no\.npz"):
+        BarredTrace(path=path).load()
+
+
+def test_the_roofline_bends_where_arithmetic_takes_over():
+    np.testing.assert_allclose(roofline(np.array([1, 170, 340])), [1 + 0.15 / 170, 1.15, 2.3])
+
+
+def test_plain_replay_is_priced_by_its_widths():
+    trace = synthetic_trace()
+    drafter = PricedDrafter(trace, pick_all)
+    replay(trace, drafter, budget=0, active=7)
+    prices = []
+    for step in trace.steps:
+        waiting, running, price = [len(trace.responses[r]) for r in step], [], 0.0
+        while waiting or running:
+            while waiting and len(running) < 7:
+                running.append(waiting.pop(0))
+            price += float(roofline(np.array(len(running))))
+            running = [left - 1 for left in running if left > 1]
+        prices.append(price)
+    np.testing.assert_allclose(drafter.price_of_step, prices)
+    assert drafter.num_steps_without_drafts == drafter.num_steps
+
+
+def test_all_nodes_picked_is_the_corpus_as_it_comes():
+    trace = synthetic_trace()
+    priced = PricedDrafter(trace, pick_all)
+    result = replay(trace, priced, budget=5, active=16)
+    expected = replay(trace, CorpusDrafter(), budget=5, active=16)
+    assert (result.forwards_R == expected.forwards_R).all()
+    assert (result.drafted_R == expected.drafted_R).all()
+    assert priced.num_steps_without_drafts < priced.num_steps
+
+
+@pytest.mark.parametrize("pick", [pick_by_probability, pick_by_worth])
+def test_choosing_beats_both_plain_decoding_and_all_nodes(pick):
+    trace = synthetic_trace()
+
+    def price(pick, nodes):
+        drafter = PricedDrafter(trace, pick)
+        replay(trace, drafter, budget=nodes, active=64)
+        return drafter.price
+
+    assert price(pick, 16) < 0.9 * min(price(pick_all, 0), price(pick_all, 16))
+
+
+def test_first_nodes_are_whole_trees():
+    rng = np.random.default_rng(0)
+    corpus = Corpus(max_bytes=1 << 20)
+    for sequence in range(9):
+        corpus.open(sequence, sequence % 2, rng.integers(0, 3, 80).astype(np.int32))
+    budgets_B = rng.integers(0, 9, 9).astype(np.int32)
+    proposal = corpus.propose(np.arange(9), budgets_B, 0.0)
+    counts_B = rng.integers(0, np.diff(proposal.offsets_B1) + 1)
+    assert 0 < counts_B.sum() < len(proposal.tokens_N)
+    drafts = first_nodes(proposal, counts_B)
+    assert np.diff(drafts.offsets_B1).tolist() == counts_B.tolist()
+    for b, count in enumerate(counts_B):
+        begin, at = proposal.offsets_B1[b], drafts.offsets_B1[b]
+        for mine, theirs in (
+            (drafts.tokens_N, proposal.tokens_N),
+            (drafts.parents_N, proposal.parents_N),
+        ):
+            assert mine[at : at + count].tolist() == theirs[begin : begin + count].tolist()
