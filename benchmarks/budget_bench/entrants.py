@@ -20,7 +20,7 @@ _KV_BYTES = 512 << 20  # several engines share the memory
 
 def fixed_options(num_draft_tokens: int) -> dict[str, Any]:
     """`spec_options` of an engine that verifies so many nodes per request, whatever they cost."""
-    return {"num_draft_tokens": num_draft_tokens, "fixed_rows": 1e9}
+    return {"num_draft_tokens": num_draft_tokens, "budget": "fixed"}
 
 
 def make_engine(

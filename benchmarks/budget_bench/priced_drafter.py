@@ -64,7 +64,7 @@ def _decode_cost(size: int, cost: Cost) -> NDArray[np.float64]:
 def _choose(proposal: Proposal, worth_B: NDArray[np.float64], cost: Cost) -> NDArray[np.int64]:
     values_N = falling(proposal.probabilities_N.astype(np.float64), proposal.offsets_B1)
     cost_N1 = cost(len(worth_B) + np.arange(len(values_N) + 1))
-    choice = choose_nodes(values_N, proposal.offsets_B1, worth_B, cost_N1, float(worth_B.sum()))
+    choice = choose_nodes(values_N, proposal.offsets_B1, worth_B, cost_N1, float(cost_N1[0]))
     return choice.counts_B
 
 

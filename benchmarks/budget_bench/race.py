@@ -75,9 +75,9 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
     return [*names[by:], *names[:by]]
 
 
-def speedup(seconds: Sequence[float], of_seconds: Sequence[float]) -> float:
-    """Of ``of_seconds`` over ``seconds``, measured in pairs: the median of the pairs' ratios.
+def speedup(before: Sequence[float], after: Sequence[float]) -> float:
+    """``before / after``, seconds measured in pairs: the median of the pairs' ratios.
 
     A ratio of the least times would compare a lucky moment of one with a lucky one of the other.
     """
-    return median(slow / fast for slow, fast in zip(seconds, of_seconds, strict=True))
+    return median(slow / fast for slow, fast in zip(before, after, strict=True))

@@ -33,11 +33,11 @@ def describe(metrics: Mapping[str, EngineMetrics]) -> str:
     return "; ".join(parts)
 
 
-def pairs(seconds: Sequence[float], of_seconds: Sequence[float]) -> str:
+def pairs(before: Sequence[float], after: Sequence[float]) -> str:
     """Every pair's times and ratio, for whoever doubts the median."""
     return "pairs " + ", ".join(
         f"{slow:.2f}/{fast:.2f} s = {slow / fast:.3f}"
-        for slow, fast in zip(seconds, of_seconds, strict=True)
+        for slow, fast in zip(before, after, strict=True)
     )
 
 

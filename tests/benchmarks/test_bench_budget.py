@@ -63,8 +63,8 @@ def test_everybody_is_first_once():
 
 def test_speedup_compares_pairs():
     # The machine ran at a third of its speed in the second pair; the ratios stay.
-    assert speedup([1.0, 3.0, 2.0], [2.0, 6.0, 3.0]) == 2.0
-    assert speedup([2.0, 6.0], [1.0, 3.0]) == 0.5
+    assert speedup([2.0, 6.0, 3.0], [1.0, 3.0, 2.0]) == 2.0
+    assert speedup([1.0, 3.0], [2.0, 6.0]) == 0.5
     with pytest.raises(ValueError, match="shorter"):
         speedup([1.0, 2.0], [1.0])
 
