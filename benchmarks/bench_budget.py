@@ -72,12 +72,15 @@ def main() -> None:
     if options.repeats < 1:
         arguments.error(f"--repeats={options.repeats}: must be >= 1")
     torch.set_num_threads(options.threads)
+    known = parts(options)
+    chosen = {name: part for name, part in known.items() if options.only in name}
+    if not chosen:
+        arguments.error(f"--only={options.only!r}: must be part of one of {', '.join(known)}")
     rows: list[Row] = []
-    for name, part in parts(options).items():
-        if options.only in name:
-            started = time.perf_counter()
-            rows += part()
-            print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+    for name, part in chosen.items():
+        started = time.perf_counter()
+        rows += part()
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
     finish(f"draft budget, {options.threads} threads", rows, options.json)
 
 

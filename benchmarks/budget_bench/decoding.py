@@ -36,12 +36,12 @@ class Workload:
 def workloads() -> list[Workload]:
     open_ended = [chat(text) for text in OPEN_PROMPTS]
     tasks = reasoning_prompts(8)
-    hot = SamplingParams(temperature=1.0, max_new_tokens=96, seed=100)
+    hot = SamplingParams(temperature=1.0, max_new_tokens=80, seed=100)
     warm = SamplingParams(temperature=0.7, max_new_tokens=96, n=4, seed=200)
     works = [
         Workload(
             name=f"open prompts, T 1.0, batch {batch}",
-            prompts=(open_ended * 4)[: max(4, 2 * batch)],
+            prompts=(open_ended * 4)[: max(3, 2 * batch)],
             params=hot,
             batch=batch,
             bar=0.98,
