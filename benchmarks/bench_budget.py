@@ -75,7 +75,7 @@ def main() -> None:
     known = parts(options)
     chosen = {name: part for name, part in known.items() if options.only in name}
     if not chosen:
-        arguments.error(f"--only={options.only!r}: must be part of one of {', '.join(known)}")
+        arguments.error(f"--only={options.only!r}: must be part of one of: {'; '.join(known)}")
     rows: list[Row] = []
     for name, part in chosen.items():
         started = time.perf_counter()
