@@ -289,12 +289,6 @@ class RolloutEngine(CorpusCalls):
     def last_step(self) -> StepMetrics:
         return self._recorder.last
 
-    def learned(self) -> dict[str, Any]:
-        """What the engine learned of costs, drafts and lengths, as JSON takes it."""
-        return {}
-
-    # Weights
-
     @property
     def weight_version(self) -> int:
         return self.worker.weight_version
