@@ -32,3 +32,9 @@ class Bins:
         """[bins] sum by sum; NaN where the whole is nothing."""
         wholes = self.total(whole)
         return np.where(wholes > 0, self.total(part) / np.where(wholes > 0, wholes, 1.0), np.nan)
+
+    def median(self, values: np.ndarray) -> np.ndarray:
+        """[bins] of what is known, which a few odd steps do not move; NaN where nothing is."""
+        parts = np.split(values, self._starts[1:])
+        known = [part[np.isfinite(part)] for part in parts]
+        return np.array([np.median(part) if len(part) else np.nan for part in known])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
@@ -15,6 +15,8 @@ from rollout.report.figures import figures
 from rollout.report.plots import Picture
 from rollout.report.run import Log
 from rollout.report.tables import Table
+
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,7 @@ def page(log: Log, pictures: list[Picture]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["data_uri"] = _data_uri
-    template = environment.from_string(
-        (files("rollout.report") / "page.html.j2").read_text(encoding="utf-8")
-    )
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     by_run = [figures(run) for run in log.runs]
     return template.render(
         title=f"{log.path.name}: report of {_runs(log)}",

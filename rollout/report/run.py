@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,4 +113,5 @@ class Log:
     num_unreadable: int = 0  # lines
 
     def only(self, run: Run) -> Log:
-        return Log(path=self.path, runs=[run], num_unreadable=self.num_unreadable)
+        """The log as if it held but this run."""
+        return replace(self, runs=[replace(run, offset=0.0)])

@@ -243,6 +243,8 @@ def test_bins_against_slices(tmp_path: Path, num_steps: int) -> None:
         known = sampled[start:end][np.isfinite(sampled[start:end])]
         expected = known.mean() if len(known) else np.nan
         np.testing.assert_allclose(bins.mean(sampled)[index], expected)
+        middle = np.median(known) if len(known) else np.nan
+        np.testing.assert_allclose(bins.median(sampled)[index], middle)
 
 
 def test_every_plot_of_a_whole_run_is_drawn(tmp_path: Path) -> None:

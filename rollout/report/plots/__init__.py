@@ -77,8 +77,9 @@ PLOTS = (
     Plot(
         "forecast",
         "Predicted and real",
-        "Time of a step as the cost curve predicted it and as it came; below, what speculation "
-        "saved against plain decoding, summed up, by the estimates and by what was accepted.",
+        "Time of a step as the cost curve predicted it and as it came, the median of each stretch; "
+        "below, what speculation saved against plain decoding, summed up, by the estimates and by "
+        "what was accepted.",
         over_time.forecasts,
         (9.6, 4.8),
     ),

@@ -35,7 +35,7 @@ def lengths(figure: Figure, theme: Theme, log: Log) -> None:
         for index, (length, is_cut) in enumerate(zip(lengths_R, cut_R, strict=True))
     ]
     for cut, name, marker, color in (
-        (False, "ended by itself", "o", theme.series[0]),
+        (False, "ended before", "o", theme.series[0]),
         (True, "cut at its limit", "^", theme.series[1]),
     ):
         x, y = ([point[axis] for point in points if point[2] == cut] for axis in (0, 1))

@@ -82,8 +82,9 @@ def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
         told = run.has_forecast
         real = np.where(told, run.step_ms, np.nan)
         predicted = np.where(told, run.steps["predicted_ms"], np.nan)
-        _line(times, bins.ends, bins.mean(real), color=theme.series[0], label="real")
-        _line(times, bins.ends, bins.mean(predicted), color=theme.series[1], linestyle="--",
+        coarse = Bins(run, _FEW)
+        _line(times, coarse.ends, coarse.median(real), color=theme.series[0], label="real")
+        _line(times, coarse.ends, coarse.median(predicted), color=theme.series[1], linestyle="--",
               label="predicted")  # fmt: skip
         for name, style, label, color in (
             ("gain_ms", "-", "real", theme.series[0]),
@@ -92,7 +93,7 @@ def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
             summed = np.cumsum(bins.total(run.steps[name])) * run.steps_per_line / 1e3
             _line(gains, bins.ends, summed, linestyle=style, label=label, color=color)
     gains.axhline(0.0, color=theme.muted, linewidth=1.0)
-    times.set(ylabel="draft, forward and\nsampling (ms per step)")
+    times.set(ylabel="draft, forward and\nsampling (ms, median step)")
     _ignore_outliers(times)
     gains.set(ylabel="time saved so far (s)")
     _finish((times, gains), theme, runs)
@@ -130,7 +131,7 @@ def _finish(all_axes: tuple[Axes, ...], theme: Theme, runs: list[Run]) -> None:
     unit, name = time_unit(last)
     for axes in all_axes:
         for run in runs[1:]:
-            axes.axvline(run.offset, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)))
+            axes.axvline(run.offset, color=theme.ink, linewidth=1.0, linestyle=(0, (4, 3)))
         legend_beside(axes)
         axes.set_xlim(first, last)
         axes.xaxis.set_major_locator(evenly(unit, last - first))

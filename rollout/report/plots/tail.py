@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_RUNS = 6
 _MOST_ROLLOUTS = 24
-_LEAST_ROWS = 6  # so that a few bars are not fat
+_LEAST_ROWS = 10  # so that a few bars are not fat
 
 
 def tail(figure: Figure, theme: Theme, log: Log) -> None:
@@ -40,19 +40,20 @@ def tail(figure: Figure, theme: Theme, log: Log) -> None:
 
 
 def _draw_widths(axes: Axes, theme: Theme, runs: list[Run], shown_seconds: float) -> None:
+    most = 1.0
     for run, color in zip(runs, theme.series, strict=False):
-        num_shown = int((run.step_seconds >= run.seconds - shown_seconds).sum())
-        bins = Bins(run, MOST_BINS * run.num_steps // max(num_shown, 1))
+        shown = run.step_seconds >= run.seconds - shown_seconds
+        bins = Bins(run, MOST_BINS * run.num_steps // max(int(shown.sum()), 1))
         before_end = bins.ends - run.offset - run.seconds
-        label = f"run {run.number}" if len(runs) > 1 else "running"
-        axes.plot(before_end, bins.mean(run.steps["running"]), color=color, label=label,
-                  drawstyle="steps-pre")  # fmt: skip
-        waiting = bins.mean(run.steps["waiting"])
-        if len(runs) == 1 and np.nan_to_num(waiting).any():
-            axes.plot(before_end, waiting, color=theme.series[1], linestyle="--", label="waiting",
-                      drawstyle="steps-pre")  # fmt: skip
+        lines = [("running", f"run {run.number}" if len(runs) > 1 else "running", color, "-")]
+        if len(runs) == 1 and np.nan_to_num(run.steps["waiting"][shown]).any():
+            lines.append(("waiting", "waiting", theme.series[1], "--"))
+        for name, label, line_color, style in lines:
+            axes.plot(before_end, bins.mean(run.steps[name]), color=line_color, label=label,
+                      linestyle=style, drawstyle="steps-pre")  # fmt: skip
+            most = max(most, float(np.nanmax(run.steps[name][shown], initial=0.0)))
     axes.set_ylabel("requests")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, most * 1.05)
     axes.locator_params(axis="y", integer=True)
     legend_beside(axes)
 
