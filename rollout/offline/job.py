@@ -152,9 +152,9 @@ class _Job:
             self._submit()
             if not self._engine.has_unfinished:
                 break
-            for rollout in self._engine.step():
-                _, submitted_step = self._submitted[rollout.prompt_index, rollout.sample_index]
-                run_log.rollout(rollout, submitted_step)
+            ended = self._engine.step()
+            submitted_steps = [self._submitted[_key(rollout)][1] for rollout in ended]
+            for rollout in ended:
                 if rollout.finish_reason is FinishReason.ERROR:
                     self._fail(rollout)
                     continue
@@ -162,6 +162,9 @@ class _Job:
                 if not self._summary.rollouts:
                     self._summary.first_rollout_seconds = time.perf_counter() - started
                 self._summary.rollouts += 1
+            # After they were written: a log that fails loses no rollout.
+            for rollout, submitted_step in zip(ended, submitted_steps, strict=True):
+                run_log.rollout(rollout, submitted_step)
             metrics = self._engine.metrics()
             run_log.step(self._summary.rollouts)
             progress.update(self._output.num_done, metrics.generated_tokens, metrics.accept_length)
@@ -184,9 +187,13 @@ class _Job:
 
     def _fail(self, rollout: Rollout) -> None:
         """Not written, so that the same command tries it again."""
-        row, _ = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
+        row, _ = self._submitted.pop(_key(rollout))
         self.failed.append(f"{row.where}, sample {rollout.sample_index}: {rollout.error}")
 
     def _write(self, rollout: Rollout) -> None:
-        row, _ = self._submitted.pop((rollout.prompt_index, rollout.sample_index))
+        row, _ = self._submitted.pop(_key(rollout))
         self._output.append(rollout, row)
+
+
+def _key(rollout: Rollout) -> tuple[int, int]:
+    return rollout.prompt_index, rollout.sample_index

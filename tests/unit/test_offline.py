@@ -20,6 +20,7 @@ from rich.console import Console
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.metrics import JsonlLog, MetricsError
 from rollout.offline import (
     DataConfig,
     JobResult,
@@ -566,6 +567,34 @@ def test_the_log_of_a_run(config: RunConfig, tmp_path: Path) -> None:
     for name in ("generated_tokens", "drafted", "accepted"):
         assert totals[name] == sum(line[name] for line in rollouts)
     assert sum(line["kind"] == "rollout" for line in lines[starts[1] :]) == 8
+
+
+def test_a_log_that_fails_loses_no_rollout(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, log=LogConfig(jsonl=str(tmp_path / "run.jsonl")))
+    ended: list[Rollout] = []
+    real_step, real_write = RolloutEngine.step, JsonlLog.write
+
+    def counting_step(engine: RolloutEngine) -> list[Rollout]:
+        rollouts = real_step(engine)
+        ended.extend(rollouts)
+        return rollouts
+
+    def failing_write(log: JsonlLog, kind: str, values: dict[str, Any]) -> None:
+        if kind == "rollout":
+            raise MetricsError("the disk is full")
+        real_write(log, kind, values)
+
+    monkeypatch.setattr(RolloutEngine, "step", counting_step)
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlLog, "write", failing_write)
+        with pytest.raises(MetricsError):
+            run(config)
+    assert ended
+    assert len(output_rows(config)) == len(ended)
+    run(config)
+    assert len(output_rows(config)) == 12
 
 
 def test_progress_lines_where_there_is_no_terminal(
