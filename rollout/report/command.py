@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import rich
-
 from rollout.report.report import write_report
 
 
@@ -35,4 +33,4 @@ def run_report(arguments: Sequence[str]) -> None:
     )
     given = parser.parse_args(arguments)
     report = write_report(given.log, given.output, given.run)
-    rich.print(f"wrote {report.page} and {len(report.plots)} plots beside it")
+    print(f"wrote {report.page} and {len(report.plots)} plots beside it")
