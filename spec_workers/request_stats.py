@@ -17,30 +17,47 @@ def count_step(
 ) -> None:
     """Adds to each request's stats its share of the step: by query rows, of drafting by entries."""
     entries, trees, forecast = batch.entries, verified.trees, verified.forecast
-    nodes_B = np.diff(trees.offsets_B1)
-    proposed_B = nodes_B if proposed is None else np.diff(proposed.offsets_B1)
-    rows_B = np.array([entry.run_len for entry in entries], dtype=np.int64) + nodes_B
-    share_B = rows_B / max(1, int(rows_B.sum()))
-    expected = np.concatenate([[0.0], np.cumsum(verified.values_N)])
-    expected_B = np.diff(expected[trees.offsets_B1])
     total_ms = times.draft + times.forward + times.sample
-    token_ms = forecast.decode_ms / sum(e.samples for e in entries) if forecast else 0.0
-    for b, (entry, result) in enumerate(zip(entries, results, strict=True)):
-        stats, share = entry.request.stats, float(share_B[b])
+    row_share = 1.0 / max(1, batch.num_run_tokens + trees.num_nodes)
+    entry_draft_ms = times.draft / max(1, len(entries))
+    for entry, result in zip(entries, results, strict=True):
+        stats = entry.request.stats
+        share = row_share * (entry.run_len + result.num_drafted)
         stats.forward_ms += times.forward * share
-        stats.draft_ms += times.draft / len(entries)
         stats.total_ms += total_ms * share
+        stats.draft_ms += entry_draft_ms
+        if forecast is not None:
+            stats.predicted_ms += forecast.predicted_ms * share
         if entry.samples:
             stats.verify_steps += 1
-            stats.proposed += int(proposed_B[b])
             stats.drafted += result.num_drafted
             stats.accepted += len(result.path)
-            stats.expected_accepted += float(expected_B[b])
+    if proposed is not None and proposed.num_nodes:
+        _count_drafts(batch, proposed, verified, results, row_share, total_ms)
+
+
+def _count_drafts(
+    batch: Batch,
+    proposed: DraftTrees,
+    verified: Verified,
+    results: list[EntryResult],
+    row_share: float,
+    total_ms: float,
+) -> None:
+    proposed_B = np.diff(proposed.offsets_B1).tolist()
+    expected = np.concatenate([[0.0], np.cumsum(verified.values_N)])
+    expected_B = np.diff(expected[verified.trees.offsets_B1]).tolist()
+    forecast = verified.forecast
+    width = sum(entry.samples for entry in batch.entries)
+    for b, (entry, result) in enumerate(zip(batch.entries, results, strict=True)):
+        stats = entry.request.stats
+        stats.proposed += proposed_B[b]
+        stats.expected_accepted += expected_B[b]
         if forecast is None:
             continue
-        stats.predicted_ms += forecast.predicted_ms * share
-        if trees.num_nodes:
-            dearer = (forecast.predicted_ms - forecast.plain_ms) * share
-            stats.predicted_gain_ms += float(expected_B[b]) * token_ms - dearer
-            dearer = (total_ms - forecast.plain_ms) * share
-            stats.gain_ms += len(result.path) * token_ms - dearer
+        share = row_share * (entry.run_len + result.num_drafted)
+        token_ms = forecast.decode_ms / width
+        dearer_ms = (forecast.predicted_ms - forecast.plain_ms) * share
+        stats.predicted_gain_ms += expected_B[b] * token_ms - dearer_ms
+        dearer_ms = (total_ms - forecast.plain_ms) * share
+        stats.gain_ms += len(result.path) * token_ms - dearer_ms

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spec_workers.budget.isotonic import isotonic
+
 _SMALLEST_CONTEXT = 256
 _KNOTS_PER_OCTAVE = 2
 
@@ -28,6 +30,7 @@ _CLIP = 2.0  # standard deviations of surprise that one step is believed
 _ROWS_RANGE = 3.0  # octaves over which the shape is alike
 _CONTEXT_RANGE = 3.0
 _FIXED_ROWS = 12.0  # first guess: what a forward costs beside its rows, as so many rows
+_CONTEXT_SLOPE = 0.1  # first guess: log milliseconds from one context to the next
 
 
 class CostCurve:
@@ -41,12 +44,13 @@ class CostCurve:
     """
 
     def __init__(self, minimum_rows: int, max_rows: int, max_context_len: int) -> None:
-        """``minimum_rows``: shorter forwards are padded to so many, and cost as much."""
-        self.rows_H = _row_knots(max(1, minimum_rows), max(2, minimum_rows, max_rows))
+        """``minimum_rows``: shorter forwards are padded to so many, and cost about as much."""
+        self.rows_H = _row_knots(max(2, minimum_rows, max_rows))
         self.contexts = _context_knots(max_context_len)
         self.observations_K = np.zeros(self.rows_H.size * len(self.contexts))
-        guess_H = np.log1p(self.rows_H / _FIXED_ROWS)
-        self._mean_K = np.tile(guess_H, len(self.contexts))
+        guess_H = np.log1p(np.maximum(self.rows_H, minimum_rows) / _FIXED_ROWS)
+        per_context = _CONTEXT_SLOPE * np.arange(len(self.contexts))
+        self._mean_K = (guess_H + per_context[:, None]).ravel()
         self._alike_KK = self._kernel()
         self._spread(_UNKNOWN_SCALE, _SHAPE)
 
@@ -55,10 +59,16 @@ class CostCurve:
         """Whether it rests on any time measured, now or in an earlier run."""
         return bool(self.observations_K.any())
 
-    def observe(self, num_rows: int, longest_context: int, milliseconds: float) -> None:
-        """One forward took so long. Times that are not positive are no times: ignored."""
+    def observe(
+        self, num_rows: int, longest_context: int, milliseconds: float, steps: int = 1
+    ) -> None:
+        """One forward took so long, ``steps`` after the one observed before it.
+
+        Times that are not positive are no times: ignored.
+        """
         if not milliseconds > 0:
             return
+        self._covariance_KK += steps * self._drift_KK
         first, beyond = self._place(num_rows, longest_context)
         second = first + (beyond > 0)
         covariance_K = (1 - beyond) * self._covariance_KK[first]
@@ -71,13 +81,12 @@ class CostCurve:
         gain_K = covariance_K / variance
         self._mean_K += gain_K * min(max(surprise, -limit), limit)
         self._covariance_KK -= np.outer(gain_K, covariance_K)
-        self._covariance_KK += self._drift_KK
         self.observations_K[first] += 1 - beyond
         self.observations_K[second] += beyond
 
     def milliseconds(self, rows: NDArray[np.int64], longest_context: int) -> NDArray[np.float64]:
         """The time of a forward of each number of rows: float64, like ``rows``."""
-        heights_H = self._heights()[self._context(longest_context)]
+        heights_H = self._heights(self._context(longest_context) + 1)[-1]
         times = np.interp(rows, self.rows_H, heights_H)
         beyond = np.maximum(rows / self.rows_H[-1], 1.0)  # past the last knot: in proportion
         return np.exp(times) * beyond
@@ -88,7 +97,7 @@ class CostCurve:
         return {
             "rows": self.rows_H.tolist(),
             "contexts": list(self.contexts),
-            "milliseconds": np.exp(self._heights()).round(4).tolist(),
+            "milliseconds": np.exp(self._heights(len(self.contexts))).round(4).tolist(),
             "observations": self.observations_K.reshape(shape).round(1).tolist(),
         }
 
@@ -115,14 +124,20 @@ class CostCurve:
         self._covariance_KK = scale**2 + shape**2 * self._alike_KK
         self._drift_KK = _SCALE_DRIFT**2 + _SHAPE_DRIFT**2 * self._alike_KK
 
-    def _heights(self) -> NDArray[np.float64]:
-        """Log milliseconds [contexts, H], monotone: half-way between the two nearest such."""
-        heights = self._mean_K.reshape(len(self.contexts), self.rows_H.size)
-        for axis in (0, 1):
-            above = np.maximum.accumulate(heights, axis)
-            below = np.flip(np.minimum.accumulate(np.flip(heights, axis), axis), axis)
-            heights = (above + below) / 2
-        return heights
+    def _heights(self, most_contexts: int) -> NDArray[np.float64]:
+        """Log milliseconds [most_contexts, H], monotone.
+
+        In rows the nearest such to the knots, the surer ones moved least; in contexts no longer one
+        is quicker than a shorter one.
+        """
+        size = self.rows_H.size
+        means = self._mean_K.reshape(-1, size)[:most_contexts]
+        variances = self._covariance_KK.diagonal().reshape(-1, size)[:most_contexts]
+        heights = [
+            isotonic(mean_H, weight_H)
+            for mean_H, weight_H in zip(means.tolist(), (1.0 / variances).tolist(), strict=True)
+        ]
+        return np.maximum.accumulate(np.array(heights), 0)
 
     def _context(self, longest: int) -> int:
         return min(max(0, math.ceil(longest / _SMALLEST_CONTEXT) - 1).bit_length(),
@@ -148,10 +163,9 @@ class CostCurve:
         return np.kron(contexts, rows)
 
 
-def _row_knots(first: int, last: int) -> NDArray[np.int64]:
-    octaves = math.ceil(math.log2(last / first) * _KNOTS_PER_OCTAVE)
-    steps = np.arange(octaves + 1) / _KNOTS_PER_OCTAVE
-    return np.unique(np.round(first * 2.0**steps)).astype(np.int64)
+def _row_knots(last: int) -> NDArray[np.int64]:
+    steps = np.arange(math.ceil(math.log2(last) * _KNOTS_PER_OCTAVE) + 1) / _KNOTS_PER_OCTAVE
+    return np.unique(np.round(2.0**steps)).astype(np.int64)
 
 
 def _context_knots(max_context_len: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from spec_workers.draft_tree import only_roots
 from spec_workers.target import TargetWorker
 
 _CONTEXT = 128  # tokens before the rows that are timed
-_MOST_ROWS = 128
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _TIMED = 2  # after one forward that warms up; the quicker one counts
 
 
@@ -30,7 +30,7 @@ class _NeverStops:
 
 
 def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> None:
-    """Show the curve forwards of 1, 2, 4, ... times its fewest rows, until the time is up.
+    """Show the curve forwards of 1, 2, 4, ... rows, until the time is up.
 
     Between steps: borrows KV slots, and gives them back. Where they do not suffice, or where the
     context is too short, fewer sizes are timed.
@@ -38,7 +38,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     deadline = time.perf_counter() + seconds
     memory = target.memory
     room = min(memory.max_sequence_len, memory.obtainable) - _CONTEXT
-    sizes = [rows for rows in curve.rows_H[::2].tolist() if rows <= min(room, _MOST_ROWS)]
+    sizes = [rows for rows in _SIZES if rows <= room]
     if not sizes:
         return
     tokens = [0] * (_CONTEXT + sizes[-1])

@@ -29,7 +29,8 @@ so that noise in the estimates does not turn them on and off."""
 
 
 _FIRST_STEPS = 64
-_LEARN_EVERY = 4
+_LEARN_EVERY = 8
+_LEARN_EVERY_CLOSED = 32
 """Costs are learned from each of the first steps, then from one in so many: looking at a step costs
 a part of what there is to spare, and neighbours tell the same."""
 
@@ -62,6 +63,7 @@ class LearnedBudget:
         self._drafted = False  # in the step before
         self._prices = _Prices((), -1, 0, 0, np.zeros(0), np.zeros(1), np.zeros(0))
         self._steps = 0
+        self._learned_at = 0  # the step costs were last learned from
 
     @classmethod
     def for_target(
@@ -88,7 +90,7 @@ class LearnedBudget:
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
         prices = self._priced(batch)
-        if proposed is None:
+        if proposed is None or not proposed.num_nodes:
             trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
         else:
             trees, values_N = self._chosen(prices, proposed)
@@ -107,7 +109,8 @@ class LearnedBudget:
         prices, trees = self._priced(batch), verified.trees
         self._drafted = trees.num_nodes > 0
         self._steps += 1
-        if self._steps <= _FIRST_STEPS or self._steps % _LEARN_EVERY == 0:
+        every = _LEARN_EVERY if self._gate.is_open else _LEARN_EVERY_CLOSED
+        if self._steps <= _FIRST_STEPS or self._steps % every == 0:
             self.cost.observe(
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,
@@ -115,7 +118,9 @@ class LearnedBudget:
                 proposed=verified.num_proposed,
                 times=times,
                 decode_only=batch.num_run_tokens == prices.width,
+                steps=self._steps - self._learned_at,
             )
+            self._learned_at = self._steps
         if self._drafted:
             self._judge(trees, results)
         if prices.width:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+_NOISE_MS = 0.1  # of one step
+_FIRST_MS = 1.0  # what the first count, one a step, may cost
+_OTHER_MS = 0.03  # and the others, each
 _MEMORY = 0.99  # a step
 _CLIP = 3.0  # times the usual error that one step is believed
 _USUAL = 0.05  # weight of a step in the usual error
@@ -18,9 +21,12 @@ class LinearCost:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        """The first of the counts is 1 in every step."""
         self.names = tuple(names)
         self._weights = np.zeros(len(names))
-        self._inverse = np.eye(len(names))
+        spread = np.array([_FIRST_MS, *[_OTHER_MS] * (len(names) - 1)])
+        self._inverse = np.diag((spread / _NOISE_MS) ** 2)
+        self._most = float(np.trace(self._inverse))
         self._usual_error: float | None = None
 
     def observe(self, counts: Sequence[float], milliseconds: float) -> None:
@@ -33,18 +39,18 @@ class LinearCost:
         self._usual_error += _USUAL * (abs(error) - self._usual_error)
         gain = self._inverse @ x
         gain /= _MEMORY + float(x @ gain)
-        self._weights += gain * error
+        self._weights = np.maximum(self._weights + gain * error, 0.0)
         self._inverse -= np.outer(gain, self._inverse @ x)
         # Directions that no step shows would be forgotten without end.
-        if np.trace(self._inverse) < len(self.names):
+        if np.trace(self._inverse) < self._most:
             self._inverse /= _MEMORY
 
     def milliseconds(self, counts: Sequence[float]) -> float:
-        return float(np.maximum(self._weights, 0.0) @ np.array(counts, dtype=np.float64))
+        return float(self._weights @ np.array(counts, dtype=np.float64))
 
     def slope(self, name: str) -> float:
         """Milliseconds for one more of ``name``."""
-        return max(0.0, float(self._weights[self.names.index(name)]))
+        return float(self._weights[self.names.index(name)])
 
     def learned(self) -> dict[str, float]:
         return {name: float(w) for name, w in zip(self.names, self._weights.round(6), strict=True)}
@@ -54,6 +60,6 @@ class LinearCost:
         if set(learned) != set(self.names):
             raise ValueError(f"must give a number for each of {', '.join(self.names)}")
         weights = np.array([float(learned[name]) for name in self.names])
-        if not np.isfinite(weights).all():
-            raise ValueError("must be finite")
+        if not np.isfinite(weights).all() or weights.min() < 0:
+            raise ValueError("must be finite and >= 0")
         self._weights = weights

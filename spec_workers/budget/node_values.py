@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 DEPTHS = ("1", "2", "3-4", "5+")
 _BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])
 
-_INERTIA = 20.0  # expected acceptances the estimate itself is worth
+_INERTIA = 20.0  # expected acceptances that the first guess is worth
+_FIRST_GUESS = 0.85  # accepted, of what was expected: the highest of many estimates run high
 _MEMORY = 400.0  # expected acceptances a cell remembers
 _DECAY = 0.5  # at a change of policy
 _TENTHS = 10
@@ -23,7 +24,7 @@ _TENTHS = 10
 class NodeValues:
     """Corrects estimated probabilities of acceptance, per source and depth.
 
-    The ratio of what was accepted to what was expected, drawn towards 1. Whoever drafts calibrates
+    The ratio of what was accepted to what was expected. Whoever drafts calibrates
     by finer evidence; this catches what is left, the bias of picking the highest included.
     """
 
@@ -33,7 +34,7 @@ class NodeValues:
         shape = (len(self.sources), len(DEPTHS))
         self._expected_SD = np.zeros(shape)
         self._accepted_SD = np.zeros(shape)
-        self._ratio_SD = np.ones(shape)
+        self._ratio_SD = np.full(shape, _FIRST_GUESS)
         self._by_tenth = np.zeros((3, _TENTHS))  # nodes, expected, accepted
 
     def corrected(
@@ -99,7 +100,8 @@ class NodeValues:
         self._settle()
 
     def _settle(self) -> None:
-        self._ratio_SD = (self._accepted_SD + _INERTIA) / (self._expected_SD + _INERTIA)
+        accepted_SD = self._accepted_SD + _FIRST_GUESS * _INERTIA
+        self._ratio_SD = accepted_SD / (self._expected_SD + _INERTIA)
 
 
 def _bucket(depths_N: NDArray) -> NDArray[np.intp]:

@@ -68,13 +68,16 @@ class StepCost:
         proposed: int | None,
         times: StepTimes,
         decode_only: bool,
+        steps: int,
     ) -> None:
-        """A step took so long. ``proposed``: nodes, None when nobody asked for any.
+        """A step took so long, ``steps`` after the one observed before it.
+
+        ``proposed``: nodes, None when nobody asked for any.
 
         Only steps without prefill tell of forward and sampling, for prefill rows have no logits.
         """
         if decode_only:
-            self.curve.observe(rows, longest_context, times.forward)
+            self.curve.observe(rows, longest_context, times.forward, steps)
             self._sampling.observe((1, width, rows), times.sample)
         if proposed is None:
             self._following.observe((1, width), times.draft)
