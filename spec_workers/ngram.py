@@ -118,6 +118,7 @@ class NgramWorker(SpecWorker):
             time_forwards(self.target, budget.cost.curve, self._calibration_seconds)
 
     def release(self, request: Request) -> None:
+        super().release(request)
         self._feed.leave(request)
 
     def counters(self) -> dict[str, float]:

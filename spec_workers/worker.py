@@ -114,6 +114,7 @@ class SpecWorker:
 
     def release(self, request: Request) -> None:
         """The request ended."""
+        self.budget.forget(request)
 
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
         return self.target.score(request, output_ids)

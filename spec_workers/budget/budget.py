@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.types import Batch, DraftTrees, EntryResult, StepForecast, StepTimes
+from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast, StepTimes
 from spec_workers.draft_tree import only_roots
 
 
@@ -51,6 +51,10 @@ class DraftBudget(Protocol):
         """The target's weights changed."""
         ...
 
+    def forget(self, request: Request) -> None:
+        """It ended."""
+        ...
+
     def learned(self) -> dict[str, Any]: ...
 
     def restore(self, learned: Mapping[str, Any]) -> None:
@@ -85,6 +89,9 @@ class FixedBudget:
         pass
 
     def change_policy(self) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
         pass
 
     def learned(self) -> dict[str, Any]:

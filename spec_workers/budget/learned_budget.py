@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.types import Batch, DraftTrees, EntryResult, StepForecast, StepTimes
+from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast, StepTimes
 from spec_workers.budget.budget import Verified
 from spec_workers.budget.choice import choose_nodes, falling
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_values import NodeValues
+from spec_workers.budget.request_trust import RequestTrust
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.budget.token_worth import token_worth
 from spec_workers.draft_tree import first_nodes, only_roots
@@ -59,6 +60,7 @@ class LearnedBudget:
         self.cost = cost
         self._values = values
         self._min_probability = min_probability
+        self._trust = RequestTrust()
         self._gate = Gate()
         self._drafted = False  # in the step before
         self._prices = _Prices((), -1, 0, 0, np.zeros(0), np.zeros(1), np.zeros(0))
@@ -93,7 +95,7 @@ class LearnedBudget:
         if proposed is None or not proposed.num_nodes:
             trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
         else:
-            trees, values_N = self._chosen(prices, proposed)
+            trees, values_N = self._chosen(batch, prices, proposed)
         num_proposed = None if proposed is None else proposed.num_nodes
         return Verified(
             trees=trees,
@@ -115,19 +117,22 @@ class LearnedBudget:
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,
                 longest_context=prices.longest_context,
-                proposed=verified.num_proposed,
+                proposed=verified.num_proposed is not None,
                 times=times,
                 decode_only=batch.num_run_tokens == prices.width,
                 steps=self._steps - self._learned_at,
             )
             self._learned_at = self._steps
         if self._drafted:
-            self._judge(trees, results)
+            self._judge(batch, trees, results)
         if prices.width:
             self._observe_gain(prices, verified, results, times)
 
     def change_policy(self) -> None:
         self._values.decay()
+
+    def forget(self, request: Request) -> None:
+        self._trust.forget(request.request_id)
 
     def learned(self) -> dict[str, Any]:
         return {**self.cost.learned(), **self._values.learned(), "gate": self._gate.learned()}
@@ -160,16 +165,16 @@ class LearnedBudget:
         decode_B = self.cost.of_decoding(width, longest)
         remaining = np.array([max(1.0, e.expected_remaining) for e in entries if e.samples])
         worth_B[samples_B] = token_worth(remaining, decode_B, ends=batch.num_waiting == 0)
-        with_nodes_N1 = self.cost.of_rows(
-            width, batch.num_run_tokens + nodes, width + nodes, longest
-        )
+        with_nodes_N1 = self.cost.of_rows(batch.num_run_tokens + nodes, width + nodes, longest)
         return _Prices(key, until, width, longest, decode_B, with_nodes_N1, worth_B)
 
     def _chosen(
-        self, prices: _Prices, proposed: DraftTrees
+        self, batch: Batch, prices: _Prices, proposed: DraftTrees
     ) -> tuple[DraftTrees, NDArray[np.float64]]:
         values_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
-        values_N = falling(values_N, proposed.offsets_B1)
+        trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
+        values_N *= np.repeat(trust_B, np.diff(proposed.offsets_B1))
+        values_N = falling(np.minimum(values_N, 1.0), proposed.offsets_B1)
         cost_ms = prices.with_nodes_N1[: values_N.size + 1]
         choice = choose_nodes(
             values_N, proposed.offsets_B1, prices.worth_B, cost_ms, float(cost_ms[0])
@@ -192,7 +197,7 @@ class LearnedBudget:
         following = self.cost.of_following(prices.width)
         drafting = following
         if num_proposed is not None:
-            drafting = self.cost.of_drafting(prices.width, num_proposed)
+            drafting = self.cost.of_drafting(prices.width)
         plain_ms = float(prices.with_nodes_N1[0]) + following
         predicted_ms = float(prices.with_nodes_N1[trees.num_nodes]) + drafting
         decode_ms = float(prices.decode_B[-1])
@@ -204,16 +209,20 @@ class LearnedBudget:
             - (predicted_ms - plain_ms),
         )
 
-    def _judge(self, trees: DraftTrees, results: list[EntryResult]) -> None:
+    def _judge(self, batch: Batch, trees: DraftTrees, results: list[EntryResult]) -> None:
         """What was accepted, but for requests that ended: a stop hides what came after it."""
         accepted_N = np.zeros(trees.num_nodes, dtype=bool)
         known_N = np.ones(trees.num_nodes, dtype=bool)
-        for b, result in enumerate(results):
+        believed_N = self._values.corrected(trees.probs_N, trees.sources_N, trees.depths_N)
+        expected = np.concatenate([[0.0], np.cumsum(believed_N)])
+        expected_B = np.diff(expected[trees.offsets_B1]).tolist()
+        for b, (entry, result) in enumerate(zip(batch.entries, results, strict=True)):
             first = int(trees.offsets_B1[b])
             if result.finish_reason is not None:
                 known_N[first : int(trees.offsets_B1[b + 1])] = False
-            elif result.path:
-                accepted_N[first - 1 + np.array(result.path)] = True
+            elif result.num_drafted:
+                accepted_N[first - 1 + np.array(result.path, dtype=np.intp)] = True
+                self._trust.observe(entry.request.request_id, expected_B[b], len(result.path))
         self._values.observe(
             trees.probs_N[known_N],
             trees.sources_N[known_N],

@@ -16,17 +16,17 @@ from spec_workers.budget.linear_cost import LinearCost
 class StepCost:
     """Milliseconds of a step by running requests, query rows and longest context.
 
-    The forward is a curve; sampling and acceptance grow with requests and sampled rows, drafting
-    with requests and nodes proposed.
+    The forward is a curve; sampling and acceptance grow with the rows sampled from, drafting and
+    taking in what was emitted with the requests.
     """
 
     def __init__(self, device: str, curve: CostCurve) -> None:
         """``device``: whatever must be the same for times to compare, in words."""
         self.device = device
         self.curve = curve
-        self._sampling = LinearCost(("step", "requests", "rows"))
-        self._drafting = LinearCost(("step", "requests", "nodes"))
-        self._following = LinearCost(("step", "requests"))
+        self._sampling = LinearCost()  # by rows sampled from
+        self._drafting = LinearCost()  # by requests
+        self._following = LinearCost()  # likewise, where nothing is proposed
         self._elsewhere: dict[str, Any] = {}  # device -> what was learned there
 
     @property
@@ -34,30 +34,27 @@ class StepCost:
         return self.curve.is_known
 
     def of_rows(
-        self, width: int, rows: NDArray[np.int64], sampled: NDArray[np.int64], longest_context: int
+        self, rows: NDArray[np.int64], sampled: NDArray[np.int64], longest_context: int
     ) -> NDArray[np.float64]:
-        """Forward and sampling of ``width`` sampling requests.
+        """Forward and sampling.
 
-        ``sampled``: how many of each number of ``rows`` are sampled from.
+        ``sampled``: how many of each number of ``rows`` are sampled from, ascending.
         """
-        per_row = self._sampling.slope("rows")
-        fixed = self._sampling.milliseconds((1, width, 0))
-        return self.curve.milliseconds(rows, longest_context) + (fixed + per_row * sampled)
+        sampling = self._sampling.milliseconds(float(sampled[0]))
+        more = self._sampling.each * (sampled - sampled[0])
+        return self.curve.milliseconds(rows, longest_context) + (sampling + more)
 
     def of_decoding(self, width: int, longest_context: int) -> NDArray[np.float64]:
         """Plain decode steps of 1, 2, ..., ``width`` requests, without what drafting adds."""
         rows = np.arange(1, width + 1)
-        per_request = self._sampling.slope("rows") + self._sampling.slope("requests")
-        fixed = self._sampling.slope("step")
-        times = self.curve.milliseconds(rows, longest_context) + fixed + per_request * rows
-        return np.maximum.accumulate(times)
+        return np.maximum.accumulate(self.of_rows(rows, rows, longest_context))
 
-    def of_drafting(self, width: int, nodes: int) -> float:
-        return self._drafting.milliseconds((1, width, nodes))
+    def of_drafting(self, width: int) -> float:
+        return self._drafting.milliseconds(width)
 
     def of_following(self, width: int) -> float:
         """Of a step in which nothing was proposed, only the tokens taken in."""
-        return self._following.milliseconds((1, width))
+        return self._following.milliseconds(width)
 
     def observe(
         self,
@@ -65,24 +62,21 @@ class StepCost:
         width: int,
         rows: int,
         longest_context: int,
-        proposed: int | None,
+        proposed: bool,
         times: StepTimes,
         decode_only: bool,
         steps: int,
     ) -> None:
         """A step took so long, ``steps`` after the one observed before it.
 
-        ``proposed``: nodes, None when nobody asked for any.
+        ``proposed``: whether draft nodes were asked for.
 
         Only steps without prefill tell of forward and sampling, for prefill rows have no logits.
         """
         if decode_only:
             self.curve.observe(rows, longest_context, times.forward, steps)
-            self._sampling.observe((1, width, rows), times.sample)
-        if proposed is None:
-            self._following.observe((1, width), times.draft)
-        else:
-            self._drafting.observe((1, width, proposed), times.draft)
+            self._sampling.observe(rows, times.sample)
+        (self._drafting if proposed else self._following).observe(width, times.draft)
 
     def learned(self) -> dict[str, Any]:
         """JSON-able, for `restore` and for people to look at."""
