@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-_NOISE = 0.1  # milliseconds, of one step
-_FIRST_STEP, _FIRST_EACH = 1.0, 0.03  # milliseconds that either may cost
+from spec_workers.budget.loaded import table
+
 _MEMORY = 0.99  # a step
 _CLIP = 3.0  # times the usual error that one step is believed
 _USUAL = 0.05  # weight of a step in the usual error
@@ -16,7 +16,8 @@ _USUAL = 0.05  # weight of a step in the usual error
 class LinearCost:
     """Milliseconds a step and so many for each of what is counted in it.
 
-    Recursive least squares with forgetting (Ljung 1999, chapter 11), with clipped errors.
+    Recursive least squares with clipped errors, which forgets along each step's counts alone
+    (Kulhavy 1987, restricted exponential forgetting).
     """
 
     def __init__(self) -> None:
@@ -25,21 +26,21 @@ class LinearCost:
         self._most = self._inverse.diagonal().copy()
         self._usual_error: float | None = None
 
-    def observe(self, count: float, milliseconds: float) -> None:
-        x = np.array([1.0, count])
+    def observe(self, counts: Sequence[float], milliseconds: float) -> None:
+        """A step took so long. ``counts``: one for each name, not all of them 0."""
+        x = np.array(counts, dtype=np.float64)
         error = milliseconds - float(self._weights @ x)
         if self._usual_error is None:
             self._usual_error = abs(error)
         limit = _CLIP * self._usual_error + 1e-3
         error = min(max(error, -limit), limit)
         self._usual_error += _USUAL * (abs(error) - self._usual_error)
-        gain = self._inverse @ x
-        gain /= _MEMORY + float(x @ gain)
-        self._weights += gain * error
-        self._inverse -= np.outer(gain, self._inverse @ x)
-        # What no step shows, for all have the same count, would be forgotten without end.
-        if (self._inverse.diagonal() < self._most).all():
-            self._inverse /= _MEMORY
+        along = self._inverse @ x
+        spread = float(x @ along)
+        self._weights += along * (error / (1.0 + spread))
+        # What is forgotten is what this step tells anew: a count that never varies stays known.
+        believed = _MEMORY - (1.0 - _MEMORY) / spread
+        self._inverse -= np.outer(along, along) * (believed / (_MEMORY * (1.0 + spread)))
 
     def milliseconds(self, count: float) -> float:
         return max(0.0, float(self._weights[0] + self._weights[1] * count))
@@ -54,10 +55,7 @@ class LinearCost:
         return {"step": step, "each": each}
 
     def restore(self, learned: Mapping[str, float]) -> None:
-        """Raises ValueError for what is no such cost."""
-        if set(learned) != {"step", "each"}:
-            raise ValueError("must give milliseconds for step and each")
-        weights = np.array([float(learned["step"]), float(learned["each"])])
-        if not np.isfinite(weights).all():
-            raise ValueError("step, each: must be finite")
-        self._weights = weights
+        """Raises ValueError for other counts, or what is no number."""
+        if set(learned) != set(self.names):
+            raise ValueError(f"must give a number for each of {', '.join(self.names)}")
+        self._weights = np.array([table(learned, name, (), least=-np.inf) for name in self.names])
