@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.budget.isotonic import isotonic
+from spec_workers.budget.loaded import table
 
 _SMALLEST_CONTEXT = 256
 _KNOTS_PER_OCTAVE = 2
@@ -97,7 +97,7 @@ class CostCurve:
         return {
             "rows": self.rows_H.tolist(),
             "contexts": list(self.contexts),
-            "milliseconds": np.exp(self._heights(len(self.contexts))).round(4).tolist(),
+            "milliseconds": np.exp(self._heights()).round(6).tolist(),
             "observations": self.observations_K.reshape(shape).round(1).tolist(),
         }
 
@@ -107,16 +107,14 @@ class CostCurve:
             raise ValueError("rows: knots of another curve")
         if learned.get("contexts") != list(self.contexts):
             raise ValueError("contexts: knots of another curve")
-        heights = np.asarray(learned.get("milliseconds"), dtype=np.float64)
-        seen = np.asarray(learned.get("observations"), dtype=np.float64)
-        for name, array in (("milliseconds", heights), ("observations", seen)):
-            if array.shape != (len(self.contexts), self.rows_H.size):
-                raise ValueError(f"{name}: {array.shape} is not one number per knot")
-            if not np.isfinite(array).all():
-                raise ValueError(f"{name}: must be finite")
-        if heights.min() <= 0 or seen.min() < 0:
-            raise ValueError("milliseconds must be > 0 and observations >= 0")
-        self._mean_K = np.log(heights).ravel()
+        shape = (len(self.contexts), self.rows_H.size)
+        times = table(learned, "milliseconds", shape)
+        seen = table(learned, "observations", shape)
+        if times.min() == 0:
+            raise ValueError("milliseconds: must be > 0")
+        if not seen.any():
+            return  # a first guess, which was never measured
+        self._mean_K = np.log(times).ravel()
         self.observations_K = seen.ravel()
         self._spread(_LOADED_SCALE, _LOADED_SHAPE)
 

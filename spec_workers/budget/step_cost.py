@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollout.types import StepTimes
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.linear_cost import LinearCost
+from spec_workers.budget.loaded import mapping
 
 
 class StepCost:
@@ -92,20 +93,17 @@ class StepCost:
 
     def restore(self, learned: Mapping[str, Any]) -> None:
         """Go on from an earlier run on this device. Raises ValueError for what cannot be one's."""
-        kept = dict(learned.get("elsewhere", {}))
+        kept = dict(mapping(learned, "elsewhere")) if "elsewhere" in learned else {}
         if "cost" in learned:
             kept[str(learned.get("device"))] = {
                 name: learned[name] for name in ("cost", "request_ms") if name in learned
             }
-        here = kept.pop(self.device, None)
-        if here is not None:
-            self.curve.restore(here["cost"])
-            parts = here.get("request_ms", {})
-            for name, cost in (
-                ("sampling", self._sampling),
-                ("drafting", self._drafting),
-                ("following", self._following),
-            ):
-                if name in parts:
-                    cost.restore(parts[name])
-        self._elsewhere = kept
+        if self.device in kept:
+            here = mapping(kept, self.device)
+            del kept[self.device]
+            self.curve.restore(mapping(here, "cost"))
+            parts = mapping(here, "request_ms")
+            self._sampling.restore(mapping(parts, "sampling"))
+            self._drafting.restore(mapping(parts, "drafting"))
+            self._following.restore(mapping(parts, "following"))
+        self._elsewhere |= kept
