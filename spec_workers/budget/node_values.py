@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spec_workers.budget.loaded import table
+
 DEPTHS = ("1", "2", "3-4", "5+")
 _BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])
 
@@ -53,6 +55,7 @@ class NodeValues:
         """Nodes that were verified, with the estimates they came with."""
         if not probs_N.size:
             return
+        corrected_N = self.corrected(probs_N, sources_N, depths_N)  # before it knew better
         cells_N = sources_N.astype(np.intp) * len(DEPTHS) + _bucket(depths_N)
         count, shape = self._expected_SD.size, self._expected_SD.shape
         self._expected_SD += np.bincount(cells_N, probs_N, count).reshape(shape)
@@ -62,7 +65,6 @@ class NodeValues:
             self._expected_SD[full] *= 0.5
             self._accepted_SD[full] *= 0.5
         self._settle()
-        corrected_N = self.corrected(probs_N, sources_N, depths_N)
         tenth_N = np.minimum((corrected_N * _TENTHS).astype(np.intp), _TENTHS - 1)
         for row, weights in enumerate((None, corrected_N, accepted_N)):
             self._by_tenth[row] += np.bincount(tenth_N, weights, _TENTHS)
@@ -90,13 +92,10 @@ class NodeValues:
         """Go on from an earlier run's ``values``. Raises ValueError for what cannot be any."""
         if values.get("sources") != list(self.sources) or values.get("depths") != list(DEPTHS):
             raise ValueError("sources, depths: not those of this worker")
-        tables = [np.asarray(values.get(name), np.float64) for name in ("expected", "accepted")]
-        for table in tables:
-            if table.shape != self._expected_SD.shape or not np.isfinite(table).all():
-                raise ValueError("expected, accepted: must be a finite number per cell")
-            if table.min() < 0 or table.max() > 4 * _MEMORY:
-                raise ValueError(f"expected, accepted: must be in [0, {4 * _MEMORY:g}]")
-        self._expected_SD, self._accepted_SD = tables
+        expected_SD = table(values, "expected", self._expected_SD.shape)
+        accepted_SD = table(values, "accepted", self._accepted_SD.shape)
+        believed_SD = _MEMORY / np.maximum(expected_SD, _MEMORY)
+        self._expected_SD, self._accepted_SD = expected_SD * believed_SD, accepted_SD * believed_SD
         self._settle()
 
     def _settle(self) -> None:
