@@ -8,6 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+_LEAST = np.finfo(np.float64).tiny
+"""Where thousands are equal and all but the last cost nothing, closeness to it rounds to 0."""
+
 
 def token_worth(
     remaining_B: NDArray[np.float64], decode_ms_B: NDArray[np.float64], ends: bool
@@ -35,5 +38,5 @@ def token_worth(
     spared_K = np.diff(decode_ms_B, prepend=0.0)
     rank_K = np.arange(size)
     closeness_BK = np.exp(-((rank_K - survivors_B[:, None]) ** 2) / (2 * variance_B[:, None] + 0.1))
-    worth_B = closeness_BK @ spared_K / closeness_BK.sum(1)
+    worth_B = closeness_BK @ spared_K / closeness_BK.sum(1) + _LEAST
     return worth_B * (decode_ms_B[-1] / worth_B.sum())
