@@ -1,0 +1,107 @@
+"""Which nodes are bought, against every choice there is."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from spec_workers.budget.choice import choose_nodes, falling
+
+
+def best_of_all(values_N, offsets_B1, worth_B, cost_ms, base):
+    """The highest ratio over all combinations of first nodes."""
+    sizes = np.diff(offsets_B1)
+    best = 0.0
+    for counts in product(*(range(size + 1) for size in sizes)):
+        spared = base + sum(
+            worth_B[b] * values_N[offsets_B1[b] : offsets_B1[b] + count].sum()
+            for b, count in enumerate(counts)
+        )
+        best = max(best, spared / cost_ms[sum(counts)])
+    return best
+
+
+def chosen_ratio(choice, values_N, offsets_B1, worth_B, cost_ms, base):
+    """Recomputed from the counts alone; checks what the choice says of itself."""
+    worth = sum(
+        worth_B[b] * values_N[offsets_B1[b] : offsets_B1[b] + count].sum()
+        for b, count in enumerate(choice.counts_B)
+    )
+    assert choice.worth == pytest.approx(worth)
+    assert choice.cost == cost_ms[choice.counts_B.sum()]
+    return (base + worth) / choice.cost
+
+
+def random_case(rng, *, ties=False):
+    sizes = rng.integers(0, 4, rng.integers(1, 5))
+    offsets_B1 = np.concatenate([[0], np.cumsum(sizes)])
+    values = np.round(rng.random(offsets_B1[-1]) * 3) / 3 if ties else rng.random(offsets_B1[-1])
+    values_N = falling(values.astype(np.float32), offsets_B1)
+    worth_B = rng.choice([0.0, 1.0, 2.0], sizes.size) if ties else rng.random(sizes.size) * 3
+    cost_ms = 3 + np.cumsum(rng.random(values_N.size + 1) * rng.choice([0.0, 0.3, 3.0]))
+    return values_N, offsets_B1, worth_B, cost_ms, float(rng.random() * 5)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_no_other_choice_is_better(ties):
+    """For a given number of nodes the most worth is that of the best of them, so none is missed."""
+    rng = np.random.default_rng(1)
+    some = 0
+    for _ in range(300):
+        case = random_case(rng, ties=ties)
+        choice = choose_nodes(*case)
+        sizes = np.diff(case[1])
+        assert choice.counts_B.shape == sizes.shape
+        assert (choice.counts_B >= 0).all()
+        assert (choice.counts_B <= sizes).all()
+        assert chosen_ratio(choice, *case) == pytest.approx(best_of_all(*case), rel=1e-12)
+        some += 0 < choice.counts_B.sum() < sizes.sum()
+    assert some > 30
+
+
+def test_no_nodes():
+    offsets_B1 = np.zeros(4, np.int64)
+    choice = choose_nodes(np.zeros(0), offsets_B1, np.ones(3), np.array([2.0]), 1.0)
+    assert choice.counts_B.tolist() == [0, 0, 0]
+    assert (choice.worth, choice.cost) == (0.0, 2.0)
+
+
+def test_no_entries():
+    choice = choose_nodes(np.zeros(0), np.zeros(1, np.int64), np.zeros(0), np.array([2.0]), 0.0)
+    assert choice.counts_B.size == 0
+
+
+@pytest.mark.parametrize(
+    ("cost_ms", "counts"),
+    [([5.0, 5.0, 5.0, 5.0, 5.0], [2, 2]), ([5.0, 1e9, 1e9, 1e9, 1e9], [0, 0])],
+)
+def test_free_nodes_are_all_taken_and_dear_ones_none(cost_ms, counts):
+    values_N, offsets_B1 = np.array([0.9, 0.01, 0.5, 0.02]), np.array([0, 2, 4])
+    choice = choose_nodes(values_N, offsets_B1, np.ones(2), np.array(cost_ms), 5.0)
+    assert choice.counts_B.tolist() == counts
+
+
+def test_nodes_worth_nothing_are_not_taken_even_for_nothing():
+    values_N, offsets_B1 = np.array([0.9, 0.8, 0.5, 0.0]), np.array([0, 2, 4])
+    choice = choose_nodes(values_N, offsets_B1, np.array([0.0, 1.0]), np.full(5, 3.0), 3.0)
+    assert choice.counts_B.tolist() == [0, 1]
+
+
+def test_falling_is_that_of_a_loop():
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        sizes = rng.integers(0, 6, rng.integers(0, 80))
+        offsets_B1 = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        values_N = rng.random(offsets_B1[-1]).astype(np.float32)
+        values_N[rng.random(values_N.size) < 0.2] = rng.choice([0.0, 1.0, 1e-30])
+        expected = values_N.astype(np.float64)
+        for first, last in zip(offsets_B1[:-1], offsets_B1[1:], strict=True):
+            for node in range(first + 1, last):
+                expected[node] = min(expected[node], expected[node - 1])
+        lowered_N = falling(values_N, offsets_B1)
+        np.testing.assert_allclose(lowered_N, expected, atol=1e-12)
+        assert (lowered_N >= 0).all()
+        entry_N = np.repeat(np.arange(sizes.size), sizes)
+        assert (np.diff(lowered_N)[np.diff(entry_N) == 0] <= 0).all()

@@ -1,0 +1,108 @@
+"""When drafting is given up, and looked at again."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+
+from spec_workers.budget.gate import Gate
+
+
+def run(gate, gain, *, steps, width=8):
+    """Whether each of the steps drafted. ``gain(step)``: milliseconds gained of 10 by drafting."""
+    opened = []
+    for step in range(steps):
+        opened.append(gate.is_open)
+        if gate.is_open:
+            gate.observe(width, gain(step), 10.0)
+        else:
+            gate.skip(width)
+    return opened
+
+
+def runs(opened):
+    return [(is_open, len(list(each))) for is_open, each in groupby(opened)]
+
+
+def losing(step):
+    return -0.5
+
+
+def winning(step):
+    return 2.0
+
+
+def test_it_stays_open_while_it_pays():
+    assert all(run(Gate(), winning, steps=500))
+
+
+def test_it_closes_and_looks_again_ever_more_seldom():
+    opened = run(Gate(), losing, steps=5000)
+    (first, judged), *rest = runs(opened)
+    assert first
+    closed = [length for is_open, length in rest if not is_open]
+    probes = [length for is_open, length in rest if is_open]
+    assert closed[:6] == [16, 32, 64, 128, 256, 512]
+    assert set(closed[6:-1]) == {512}
+    assert set(probes[:-1]) == {4}
+    assert sum(opened) < 0.03 * len(opened)
+    assert judged < 50
+
+
+def test_it_closes_on_noise_that_does_not_pay():
+    rng = np.random.default_rng(1)
+    opened = run(Gate(), lambda step: float(rng.normal(-0.3, 0.5)), steps=5000)
+    assert sum(opened) < 0.1 * len(opened)
+
+
+def test_a_few_bad_steps_do_not_close_it():
+    assert all(run(Gate(), lambda step: -1.0 if step % 10 < 3 else 2.0, steps=500))
+
+
+def test_it_opens_when_a_probe_pays():
+    gate = Gate()
+    run(gate, losing, steps=200)
+    opened = run(gate, winning, steps=600)
+    assert False in opened
+    first = opened.index(True)
+    assert all(opened[first:])
+    assert gate.learned()["interval"] == 16
+
+
+def test_after_it_opened_again_it_closes_for_the_first_interval():
+    gate = Gate()
+    run(gate, losing, steps=1500)
+    run(gate, winning, steps=600)
+    closed = [length for is_open, length in runs(run(gate, losing, steps=300)) if not is_open]
+    assert closed[0] == 16
+
+
+def closed_gate(width):
+    """Just closed, after some probes, for a long time."""
+    gate = Gate()
+    while gate.is_open or gate.learned()["interval"] < 256:
+        gate.observe(width, -1.0, 10.0) if gate.is_open else gate.skip(width)
+    return gate
+
+
+def test_half_the_requests_are_probed_at_once():
+    gate = closed_gate(8)
+    gate.skip(5)
+    assert not gate.is_open
+    gate.skip(4)
+    assert gate.is_open
+    opened = run(gate, losing, steps=100, width=4)
+    assert runs(opened)[:2] == [(True, 4), (False, 32)]
+
+
+def test_a_narrower_batch_that_pays_keeps_it_open():
+    gate = closed_gate(8)
+    gate.skip(2)
+    assert all(run(gate, winning, steps=200, width=2))
+
+
+def test_one_request_is_never_half_of_itself():
+    gate = closed_gate(1)
+    gate.skip(1)
+    assert not gate.is_open
