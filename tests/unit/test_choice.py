@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_falling_is_that_of_a_loop():
         values_N = rng.random(offsets_B1[-1]).astype(np.float32)
         values_N[rng.random(values_N.size) < 0.2] = rng.choice([0.0, 1.0, 1e-30])
         expected = values_N.astype(np.float64)
-        for first, last in zip(offsets_B1[:-1], offsets_B1[1:], strict=True):
+        for first, last in pairwise(offsets_B1.tolist()):
             for node in range(first + 1, last):
                 expected[node] = min(expected[node], expected[node - 1])
         lowered_N = falling(values_N, offsets_B1)

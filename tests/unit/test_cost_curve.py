@@ -215,7 +215,7 @@ def test_what_is_damaged_is_refused(damage):
     show(curve, ramp, np.random.default_rng(8), steps=20, most_rows=32)
     show(other, stairs, np.random.default_rng(9), steps=20, most_rows=32)
     before = copy.deepcopy(other)
-    with pytest.raises(ValueError, match="rows|contexts|milliseconds|observations"):
+    with pytest.raises(ValueError, match=r"rows|contexts|milliseconds|observations"):
         other.restore(damage(curve.learned()))
     assert other.learned() == before.learned()
     np.testing.assert_array_equal(other._covariance_KK, before._covariance_KK)

@@ -116,6 +116,6 @@ def test_what_is_damaged_is_refused(learned):
     cost = LinearCost(NAMES)
     show(cost, np.random.default_rng(7), 5, varied)
     before = cost.learned()
-    with pytest.raises(ValueError, match="rows|must give a number"):
+    with pytest.raises(ValueError, match=r"rows|must give a number"):
         cost.restore(learned)
     assert cost.learned() == before

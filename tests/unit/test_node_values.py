@@ -150,7 +150,7 @@ def test_what_is_damaged_is_refused(damage):
     values = NodeValues(SOURCES)
     show(values, np.random.default_rng(9), (0.5, 0.5, 0.5), steps=5)
     before = values.learned()
-    with pytest.raises(ValueError, match="sources|expected|accepted"):
+    with pytest.raises(ValueError, match=r"sources|expected|accepted"):
         values.restore(before["values"] | damage)
     assert values.learned() == before
 
