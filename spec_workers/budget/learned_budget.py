@@ -6,6 +6,7 @@ Legend: B entries of a batch, N draft nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from spec_workers.budget.budget import Verified
 from spec_workers.budget.choice import choose_nodes, falling
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
+from spec_workers.budget.loaded import mapping
 from spec_workers.budget.node_values import NodeValues
 from spec_workers.budget.request_trust import RequestTrust
 from spec_workers.budget.step_cost import StepCost
@@ -138,16 +140,20 @@ class LearnedBudget:
         return {**self.cost.learned(), **self._values.learned(), "gate": self._gate.learned()}
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        self.cost.restore(learned)
+        cost, values = deepcopy(self.cost), deepcopy(self._values)
+        cost.restore(learned)
         if "values" in learned:
-            self._values.restore(learned["values"])
+            values.restore(mapping(learned, "values"))
+        self.cost, self._values = cost, values
 
     def _priced(self, batch: Batch) -> _Prices:
         """Once for steps that are alike."""
         entries = batch.entries
         key = (
             batch.num_waiting == 0,
-            tuple((e.request.request_id, e.run_len, e.draft_slots.size) for e in entries),
+            tuple(
+                (e.request.request_id, e.run_len, e.samples, e.draft_slots.size) for e in entries
+            ),
         )
         if self._prices.key != key or self._steps >= self._prices.until:
             self._prices = self._price(batch, key)

@@ -1,0 +1,333 @@
+"""The budget on made-up batches and machines: no model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rollout.types import Batch, DraftTrees, EntryResult, FinishReason, Scheduled, StepTimes
+from spec_workers.budget import LearnedBudget, Verified
+from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.node_values import NodeValues
+from spec_workers.budget.step_cost import StepCost
+from spec_workers.draft_tree import only_roots
+from tests.helpers.requests import make_request, make_trees
+
+SOURCES = ("group", "live")
+FREE = StepTimes()  # nothing to be learned of sampling and drafting
+
+
+class Machine(CostCurve):
+    """Whose times are given."""
+
+    def __init__(self, times) -> None:
+        super().__init__(1, 4096, 512)
+        self.times = times
+        self.seen = 0
+
+    @property
+    def is_known(self) -> bool:
+        return True
+
+    def observe(self, num_rows, longest_context, milliseconds) -> None:
+        self.seen += 1
+
+    def milliseconds(self, rows, longest_context):
+        return np.asarray(self.times(np.asarray(rows, dtype=np.float64)))
+
+
+def ramp(rows):
+    return np.maximum(14.0, 8.0 + 0.8 * rows)
+
+
+def proportional(rows):
+    return 10.0 * rows
+
+
+def make_budget(times=ramp):
+    return LearnedBudget(StepCost("here", Machine(times)), NodeValues(SOURCES), 0.02)
+
+
+def entry_of(request_id, *, samples=True, slots=16, run_len=1, remaining=50.0):
+    length = run_len + (not samples)
+    request = make_request([5] * length, request_id=request_id)
+    return Scheduled(
+        request=request,
+        start=0,
+        run_len=run_len,
+        draft_slots=np.arange(slots if samples else 0, dtype=np.int32),
+        expected_remaining=remaining,
+    )
+
+
+def batch_of(width, *, waiting=0, **options):
+    entries = [entry_of(request_id, **options) for request_id in range(width)]
+    return Batch(step=0, entries=entries, num_waiting=waiting)
+
+
+def chains(batch, prob, length=16):
+    """A chain for each entry, each node as probable given its parent."""
+    size = min(length, *(entry.draft_slots.size for entry in batch.entries))
+    trees = make_trees([(list(range(size)), list(range(size))) for _ in batch.entries])
+    trees.probs_N[:] = np.tile(prob ** np.arange(1, size + 1), len(batch.entries))
+    return trees
+
+
+def results_of(trees: DraftTrees, accepted=0, reason=None):
+    sizes = np.diff(trees.offsets_B1).tolist()
+    return [
+        EntryResult(
+            token_ids=[0] * (1 + min(accepted, size)),
+            path=list(range(1, 1 + min(accepted, size))),
+            num_drafted=size,
+            finish_reason=reason,
+        )
+        for size in sizes
+    ]
+
+
+def step(budget, batch, prob, *, accepted=0, times=FREE) -> Verified:
+    floor = budget.floor(batch)
+    verified = budget.choose(batch, None if floor is None else chains(batch, prob))
+    budget.observe(batch, verified, results_of(verified.trees, accepted), times)
+    return verified
+
+
+def test_nothing_is_verified_where_nodes_cost_more_than_they_bring():
+    budget, batch = make_budget(proportional), batch_of(4, waiting=1)
+    assert budget.floor(batch) == pytest.approx(1.0)
+    assert budget.choose(batch, chains(batch, 0.99)).trees.num_nodes == 0
+
+
+def test_free_nodes_are_verified_however_improbable():
+    budget, batch = make_budget(lambda rows: 0 * rows + 9.0), batch_of(2)
+    assert budget.floor(batch) == pytest.approx(0.02)
+    step(budget, batch, 0.9)  # some: from now on a little is enough
+    assert budget.choose(batch, chains(batch, 0.2)).trees.num_nodes == 32
+
+
+def test_narrow_batches_have_deeper_trees():
+    depths = []
+    for width in (1, 2, 4, 8, 16, 64):
+        budget, batch = make_budget(), batch_of(width, waiting=1)
+        trees = budget.choose(batch, chains(batch, 0.8)).trees
+        depths.append(trees.num_nodes / width)
+        forecast = budget.choose(batch, chains(batch, 0.8)).forecast
+        assert forecast.predicted_ms == pytest.approx(float(ramp(width + trees.num_nodes)))
+        assert forecast.plain_ms == pytest.approx(float(ramp(width)))
+        assert forecast.predicted_gain_ms >= 0
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] >= 7
+    assert depths[-1] < 1
+
+
+def test_no_node_below_the_floor_would_have_been_bought():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        slope = rng.uniform(0.0, 3.0)
+        budget = make_budget(lambda rows, slope=slope: np.maximum(14.0, 10 + slope * rows))
+        batch = batch_of(int(rng.integers(1, 9)), waiting=int(rng.integers(0, 2)))
+        for entry in batch.entries:
+            entry.expected_remaining = float(rng.exponential(100)) + 1
+        floor = budget.floor(batch)
+        step(budget, batch, 0.95)
+        verified = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
+        assert verified.values_N.min(initial=1.0) >= min(floor, 1.0) - 1e-9 or floor == 0.02
+
+
+def test_it_begins_later_than_it_goes_on():
+    budget, batch = make_budget(lambda rows: 10 + 0.05 * (rows - 1)), batch_of(1, slots=1)
+    little = chains(batch, 0.015)  # spares 0.15 ms, costs 0.05: 1 % of the step
+
+    def num_nodes():
+        return budget.choose(batch, little).trees.num_nodes
+
+    assert num_nodes() == 0
+    step(budget, batch, 0.9)
+    assert num_nodes() == 1
+    plain = budget.choose(batch, None)
+    budget.observe(batch, plain, results_of(plain.trees), FREE)
+    assert num_nodes() == 0
+
+
+def test_worth_is_that_of_this_batch_whatever_came_before():
+    """As of a budget that was never asked before."""
+    rng = np.random.default_rng(2)
+    budget, ever = make_budget(), [
+        entry_of(k, samples=samples, slots=slots, run_len=run_len, remaining=10.0**k)
+        for k in range(3)
+        for samples in (True, False)
+        for slots in (0, 3)
+        for run_len in (1, 4)
+    ]  # fmt: skip
+    for _ in range(600):
+        entries = {}
+        for k in rng.integers(0, len(ever), rng.integers(1, 4)):
+            entries[ever[k].request.request_id] = ever[k]
+        batch = Batch(step=0, entries=list(entries.values()), num_waiting=int(rng.integers(0, 2)))
+        fresh = make_budget()
+        verified, expected = budget.choose(batch, None), fresh.choose(batch, None)
+        assert verified.worth_B.tolist() == expected.worth_B.tolist()
+        assert verified.forecast == expected.forecast
+        assert budget.floor(batch) == fresh.floor(batch)
+        samples = [entry.samples for entry in batch.entries]
+        assert [worth > 0 for worth in verified.worth_B] == samples
+        if rng.random() < 0.5:
+            budget.observe(batch, verified, results_of(verified.trees), FREE)
+
+
+def test_prices_are_looked_up_while_the_batch_is_the_same():
+    asked = []
+    budget, batch = make_budget(lambda rows: asked.append(1) or ramp(rows)), batch_of(4)
+    step(budget, batch, 0.8)
+    once = len(asked)
+    for _ in range(14):
+        step(budget, batch, 0.8)
+    assert len(asked) == once
+    for _ in range(3):
+        step(budget, batch, 0.8)
+    assert len(asked) == 2 * once
+
+
+def test_prefill_alone():
+    budget = make_budget()
+    batch = batch_of(2, samples=False, run_len=30)
+    assert budget.floor(batch) is None
+    verified = budget.choose(batch, None)
+    assert verified.forecast is None
+    assert verified.worth_B.tolist() == [0.0, 0.0]
+    assert verified.trees.num_nodes == 0
+    before = budget.learned()["gate"]
+    budget.observe(batch, verified, [EntryResult(), EntryResult()], FREE)
+    assert budget.learned()["gate"] == before
+    assert budget.cost.curve.seen == 0
+
+
+def test_a_batch_of_nobody():
+    budget, batch = make_budget(), Batch(step=0, entries=[])
+    assert budget.floor(batch) is None
+    verified = budget.choose(batch, None)
+    budget.observe(batch, verified, [], FREE)
+    assert verified.forecast is None
+
+
+def test_without_draft_slots_nothing_is_asked_for():
+    budget, batch = make_budget(), batch_of(3, slots=0)
+    assert budget.floor(batch) is None
+    for _ in range(100):
+        verified = step(budget, batch, 0.9)
+        assert verified.num_proposed is None
+        assert verified.forecast is not None
+    assert budget.is_open
+
+
+def test_entries_that_ended_are_not_judged():
+    budget, batch = make_budget(), batch_of(2)
+    trees = chains(batch, 0.5, 3)
+    trees.sources_N[3:] = 1
+    verified = replace_trees(budget.choose(batch, trees), trees)
+    results = results_of(trees, accepted=2)
+    results[1].finish_reason = FinishReason.STOP
+    budget.observe(batch, verified, results, FREE)
+    values = budget.learned()["values"]
+    assert values["expected"][0] == pytest.approx([0.5, 0.25, 0.125, 0.0])
+    assert values["accepted"][0] == [1.0, 1.0, 0.0, 0.0]
+    assert values["expected"][1] == values["accepted"][1] == [0.0] * 4
+
+
+def replace_trees(verified: Verified, trees: DraftTrees) -> Verified:
+    return replace(verified, trees=trees, values_N=trees.probs_N)
+
+
+def test_branches_not_taken_are_judged():
+    budget, batch = make_budget(), batch_of(1)
+    trees = make_trees([([1, 2, 3], [0, 0, 2])])
+    trees.probs_N[:] = [0.4, 0.3, 0.2]
+    verified = replace_trees(budget.choose(batch, trees), trees)
+    result = EntryResult(token_ids=[2, 3, 9], path=[2, 3], num_drafted=3)
+    budget.observe(batch, verified, [result], FREE)
+    values = budget.learned()["values"]
+    assert values["expected"][0] == pytest.approx([0.7, 0.2, 0, 0])
+    assert values["accepted"][0] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_it_closes_where_drafts_never_pay_and_opens_when_they_do():
+    budget, batch = make_budget(), batch_of(4, waiting=1)
+    drafting = StepTimes(draft=0.3)
+    opened = []
+    for _ in range(2000):
+        opened.append(budget.is_open)
+        verified = step(budget, batch, 0.9, times=drafting if opened[-1] else FREE)
+        assert opened[-1] or verified.num_proposed is None
+    assert sum(opened) < 0.08 * len(opened)
+    for _ in range(700):
+        step(budget, batch, 0.9, accepted=16, times=FREE)
+    assert budget.is_open
+    assert step(budget, batch, 0.9).trees.num_nodes > 0
+
+
+def test_costs_are_learned_from_the_first_steps_and_then_from_one_in_four():
+    budget, batch = make_budget(), batch_of(2)
+    for _ in range(64):
+        step(budget, batch, 0.5)
+    assert budget.cost.curve.seen == 64
+    for _ in range(400):
+        step(budget, batch, 0.5)
+    assert budget.cost.curve.seen == 164
+
+
+def untaught():
+    return LearnedBudget(StepCost("here", CostCurve(1, 256, 512)), NodeValues(SOURCES), 0.02)
+
+
+def learned_for_real():
+    budget, batch = untaught(), batch_of(4)
+    for _ in range(30):
+        step(budget, batch, 0.6, accepted=1, times=StepTimes(draft=0.3, forward=12.0, sample=1.0))
+    return budget
+
+
+def test_restored_it_is_the_same():
+    learned = json.loads(json.dumps(learned_for_real().learned()))
+    budget = untaught()
+    assert not budget.cost.is_known
+    budget.restore(learned)
+    assert budget.cost.is_known
+    again = budget.learned()
+    assert again["values"] == learned["values"]
+    assert again["request_ms"] == learned["request_ms"]
+    np.testing.assert_allclose(
+        again["cost"]["milliseconds"], learned["cost"]["milliseconds"], rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"cost": {}}, {"request_ms": {}}, {"elsewhere": 1}, {"values": []}, {"values": {}}],
+)
+def test_what_is_damaged_is_refused_whole(damage):
+    learned = learned_for_real().learned()
+    budget = untaught()
+    before = budget.learned()
+    with pytest.raises(ValueError, match=r"\w"):
+        budget.restore(learned | damage)
+    assert budget.learned() == before
+
+
+def test_a_new_policy_halves_what_was_learned_of_drafts():
+    budget = learned_for_real()
+    before = np.array(budget.learned()["values"]["expected"])
+    budget.change_policy()
+    np.testing.assert_allclose(budget.learned()["values"]["expected"], before / 2, atol=1e-3)
+
+
+def test_roots_alone_are_a_proposal():
+    """Nothing was found; that was asked for all the same, and took its time."""
+    budget, batch = make_budget(), batch_of(2)
+    verified = budget.choose(batch, only_roots(2))
+    assert verified.num_proposed == 0
+    budget.observe(batch, verified, results_of(verified.trees), StepTimes(draft=0.5))
+    assert budget.learned()["gate"]["gain"] < 0

@@ -1,0 +1,130 @@
+"""What steps cost, kept per device."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import numpy as np
+import pytest
+
+from rollout.types import StepTimes
+from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.step_cost import StepCost
+
+
+def made(device="here", max_context_len=512):
+    return StepCost(device, CostCurve(4, 256, max_context_len))
+
+
+def show(cost, steps=300, *, speed=1.0, seed=1):
+    rng = np.random.default_rng(seed)
+    for step in range(steps):
+        width = int(rng.integers(1, 17))
+        nodes = int(rng.integers(0, 4 * width))
+        rows, proposed = width + nodes, 2 * nodes if step % 2 else None
+        draft = 0.1 + 0.02 * width + (0.01 * proposed if proposed is not None else 0.0)
+        cost.observe(
+            width=width,
+            rows=rows,
+            longest_context=200,
+            proposed=proposed,
+            times=StepTimes(
+                forward=speed * (10 + 0.2 * rows), sample=0.5 + 0.05 * width + 0.03 * rows,
+                draft=draft,
+            ),
+            decode_only=True,
+        )  # fmt: skip
+
+
+def restored(learned, device="here"):
+    cost = made(device)
+    cost.restore(json.loads(json.dumps(learned)))
+    return cost
+
+
+def of_rows(cost, width=8):
+    nodes = np.arange(33)
+    return cost.of_rows(width, width + nodes, width + nodes, 200)
+
+
+def test_all_parts_are_learned():
+    cost = made()
+    show(cost, 1500)
+    rows = 8 + np.arange(33)
+    np.testing.assert_allclose(of_rows(cost), 10.9 + 0.23 * rows, rtol=0.1)
+    assert cost.of_drafting(8, 40) == pytest.approx(0.66, rel=0.2)
+    assert cost.of_following(8) == pytest.approx(0.26, rel=0.2)
+
+
+def test_a_plain_step_costs_what_one_without_nodes_does():
+    cost = made()
+    show(cost)
+    decode_ms_B = cost.of_decoding(16, 200)
+    assert (np.diff(decode_ms_B) >= 0).all()
+    for width in (4, 8, 16):
+        assert decode_ms_B[width - 1] == pytest.approx(of_rows(cost, width)[0])
+
+
+def test_steps_with_prefill_tell_nothing_of_the_forward():
+    cost = made()
+    times = StepTimes(forward=1000.0, sample=100.0, draft=1.0)
+    cost.observe(width=2, rows=90, longest_context=90, proposed=None, times=times,
+                 decode_only=False)  # fmt: skip
+    assert not cost.is_known
+    assert cost.of_following(2) > 0
+
+
+def test_restored_it_is_the_same():
+    cost = made()
+    show(cost)
+    again = restored(cost.learned())
+    np.testing.assert_allclose(of_rows(again), of_rows(cost), rtol=1e-4)
+    assert again.of_drafting(8, 40) == pytest.approx(cost.of_drafting(8, 40), rel=1e-3)
+    assert again.of_following(8) == pytest.approx(cost.of_following(8), rel=1e-3)
+    assert again.learned()["request_ms"] == cost.learned()["request_ms"]
+
+
+def test_devices_are_kept_apart():
+    here, there = made("here"), made("there")
+    show(here)
+    there.restore(here.learned())
+    assert not there.is_known
+    show(there, speed=3.0, seed=2)
+    back = restored(there.learned(), "here")
+    np.testing.assert_allclose(of_rows(back), of_rows(here), rtol=1e-4)
+    assert list(back.learned()["elsewhere"]) == ["there"]
+    again = restored(back.learned(), "there")
+    np.testing.assert_allclose(of_rows(again), of_rows(there), rtol=1e-4)
+
+
+def test_nothing_to_restore_forgets_nothing():
+    here, there = made("here"), made("there")
+    show(there)
+    here.restore(there.learned())
+    here.restore({})
+    np.testing.assert_allclose(
+        of_rows(restored(here.learned(), "there")), of_rows(there), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"cost": None},
+        {"cost": [1, 2]},
+        {"cost": {}},
+        {"request_ms": 3},
+        {"request_ms": {}},
+        {"request_ms": {"sampling": {}, "drafting": {}, "following": {}}},
+        {"elsewhere": [1]},
+        {"elsewhere": None},
+        {"device": "there", "elsewhere": {"here": 5}},
+        {"device": "there", "elsewhere": {"here": {}}},
+    ],
+)
+def test_what_is_damaged_is_refused(damage):
+    cost = made()
+    show(cost, 20)
+    with pytest.raises(ValueError, match=r"cost|request_ms|sampling|rows|number|elsewhere|here"):
+        made().restore(deepcopy(cost.learned()) | damage)
