@@ -36,10 +36,8 @@ class CorpusFeed:
         """Everything these hold. Those that the corpus has no room for are left out."""
         behind = []
         for request in requests:
-            followed = self._followed.get(request.request_id)
-            if followed is None:
-                self._open(request)
-            elif followed.fed < len(request.tokens):
+            followed = self._followed.get(request.request_id) or self._open(request)
+            if followed is not None and followed.fed < len(request.tokens):
                 behind.append(followed)
         self._extend(behind)
 
@@ -63,11 +61,15 @@ class CorpusFeed:
             self._extend([followed])
         self._corpus.close(request.request_id)
 
-    def _open(self, request: Request) -> None:
-        if len(self._followed) < self._corpus.max_sequences:
-            tokens = np.array(request.tokens, dtype=np.int32)
-            self._corpus.open(request.request_id, request.group, tokens)
-            self._followed[request.request_id] = _Followed(request, len(request.tokens))
+    def _open(self, request: Request) -> _Followed | None:
+        """With its prompt alone: of an output too, what a sibling emitted before would be lost."""
+        if len(self._followed) >= self._corpus.max_sequences:
+            return None
+        prompt = np.array(request.tokens[: request.prompt_len], dtype=np.int32)
+        self._corpus.open(request.request_id, request.group, prompt)
+        followed = _Followed(request, request.prompt_len)
+        self._followed[request.request_id] = followed
+        return followed
 
     def _extend(self, behind: list[_Followed]) -> None:
         if not behind:
