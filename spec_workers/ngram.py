@@ -114,7 +114,9 @@ class NgramWorker(SpecWorker):
     def begin(self, learned: Mapping[str, Any]) -> None:
         super().begin(learned)
         budget = self.budget
-        if isinstance(budget, LearnedBudget) and not budget.cost.is_known:
+        if not self._calibration_seconds or not isinstance(budget, LearnedBudget):
+            return
+        if not budget.cost.is_known:
             time_forwards(self.target, budget.cost.curve, self._calibration_seconds)
 
     def release(self, request: Request) -> None:
