@@ -32,6 +32,6 @@ def load_learned(path: Path) -> dict[str, Any]:
         learned = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    if not isinstance(learned, dict):
-        raise ValueError("must hold an object")
+    if not isinstance(learned, dict) or not all(isinstance(p, dict) for p in learned.values()):
+        raise ValueError("must hold an object of objects")
     return learned

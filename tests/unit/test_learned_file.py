@@ -1,0 +1,157 @@
+"""The file beside the corpus: what was learned for speed, and what becomes of a bad one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.learned_file import learned_file, load_learned, save_learned
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=30, seed=3, n=2, ignore_eos=True)
+
+
+def make_engine(model, calibration_seconds=0.0, **options):
+    options |= {"corpus_bytes": 1 << 20, "calibration_seconds": calibration_seconds}
+    return RolloutEngine.from_pretrained(
+        model, spec_options=options, max_running=4, num_threads=1
+    )  # fmt: skip
+
+
+@pytest.fixture
+def no_calibration(monkeypatch):
+    def refuse(*args) -> None:
+        pytest.fail("times forwards")
+
+    monkeypatch.setattr("spec_workers.ngram.time_forwards", refuse)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model_path, tmp_path_factory):
+    """An engine that has run, and where it saved its corpus."""
+    engine = make_engine(tiny_model_path)
+    engine.generate(PROMPTS, PARAMS)
+    path = tmp_path_factory.mktemp("saved") / "corpus"
+    engine.save_corpus(path)
+    return engine, path
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = learned_file(tmp_path / "corpus")
+    assert path.name == "corpus.learned.json"
+    assert load_learned(path) == {}
+    for learned in ({"budget": {"a": [1.5, None]}}, {}):
+        save_learned(path, learned)
+        assert load_learned(path) == learned
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "learned"
+    save_learned(path, {"old": {}})
+
+    def full(*args) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(TypeError):
+        save_learned(path, {"new": {"set": {1}}})
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        save_learned(path, {"new": {}})
+    assert load_learned(path) == {"old": {}}
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe{}", b'{"a": 1}'])
+def test_what_is_damaged_is_refused(tmp_path, content):
+    path = tmp_path / "learned"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"\w"):
+        load_learned(path)
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="directory"):
+        load_learned(tmp_path)
+
+
+def test_an_engine_goes_on_without_calibrating(tiny_model_path, saved, no_calibration):
+    first, path = saved
+    second = make_engine(tiny_model_path, 5.0, corpus_path=str(path))
+    learned, again = first.learned()["budget"], second.learned()["budget"]
+    for name in ("device", "request_ms", "values"):
+        assert again[name] == learned[name]
+    assert again["cost"]["milliseconds"] == [
+        pytest.approx(row, rel=1e-4) for row in learned["cost"]["milliseconds"]
+    ]
+    assert second.scheduler.lengths.learned() == first.scheduler.lengths.learned()
+    assert len(second.scheduler.lengths) == len(PROMPTS)
+
+
+def test_a_corpus_loaded_later_brings_it_too(tiny_model_path, saved):
+    first, path = saved
+    second = make_engine(tiny_model_path)
+    assert not second.worker.budget.cost.is_known
+    second.load_corpus(path)
+    assert second.worker.budget.cost.is_known
+    assert second.learned()["budget"]["values"] == first.learned()["budget"]["values"]
+
+
+def damaged(path, tmp_path, damage):
+    """A copy of the saved corpus, with another file beside it."""
+    copy = tmp_path / "corpus"
+    copy.write_bytes(path.read_bytes())
+    learned_file(copy).write_bytes(damage(json.loads(learned_file(path).read_text())))
+    return copy
+
+
+def dumped(change):
+    def damage(learned):
+        change(learned)
+        return json.dumps(learned).encode()
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda learned: json.dumps(learned).encode()[:-9],
+        lambda learned: b"[]",
+        dumped(lambda learned: learned.update(budget=3)),
+        dumped(lambda learned: learned["budget"].update(cost=[])),
+        dumped(lambda learned: learned["budget"]["cost"].update(milliseconds={})),
+        dumped(lambda learned: learned["budget"]["request_ms"].update(sampling={"step": None})),
+        dumped(lambda learned: learned["budget"].update(elsewhere=[1])),
+        dumped(lambda learned: learned["budget"].update(values=None)),
+    ],
+)
+def test_an_engine_goes_on_cold_where_it_is_damaged(
+    tiny_model_path, saved, tmp_path, caplog, damage
+):
+    _, path = saved
+    copy = damaged(path, tmp_path, damage)
+    engine = make_engine(tiny_model_path, corpus_path=str(copy))
+    assert "is not used" in caplog.text
+    assert not engine.worker.budget.cost.is_known
+    assert engine.worker.corpus.num_tokens > 0
+
+
+def test_lengths_that_are_damaged(tiny_model_path, saved, tmp_path, caplog):
+    _, path = saved
+    copy = damaged(path, tmp_path, dumped(lambda learned: learned["lengths"].update(recent=3)))
+    engine = make_engine(tiny_model_path, corpus_path=str(copy))
+    assert "is not used" in caplog.text
+    assert engine.scheduler.lengths.is_empty
+
+
+def test_a_corpus_without_the_file_is_no_trouble(tiny_model_path, saved, tmp_path, caplog):
+    _, path = saved
+    copy = tmp_path / "corpus"
+    copy.write_bytes(path.read_bytes())
+    engine = make_engine(tiny_model_path, 0.01, corpus_path=str(copy))
+    assert caplog.text == ""
+    assert engine.worker.budget.cost.is_known
