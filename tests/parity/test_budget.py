@@ -1,0 +1,233 @@
+"""The budget may change only the time: tokens and logprobs are those of plain decoding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import InvalidInputError
+from spec_workers.budget.gate import Gate
+from tests.helpers.tiny_model import save_tiny_llama
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12], list(range(20, 90))]
+PARAMS = SamplingParams(temperature=0.6, max_new_tokens=40, seed=3, n=3)
+EPOCHS = 3
+UPDATED = 2  # the epoch before which the weights change
+NGRAM = {"corpus_bytes": 1 << 20}
+
+
+class FlickeringGate(Gate):
+    """Opens and closes at random: between steps, or even within one."""
+
+    def __init__(self, seed: int, *, within: bool) -> None:
+        super().__init__()
+        self._random = np.random.default_rng(seed)
+        self._within = within
+        self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._random.random() < 0.5) if self._within else self._open
+
+    def observe(self, width, gained_ms, spent_ms) -> None:
+        self._open = bool(self._random.random() < 0.6)
+
+    def skip(self, width) -> None:
+        self._open = bool(self._random.random() < 0.6)
+
+
+class ShutGate(Gate):
+    is_open = False
+
+    def skip(self, width) -> None:
+        pass
+
+
+def make_engine(path, spec="ngram", **options):
+    options = {} if spec == "none" else NGRAM | options
+    return RolloutEngine.from_pretrained(
+        str(path), spec, spec_options=options, max_running=5, num_threads=1, chunk_len=32
+    )
+
+
+@pytest.fixture(scope="module")
+def new_weights(tmp_path_factory):
+    folder = save_tiny_llama(tmp_path_factory.mktemp("new"), seed=1)
+    return load_file(folder / "model.safetensors")
+
+
+def numbers(rollouts):
+    return [(r.token_ids, r.logprobs, r.weight_versions, r.finish_reason) for r in rollouts]
+
+
+def epochs(engine, new_weights):
+    """Tokens, logprobs and weight versions of each epoch."""
+    for epoch in range(EPOCHS):
+        if epoch == UPDATED:
+            engine.update_weights_from_tensor(list(new_weights.items()))
+        yield numbers(engine.generate(PROMPTS, PARAMS))
+    engine.check_integrity()
+    assert engine.worker.memory.usage.used == 0
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model_path, new_weights):
+    return list(epochs(make_engine(tiny_model_path, "none"), new_weights))
+
+
+@pytest.fixture(scope="module")
+def fed_each_step(tiny_model_path, new_weights):
+    """Counters of a corpus that is told every token at once."""
+    engine = make_engine(tiny_model_path, budget="fixed")
+    list(epochs(engine, new_weights))
+    return engine.worker.counters()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": "fixed"},
+        {"budget": "fixed", "num_draft_tokens": 63, "min_probability": 0.0},
+        {"budget": "learned", "calibration_seconds": 0},
+        {"budget": "learned", "calibration_seconds": 0.05},
+        {"budget": "learned", "calibration_seconds": 0, "num_draft_tokens": 0},
+    ],
+    ids=lambda options: " ".join(f"{value}" for value in options.values()),
+)
+def test_no_budget_can_be_seen(tiny_model_path, new_weights, plain, options):
+    engine = make_engine(tiny_model_path, **options)
+    assert list(epochs(engine, new_weights)) == plain
+    if options["budget"] == "fixed":
+        assert engine.metrics().accepted > 0
+    engine.worker.corpus.check_integrity()
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_gate_can_be_seen(tiny_model_path, new_weights, plain, fed_each_step, seed, within):
+    """And the corpus comes to hold the same, whenever it is told."""
+    engine = make_engine(tiny_model_path, calibration_seconds=0)
+    engine.worker.budget._gate = FlickeringGate(seed, within=within)
+    assert list(epochs(engine, new_weights)) == plain
+    counters = engine.worker.counters()
+    for name in ("live_tokens", "inserted_tokens", "open_sequences"):
+        assert counters[f"corpus/{name}"] == fed_each_step[f"corpus/{name}"]
+    assert counters["corpus/proposals"] > 0
+
+
+def test_a_gate_that_never_opens(tiny_model_path, new_weights, plain, fed_each_step):
+    engine = make_engine(tiny_model_path, calibration_seconds=0)
+    engine.worker.budget._gate = ShutGate()
+    assert engine.worker.max_draft_tokens == 0
+    assert list(epochs(engine, new_weights)) == plain
+    counters = engine.worker.counters()
+    assert counters["corpus/proposals"] == 0
+    assert counters["corpus/live_tokens"] == fed_each_step["corpus/live_tokens"]
+    assert engine.metrics().drafted == 0
+
+
+def test_drafts_come_with_the_gate(tiny_model_path):
+    engine = make_engine(tiny_model_path, calibration_seconds=0)
+    assert engine.worker.max_draft_tokens == 16
+    engine.worker.budget._gate = ShutGate()
+    assert engine.worker.max_draft_tokens == 0
+    assert make_engine(tiny_model_path, budget="fixed").worker.max_draft_tokens == 16
+
+
+@pytest.mark.parametrize("shut", [False, True])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_retractions_cannot_be_seen(tiny_model_path, shut, samples):
+    """In the midst of prompts too: a chunk may be as long as the last one, and not sampled from."""
+    engine = make_engine(tiny_model_path, calibration_seconds=0.05)
+    if shut:
+        engine.worker.budget._gate = ShutGate()
+    prompt = list(range(20, 52))  # one chunk; with what was emitted, two
+    expected = make_engine(tiny_model_path, "none").generate([prompt], PARAMS)[:samples]
+    for sample in range(samples):
+        engine.submit(prompt, PARAMS, sample_index=sample)
+    ended, steps = [], 0
+    while engine.has_unfinished:
+        ended += engine.step()
+        steps += 1
+        if steps < 20 and steps % 3 == 1:
+            engine.flush_cache()
+    ended.sort(key=lambda rollout: rollout.sample_index)
+    assert numbers(ended) == numbers(expected)
+
+
+def test_a_step_that_fails_can_be_run_again(tiny_model_path, plain, monkeypatch):
+    """Nothing is lost, told twice or changed."""
+    engine = make_engine(tiny_model_path, budget="fixed")
+    untroubled = make_engine(tiny_model_path, budget="fixed")
+    verify, random = engine.worker.target.verify, np.random.default_rng(4)
+
+    def sometimes(batch, trees):
+        if random.random() < 0.2:
+            raise RuntimeError("a hiccup")
+        return verify(batch, trees)
+
+    monkeypatch.setattr(engine.worker.target, "verify", sometimes)
+    ended, failed = [], 0
+    for index, prompt in enumerate(PROMPTS):
+        for sample in range(PARAMS.n):
+            engine.submit(prompt, PARAMS, prompt_index=index, sample_index=sample)
+    while engine.has_unfinished:
+        try:
+            ended += engine.step()
+        except RuntimeError:
+            failed += 1
+    assert failed > 5
+    ended.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+    assert numbers(ended) == plain[0]
+    untroubled.generate(PROMPTS, PARAMS)
+    for name in ("live_tokens", "open_sequences"):
+        name = f"corpus/{name}"
+        assert engine.worker.counters()[name] == untroubled.worker.counters()[name]
+    engine.check_integrity()
+
+
+def test_calibration_leaves_nothing_behind(tiny_model_path):
+    engine = make_engine(tiny_model_path, calibration_seconds=0.05)
+    assert engine.worker.budget.cost.is_known
+    usage = engine.worker.memory.usage
+    assert usage.used == usage.cached == 0
+    engine.check_integrity()
+    assert not make_engine(tiny_model_path, calibration_seconds=0).worker.budget.cost.is_known
+
+
+def test_calibration_fits_whatever_memory_there_is(tmp_path):
+    """A context shorter than what it would time."""
+    path = save_tiny_llama(tmp_path / "short", max_positions=64)
+    engine = make_engine(path, calibration_seconds=0.05)
+    assert not engine.worker.budget.cost.is_known
+    assert len(engine.generate([[5, 6, 7]], PARAMS)) == PARAMS.n
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"budget": "nonsense"}, "spec.budget"),
+        ({"calibration_seconds": -1}, "spec.calibration_seconds"),
+        ({"calibration_seconds": float("nan")}, "spec.calibration_seconds"),
+        ({"min_probability": 1.5}, "spec.min_probability"),
+        ({"min_probability": float("nan")}, "spec.min_probability"),
+        ({"num_draft_tokens": 64}, "spec.num_draft_tokens"),
+    ],
+)
+def test_options_that_cannot_be(tiny_model_path, options, field):
+    with pytest.raises(InvalidInputError, match=field.replace(".", r"\.")):
+        make_engine(tiny_model_path, **options)
+
+
+def test_what_is_seen_adds_up(tiny_model_path):
+    engine = make_engine(tiny_model_path, calibration_seconds=0.05)
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    total = engine.metrics()
+    assert total.drafted == sum(r.stats.drafted for r in rollouts)
+    assert total.accepted == sum(r.stats.accepted for r in rollouts)
+    assert all(r.stats.proposed >= r.stats.drafted >= r.stats.accepted for r in rollouts)
+    assert all(len(r.token_ids) >= r.stats.verify_steps for r in rollouts)
+    assert sum(r.stats.predicted_ms for r in rollouts) > 0
