@@ -83,6 +83,8 @@ class SpecWorker:
         verified = self.budget.choose(batch, proposed)
         draft_ms = clock.lap()
         logits_RV = self.target.verify(batch, verified.trees)
+        if logits_RV.is_cuda:
+            torch.cuda.synchronize(logits_RV.device)  # sampling waits for it anyway
         forward_ms = clock.lap()
         results = self.target.accept(batch, verified.trees, logits_RV)
         self.target.commit(batch, results)

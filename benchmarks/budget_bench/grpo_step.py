@@ -33,7 +33,7 @@ from rollout.types import Prompt
 NAME = "GRPO step, third epoch, T 0.5"
 
 _FIXED = (2, 4, 8, 16)  # draft tokens; none at all is plain decoding
-_PARAMS = SamplingParams(temperature=0.5, max_new_tokens=256, n=8, seed=300)
+_PARAMS = SamplingParams(temperature=0.5, max_new_tokens=512, n=8, seed=300)
 _TASKS = ("gsm_symbolic", "calendar_arithmetic", "leg_counting", "time_intervals")
 _MAX_RUNNING = 32  # all samples at once
 _VERSION = 2  # two epochs and their updates came before
