@@ -115,6 +115,7 @@ def test_no_gate_can_be_seen(tiny_model_path, new_weights, plain, fed_each_step,
     for name in ("live_tokens", "inserted_tokens", "open_sequences"):
         assert counters[f"corpus/{name}"] == fed_each_step[f"corpus/{name}"]
     assert counters["corpus/proposals"] > 0
+    assert not engine.worker.budget._trust._seen  # of requests that ended
 
 
 def test_a_gate_that_never_opens(tiny_model_path, new_weights, plain, fed_each_step):

@@ -11,6 +11,7 @@ import pytest
 from rollout.types import Batch, DraftTrees, EntryResult, FinishReason, Scheduled, StepTimes
 from spec_workers.budget import LearnedBudget, Verified
 from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_values import NodeValues
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.draft_tree import only_roots
@@ -26,17 +27,25 @@ class Machine(CostCurve):
     def __init__(self, times) -> None:
         super().__init__(1, 4096, 512)
         self.times = times
-        self.seen = 0
+        self.seen = self.steps = 0
 
     @property
     def is_known(self) -> bool:
         return True
 
-    def observe(self, num_rows, longest_context, milliseconds) -> None:
+    def observe(self, num_rows, longest_context, milliseconds, steps=1) -> None:
         self.seen += 1
+        self.steps += steps
 
     def milliseconds(self, rows, longest_context):
         return np.asarray(self.times(np.asarray(rows, dtype=np.float64)))
+
+
+class ShutGate(Gate):
+    is_open = False
+
+    def skip(self, width) -> None:
+        pass
 
 
 def ramp(rows):
@@ -242,6 +251,25 @@ def replace_trees(verified: Verified, trees: DraftTrees) -> Verified:
     return replace(verified, trees=trees, values_N=trees.probs_N)
 
 
+def test_requests_are_trusted_each_for_itself():
+    """The one that goes its own way is drafted less for, until it ends."""
+    budget, batch = make_budget(), batch_of(2, waiting=1)
+    for _ in range(40):
+        trees = chains(batch, 0.7, 6)
+        verified = replace_trees(budget.choose(batch, trees), trees)
+        results = results_of(trees, accepted=3)
+        results[1] = EntryResult(token_ids=[9], path=[], num_drafted=6)
+        budget.observe(batch, verified, results, FREE)
+    chosen = budget.choose(batch, chains(batch, 0.7)).trees
+    ours, theirs = np.diff(chosen.offsets_B1)
+    assert ours > theirs
+    budget.forget(batch.entries[1].request)
+    chosen = budget.choose(batch, chains(batch, 0.7)).trees
+    assert np.diff(chosen.offsets_B1)[1] > theirs
+    budget.forget(batch.entries[0].request)
+    assert np.ptp(np.diff(budget.choose(batch, chains(batch, 0.7)).trees.offsets_B1)) <= 1
+
+
 def test_branches_not_taken_are_judged():
     budget, batch = make_budget(), batch_of(1)
     trees = make_trees([([1, 2, 3], [0, 0, 2])])
@@ -269,14 +297,24 @@ def test_it_closes_where_drafts_never_pay_and_opens_when_they_do():
     assert step(budget, batch, 0.9).trees.num_nodes > 0
 
 
-def test_costs_are_learned_from_the_first_steps_and_then_from_one_in_four():
+def test_costs_are_learned_from_the_first_steps_and_then_from_some():
     budget, batch = make_budget(), batch_of(2)
+    curve = budget.cost.curve
     for _ in range(64):
-        step(budget, batch, 0.5)
-    assert budget.cost.curve.seen == 64
+        step(budget, batch, 0.5, accepted=16)
+    assert curve.seen == curve.steps == 64
     for _ in range(400):
+        step(budget, batch, 0.5, accepted=16)
+    assert budget.is_open
+    assert (curve.seen, curve.steps) == (64 + 400 // 8, 464)
+
+
+def test_where_drafting_does_not_pay_they_are_learned_from_fewer():
+    budget, batch = make_budget(), batch_of(2)
+    budget._gate = ShutGate()
+    for _ in range(64 + 640):
         step(budget, batch, 0.5)
-    assert budget.cost.curve.seen == 164
+    assert (budget.cost.curve.seen, budget.cost.curve.steps) == (64 + 640 // 32, 704)
 
 
 def untaught():

@@ -1,4 +1,4 @@
-"""Times learned as weighted sums of counts."""
+"""Times learned as so much a step and so much for each."""
 
 from __future__ import annotations
 
@@ -9,113 +9,133 @@ import pytest
 
 from spec_workers.budget.linear_cost import LinearCost
 
-NAMES = ("step", "requests", "rows")
-TRUE = np.array([1.0, 0.1, 0.02])
+STEP, EACH = 1.0, 0.02
+
+
+def true(count):
+    return STEP + EACH * count
 
 
 def show(cost, rng, steps, counts, *, scale=1.0, outliers=0.0):
     for _ in range(steps):
-        x = counts(rng)
-        milliseconds = scale * float(TRUE @ np.array(x)) * rng.lognormal(0, 0.05)
+        count = counts(rng)
+        milliseconds = scale * true(count) * rng.lognormal(0, 0.05)
         if rng.random() < outliers:
             milliseconds *= rng.uniform(5, 10)
-        cost.observe(x, milliseconds)
+        cost.observe(count, milliseconds)
 
 
 def varied(rng):
     width = int(rng.integers(1, 17))
-    return 1, width, width + int(rng.integers(0, 63 * width))
+    return width + int(rng.integers(0, 63 * width))
 
 
-def one_width(rng):
-    return 1, 16, int(rng.integers(16, 80))
+def a_few(rng):
+    return int(rng.integers(16, 80))
 
 
-def never_drafting(rng):
-    return 1, 16, 16
+def one_count(rng):
+    return 16
 
 
-def one_request(rng):
-    return 1, 1, 64 if rng.random() < 1e-3 else 1
+def nearly_one_count(rng):
+    return 64 if rng.random() < 1e-3 else 1
 
 
 def check_sound(cost):
     assert np.isfinite(cost._inverse).all()
     np.testing.assert_array_equal(cost._inverse, cost._inverse.T)
     assert np.linalg.eigvalsh(cost._inverse).min() > 0
-    assert min(cost.slope(name) for name in NAMES) >= 0
-    assert cost.milliseconds((1, 0, 0)) >= 0
+    assert cost.each >= 0
+    assert cost.milliseconds(0) >= 0
 
 
 def test_weights_are_recovered_in_spite_of_hiccups():
-    cost = LinearCost(NAMES)
+    cost = LinearCost()
     show(cost, np.random.default_rng(1), 2000, varied, outliers=0.05)
-    assert [cost.slope(name) for name in NAMES] == pytest.approx(TRUE, rel=0.5, abs=0.3)
-    for counts in ((1, 1, 1), (1, 8, 50), (1, 16, 400)):
-        assert cost.milliseconds(counts) == pytest.approx(TRUE @ np.array(counts), rel=0.35)
+    assert cost.each == pytest.approx(EACH, rel=0.2)
+    for count in (1, 50, 400):
+        assert cost.milliseconds(count) == pytest.approx(true(count), rel=0.35)
 
 
-@pytest.mark.parametrize("counts", [varied, one_width, never_drafting, one_request])
+@pytest.mark.parametrize("counts", [varied, a_few, one_count, nearly_one_count])
 def test_it_stays_sound_over_a_long_run(counts):
-    cost, rng = LinearCost(NAMES), np.random.default_rng(2)
+    cost, rng = LinearCost(), np.random.default_rng(2)
     show(cost, rng, 50_000, counts, outliers=0.02)
     check_sound(cost)
-    x = counts(rng)
-    assert cost.milliseconds(x) == pytest.approx(TRUE @ np.array(x), rel=0.2)
+    count = counts(rng)
+    assert cost.milliseconds(count) == pytest.approx(true(count), rel=0.2)
 
 
 def test_counts_that_come_back_after_a_long_time():
-    cost, rng = LinearCost(NAMES), np.random.default_rng(3)
-    for counts in (varied, never_drafting, one_width, one_request, varied) * 2:
+    cost, rng = LinearCost(), np.random.default_rng(3)
+    for counts in (varied, one_count, a_few, nearly_one_count, varied) * 2:
         show(cost, rng, 2000, counts)
         check_sound(cost)
-        x = counts(rng)
-        assert cost.milliseconds(x) == pytest.approx(TRUE @ np.array(x), rel=0.25)
+        count = counts(rng)
+        assert cost.milliseconds(count) == pytest.approx(true(count), rel=0.25)
 
 
-@pytest.mark.parametrize("counts", [varied, one_width, never_drafting])
+def test_what_one_count_tells_leaves_the_rest_known():
+    """Of the time of another count nothing is forgotten while only one is seen."""
+    cost, rng = LinearCost(), np.random.default_rng(4)
+    show(cost, rng, 2000, a_few)
+    show(cost, rng, 20_000, one_count)
+    assert cost.each == pytest.approx(EACH, rel=0.35)
+
+
+@pytest.mark.parametrize("counts", [varied, a_few, one_count])
 def test_a_change_is_followed_whatever_has_not_varied(counts):
-    cost, rng = LinearCost(NAMES), np.random.default_rng(4)
+    cost, rng = LinearCost(), np.random.default_rng(4)
     show(cost, rng, 5000, counts)
     show(cost, rng, 500, counts, scale=2.0)
-    x = counts(rng)
-    assert cost.milliseconds(x) == pytest.approx(2 * TRUE @ np.array(x), rel=0.15)
+    count = counts(rng)
+    assert cost.milliseconds(count) == pytest.approx(2 * true(count), rel=0.15)
 
 
-def test_none_of_the_counts_makes_it_less():
-    cost, rng = LinearCost(("step", "requests")), np.random.default_rng(5)
+def test_no_count_takes_less_time_than_a_smaller_one():
+    cost, rng = LinearCost(), np.random.default_rng(5)
     for _ in range(500):
-        width = int(rng.integers(1, 17))
-        cost.observe((1, width), 0.01 * width**2)
-    times = [cost.milliseconds((1, width)) for width in range(17)]
+        count = int(rng.integers(1, 17))
+        cost.observe(count, 0.01 * count**2)  # a step by itself would take less than nothing
+    times = [cost.milliseconds(count) for count in range(17)]
     assert min(times) >= 0
     assert times == sorted(times)
 
 
+def test_what_falls_with_the_count_is_not_dearer_for_less():
+    cost, rng = LinearCost(), np.random.default_rng(6)
+    for _ in range(500):
+        count = int(rng.integers(1, 17))
+        cost.observe(count, 5.0 - 0.1 * count)
+    assert cost.each == 0
+    assert cost.milliseconds(1000) >= 0
+
+
 def test_restored_it_is_the_same():
-    cost, other = LinearCost(NAMES), LinearCost(NAMES)
+    cost, other = LinearCost(), LinearCost()
     show(cost, np.random.default_rng(6), 50, varied)
     other.restore(json.loads(json.dumps(cost.learned())))
     assert other.learned() == cost.learned()
-    assert other.milliseconds((1, 9, 30)) == pytest.approx(cost.milliseconds((1, 9, 30)), rel=1e-3)
+    assert other.milliseconds(30) == pytest.approx(cost.milliseconds(30), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     "learned",
     [
         {},
-        {"step": 1.0, "requests": 1.0},
-        {"step": 1.0, "requests": 1.0, "rows": 1.0, "more": 1.0},
-        {"step": 1.0, "requests": 1.0, "rows": float("nan")},
-        {"step": 1.0, "requests": 1.0, "rows": "many"},
-        {"step": 1.0, "requests": 1.0, "rows": None},
-        {"step": 1.0, "requests": 1.0, "rows": [1.0]},
+        {"step": 1.0},
+        {"step": 1.0, "each": 1.0, "more": 1.0},
+        {"step": 1.0, "each": float("nan")},
+        {"step": 1.0, "each": "many"},
+        {"step": 1.0, "each": None},
+        {"step": 1.0, "each": [1.0]},
     ],
 )
 def test_what_is_damaged_is_refused(learned):
-    cost = LinearCost(NAMES)
+    cost = LinearCost()
     show(cost, np.random.default_rng(7), 5, varied)
     before = cost.learned()
-    with pytest.raises(ValueError, match=r"rows|must give a number"):
+    with pytest.raises(ValueError, match=r"each"):
         cost.restore(learned)
     assert cost.learned() == before
