@@ -43,14 +43,6 @@ class NgramWorker(SpecWorker):
     ) -> None:
         """See `build` for the options."""
         super().__init__(target, budget)
-        if not 0 <= num_draft_tokens < MAX_TREE_NODES:
-            raise InvalidInputError(
-                "spec.num_draft_tokens", num_draft_tokens, f"must be in [0, {MAX_TREE_NODES - 1}]"
-            )
-        if not calibration_seconds >= 0:
-            raise InvalidInputError(
-                "spec.calibration_seconds", calibration_seconds, "must be >= 0; 0: none"
-            )
         self._draft_corpus = draft_corpus
         self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
@@ -166,6 +158,14 @@ def build(
         raise InvalidInputError("spec.budget", budget, "must be learned or fixed")
     if not 0 <= min_probability <= 1:
         raise InvalidInputError("spec.min_probability", min_probability, "must be in [0, 1]")
+    if not 0 <= num_draft_tokens < MAX_TREE_NODES:
+        raise InvalidInputError(
+            "spec.num_draft_tokens", num_draft_tokens, f"must be in [0, {MAX_TREE_NODES - 1}]"
+        )
+    if not calibration_seconds >= 0:
+        raise InvalidInputError(
+            "spec.calibration_seconds", calibration_seconds, "must be >= 0; 0: none"
+        )
     draft_corpus = NgramCorpus(
         ModelSpec.read(Path(config.model.path)).vocab_size,
         corpus_bytes=corpus_bytes,

@@ -216,9 +216,14 @@ def test_calibration_fits_whatever_memory_there_is(tmp_path):
         ({"min_probability": 1.5}, "spec.min_probability"),
         ({"min_probability": float("nan")}, "spec.min_probability"),
         ({"num_draft_tokens": 64}, "spec.num_draft_tokens"),
+        ({"num_draft_tokens": -1}, "spec.num_draft_tokens"),
     ],
 )
-def test_options_that_cannot_be(tiny_model_path, options, field):
+def test_options_that_cannot_be(tiny_model_path, monkeypatch, options, field):
+    """And it is told before the model is loaded."""
+    monkeypatch.setattr(
+        "spec_workers.ngram.TargetWorker", lambda *args: pytest.fail("loads the model")
+    )
     with pytest.raises(InvalidInputError, match=field.replace(".", r"\.")):
         make_engine(tiny_model_path, **options)
 
