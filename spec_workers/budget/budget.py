@@ -63,12 +63,16 @@ class DraftBudget(Protocol):
 
 
 class FixedBudget:
-    """Verifies whatever is proposed."""
+    """Verifies whatever is proposed.
+
+    Learns nothing; what it is restored from it gives back, for a later run that does.
+    """
 
     is_open = True
 
     def __init__(self, min_probability: float = 0.0) -> None:
         self._min_probability = min_probability
+        self._kept: Mapping[str, Any] = {}
 
     def floor(self, batch: Batch) -> float | None:
         return self._min_probability
@@ -95,7 +99,8 @@ class FixedBudget:
         pass
 
     def learned(self) -> dict[str, Any]:
-        return {}
+        return dict(self._kept)
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        pass
+        if learned:  # nothing to restore forgets nothing
+            self._kept = learned

@@ -9,6 +9,7 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.learned_file import learned_file, load_learned, save_learned
+from spec_workers.budget import FixedBudget
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=30, seed=3, n=2, ignore_eos=True)
@@ -89,6 +90,26 @@ def test_an_engine_goes_on_without_calibrating(tiny_model_path, saved, no_calibr
     ]
     assert second.scheduler.lengths.learned() == first.scheduler.lengths.learned()
     assert len(second.scheduler.lengths) == len(PROMPTS)
+
+
+def test_a_fixed_budget_loses_nothing_that_was_learned(tiny_model_path, saved, tmp_path):
+    first, path = saved
+    fixed = make_engine(tiny_model_path, corpus_path=str(path), budget="fixed")
+    fixed.generate(PROMPTS, PARAMS)
+    fixed.save_corpus(tmp_path / "corpus")
+    kept = load_learned(learned_file(tmp_path / "corpus"))["budget"]
+    assert kept == load_learned(learned_file(path))["budget"]
+    third = make_engine(tiny_model_path, corpus_path=str(tmp_path / "corpus"))
+    assert third.worker.budget.cost.is_known
+    assert third.learned()["budget"]["values"] == first.learned()["budget"]["values"]
+
+
+def test_a_fixed_budget_has_learned_nothing_of_its_own():
+    budget = FixedBudget()
+    assert budget.learned() == {}
+    budget.restore({"device": "here"})
+    budget.restore({})  # a corpus with nothing beside it
+    assert budget.learned() == {"device": "here"}
 
 
 def test_a_corpus_loaded_later_brings_it_too(tiny_model_path, saved):
