@@ -152,18 +152,22 @@ class CorpusCalls:
 
         ``path``: None for a cold start.
         """
+        file = None if path is None else learned_file(path)
         learned: dict[str, Any] = {}
-        if path is not None:
+        if file is not None:
             try:
-                learned = load_learned(learned_file(path))
-                if "lengths" in learned:
-                    self.scheduler.lengths.restore(learned["lengths"])
+                learned = load_learned(file)
             except (OSError, ValueError) as error:
-                log.warning("%s is not used: %s", learned_file(path), error)
+                log.warning("%s is not used: %s", file, error)
+        if "lengths" in learned:
+            try:
+                self.scheduler.lengths.restore(learned["lengths"])
+            except ValueError as error:
+                log.warning("lengths of %s are not used: %s", file, error)
         try:
             self.worker.begin(learned.get("budget", {}))
         except ValueError as error:
-            log.warning("the cost curve of %s is not used: %s", path, error)
+            log.warning("budget of %s is not used: %s", file, error)
             self.worker.begin({})
 
     def _configured_documents(self) -> dict[str, FileDocuments]:

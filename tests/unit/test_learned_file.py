@@ -143,11 +143,6 @@ def dumped(change):
         lambda learned: json.dumps(learned).encode()[:-9],
         lambda learned: b"[]",
         dumped(lambda learned: learned.update(budget=3)),
-        dumped(lambda learned: learned["budget"].update(cost=[])),
-        dumped(lambda learned: learned["budget"]["cost"].update(milliseconds={})),
-        dumped(lambda learned: learned["budget"]["request_ms"].update(sampling={"step": None})),
-        dumped(lambda learned: learned["budget"].update(elsewhere=[1])),
-        dumped(lambda learned: learned["budget"].update(values=None)),
     ],
 )
 def test_an_engine_goes_on_cold_where_it_is_damaged(
@@ -156,17 +151,44 @@ def test_an_engine_goes_on_cold_where_it_is_damaged(
     _, path = saved
     copy = damaged(path, tmp_path, damage)
     engine = make_engine(tiny_model_path, corpus_path=str(copy))
-    assert "is not used" in caplog.text
+    (message,) = caplog.messages
+    assert message.startswith(f"{learned_file(copy)} is not used: ")
+    assert engine.scheduler.lengths.is_empty
     assert not engine.worker.budget.cost.is_known
     assert engine.worker.corpus.num_tokens > 0
 
 
-def test_lengths_that_are_damaged(tiny_model_path, saved, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        dumped(lambda learned: learned["budget"].update(cost=[])),
+        dumped(lambda learned: learned["budget"]["cost"].update(milliseconds={})),
+        dumped(lambda learned: learned["budget"]["request_ms"].update(sampling={"step": None})),
+        dumped(lambda learned: learned["budget"].update(elsewhere=[1])),
+        dumped(lambda learned: learned["budget"].update(values=None)),
+    ],
+)
+def test_a_budget_that_is_damaged_leaves_the_lengths(
+    tiny_model_path, saved, tmp_path, caplog, damage
+):
+    first, path = saved
+    copy = damaged(path, tmp_path, damage)
+    engine = make_engine(tiny_model_path, corpus_path=str(copy))
+    (message,) = caplog.messages
+    assert message.startswith(f"budget of {learned_file(copy)} is not used: ")
+    assert engine.scheduler.lengths.learned() == first.scheduler.lengths.learned()
+    assert not engine.worker.budget.cost.is_known
+    assert engine.worker.corpus.num_tokens > 0
+
+
+def test_lengths_that_are_damaged_leave_the_budget(tiny_model_path, saved, tmp_path, caplog):
     _, path = saved
     copy = damaged(path, tmp_path, dumped(lambda learned: learned["lengths"].update(recent=3)))
     engine = make_engine(tiny_model_path, corpus_path=str(copy))
-    assert "is not used" in caplog.text
+    (message,) = caplog.messages
+    assert message.startswith(f"lengths of {learned_file(copy)} are not used: ")
     assert engine.scheduler.lengths.is_empty
+    assert engine.worker.budget.cost.is_known
 
 
 def test_a_corpus_without_the_file_is_no_trouble(tiny_model_path, saved, tmp_path, caplog):
