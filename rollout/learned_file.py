@@ -8,19 +8,25 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from rollout.durable import sync_folder
+
 
 def learned_file(corpus_path: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(corpus_path)}.learned.json")
 
 
 def save_learned(path: Path, learned: dict[str, Any]) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Whole or not at all, and durable like the corpus it is of. Raises OSError."""
     temporary = path.with_name(f"{path.name}.saving.{secrets.token_hex(8)}")
     try:
-        temporary.write_text(json.dumps(learned))
+        with temporary.open("w") as file:
+            file.write(json.dumps(learned))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def load_learned(path: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rollout.durable import sync_folder
 from rollout.errors import InvalidInputError
-from rollout.offline.sink import OutputError, sync_folder
+from rollout.offline.sink import OutputError
 
 _ROWS_PER_GROUP = 1024
 

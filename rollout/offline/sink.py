@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rollout.durable import sync_folder
 from rollout.errors import RolloutError
 
 
@@ -111,15 +112,6 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise _cannot_write(path, error) from None
-
-
-def sync_folder(folder: Path) -> None:
-    """A new name is durable once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 
 import pytest
 
@@ -48,6 +49,21 @@ def test_what_is_saved_is_loaded(tmp_path):
         save_learned(path, learned)
         assert load_learned(path) == learned
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_saved_name_is_made_durable(tmp_path, monkeypatch):
+    """The file before it gets its name, the folder after."""
+    path, synced, real = tmp_path / "learned", [], os.fsync
+
+    def fsync(descriptor):
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        synced.append((kind, path.exists(), os.fstat(descriptor).st_size > 0))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save_learned(path, {"new": {}})
+    assert [each[:2] for each in synced] == [("file", False), ("folder", True)]
+    assert synced[0][2]  # what was written is no longer in a buffer of ours
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
