@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spec_workers.budget import token_worth as module
 from spec_workers.budget.token_worth import token_worth
 
 RISING = 10.0 + np.arange(1, 9)  # of 1 to 8 requests
@@ -73,3 +74,31 @@ def test_it_is_about_what_a_simulation_says():
         truth_B = simulated(remaining_B, decode_ms_B, rng)
         assert np.abs(worth_B - truth_B).max() < 0.15 * decode_ms_B[-1]
         assert np.corrcoef(worth_B, truth_B)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("size", [65, 100, 512, 1500])
+@pytest.mark.parametrize("lengths", ["exponential", "lognormal", "uniform", "capped", "two kinds"])
+@pytest.mark.parametrize("curve", ["flat", "ramp", "rising"])
+def test_large_batches_are_worth_about_what_each_by_itself_would_be(
+    monkeypatch, size, lengths, curve
+):
+    rng = np.random.default_rng(size)
+    remaining_B = {
+        "exponential": rng.exponential(100, size) + 1,
+        "lognormal": rng.lognormal(5, 1.5, size) + 1,
+        "uniform": rng.uniform(1, 1000, size),
+        "capped": np.minimum(rng.lognormal(6, 1.5, size), 4096),
+        "two kinds": np.where(rng.random(size) < 0.03, 5000, 50) * rng.uniform(0.9, 1.1, size),
+    }[lengths]
+    decode_ms_B = {
+        "flat": np.full(size, 12.0),
+        "ramp": np.maximum(14.0, 8 + 0.8 * np.arange(1, size + 1)),
+        "rising": 10 + 0.05 * np.arange(size),
+    }[curve]
+    worth_B = token_worth(remaining_B, decode_ms_B, ends=True)
+    monkeypatch.setattr(module, "_MOST_EXACT", size)
+    exact_B = token_worth(remaining_B, decode_ms_B, ends=True)
+    assert worth_B.sum() == pytest.approx(decode_ms_B[-1])
+    assert np.abs(worth_B - exact_B).sum() < 0.01 * decode_ms_B[-1]
+    dear_B = exact_B > decode_ms_B[-1] / size
+    np.testing.assert_allclose(worth_B[dear_B], exact_B[dear_B], rtol=0.05)
