@@ -102,20 +102,31 @@ class CostCurve:
         }
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        """Start from an earlier run's curve. Raises ValueError for what is none of these knots'."""
-        if learned.get("rows") != self.rows_H.tolist():
-            raise ValueError("rows: knots of another curve")
-        if learned.get("contexts") != list(self.contexts):
-            raise ValueError("contexts: knots of another curve")
-        shape = (len(self.contexts), self.rows_H.size)
+        """Start from an earlier run's curve, on whatever knots. Raises ValueError for what is none.
+
+        Times lie between its rows as they do here, and are those of its nearest context at or
+        below; what was seen counts for the nearest knot.
+        """
+        rows, contexts = _loaded_knots(learned, "rows"), _loaded_knots(learned, "contexts")
+        shape = (contexts.size, rows.size)
         times = table(learned, "milliseconds", shape)
         seen = table(learned, "observations", shape)
         if times.min() == 0:
             raise ValueError("milliseconds: must be > 0")
         if not seen.any():
             return  # a first guess, which was never measured
-        self._mean_K = np.log(times).ravel()
-        self.observations_K = seen.ravel()
+        at_or_below = np.searchsorted(contexts, self.contexts, side="right") - 1
+        beyond_H = np.log(np.maximum(self.rows_H / rows[-1], 1.0))
+        self._mean_K = np.concatenate(
+            [
+                np.interp(self.rows_H, rows, heights) + beyond_H
+                for heights in np.log(times)[np.maximum(at_or_below, 0)]
+            ]
+        )
+        row = np.abs(np.log(rows)[:, None] - np.log(self.rows_H)).argmin(1)
+        bucket = np.array([self._context(int(context)) for context in contexts])
+        self.observations_K = np.zeros_like(self.observations_K)
+        np.add.at(self.observations_K, bucket[:, None] * self.rows_H.size + row, seen)
         self._spread(_LOADED_SCALE, _LOADED_SHAPE)
 
     def _spread(self, scale: float, shape: float) -> None:
@@ -159,6 +170,17 @@ class CostCurve:
         rows = np.exp(-np.abs(octave_H[:, None] - octave_H) / _ROWS_RANGE)
         contexts = np.exp(-np.abs(place[:, None] - place) / _CONTEXT_RANGE)
         return np.kron(contexts, rows)
+
+
+def _loaded_knots(learned: Mapping[str, Any], name: str) -> NDArray[np.float64]:
+    """Ascending numbers >= 1. Raises ValueError for what is none."""
+    listed = learned.get(name)
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"{name}: must be a list of numbers")
+    knots = table(learned, name, (len(listed),), least=1.0)
+    if (np.diff(knots) <= 0).any():
+        raise ValueError(f"{name}: must ascend")
+    return knots
 
 
 def _row_knots(last: int) -> NDArray[np.int64]:

@@ -212,6 +212,46 @@ def test_restored_it_is_the_same():
     assert other.learned()["observations"] == curve.learned()["observations"]
 
 
+@pytest.mark.parametrize("most_rows", [3, 48, 96, 200, 4096])
+@pytest.mark.parametrize("max_context_len", [200, 1000, 2048, 9000])
+def test_restored_onto_other_knots_it_tells_the_same_times(most_rows, max_context_len):
+    curve, rng = CostCurve(4, 150, 2048), np.random.default_rng(10)
+    for context in (100, 300, 1000, 2000):
+        show(curve, ramp, rng, steps=150, most_rows=100, context=context)
+    other = CostCurve(1, most_rows, max_context_len)
+    other.restore(json.loads(json.dumps(curve.learned())))
+    rows = other.rows_H
+    for context in other.contexts:
+        like = min(context, curve.contexts[-1])
+        np.testing.assert_allclose(
+            other.milliseconds(rows, context), curve.milliseconds(rows, like), rtol=1e-4
+        )
+    assert other.observations_K.sum() == pytest.approx(curve.observations_K.sum(), rel=0.01)
+    check_monotone(other)
+    show(other, lambda rows: 1.2 * ramp(rows), rng, steps=40, most_rows=most_rows)
+    rows = np.arange(1, min(most_rows, 64))
+    assert errors(other, lambda rows: 1.2 * ramp(rows), rows).max() < 0.15  # it goes on learning
+
+
+def test_a_context_below_all_that_were_seen_takes_the_shortest_and_counts_are_carried():
+    curve = CostCurve(1, 4, 1024)
+    learned = {
+        "rows": [1, 3, 16],
+        "contexts": [600, 5000],
+        "milliseconds": [[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]],
+        "observations": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]],
+    }
+    curve.restore(learned)
+    assert curve.contexts == (256, 512, 1024)
+    for context in curve.contexts:
+        assert curve.milliseconds(np.array([1, 3]), context) == pytest.approx([4.0, 5.0])
+    seen = curve.observations_K.reshape(3, -1)
+    assert seen.sum() == 21
+    assert seen[:2].sum() == 0  # 600 is of the bucket that ends with 1024
+    assert seen[2, 0] == 1.0 + 4.0
+    assert seen[2, -1] == 3.0 + 6.0
+
+
 def test_a_guess_restored_is_still_a_guess():
     """Else times far from it would be taken for hiccups."""
     curve = made()
@@ -229,7 +269,16 @@ def with_first(rows, value):
     "damage",
     [
         lambda learned: learned | {"rows": learned["rows"][:-1]},
+        lambda learned: learned | {"rows": learned["rows"][::-1]},
+        lambda learned: learned | {"rows": [0, *learned["rows"][1:]]},
+        lambda learned: learned | {"rows": ["a", *learned["rows"][1:]]},
+        lambda learned: learned | {"rows": [[1], *learned["rows"][1:]]},
+        lambda learned: learned | {"rows": None},
+        lambda learned: learned | {"rows": len(learned["rows"])},
         lambda learned: learned | {"contexts": [256]},
+        lambda learned: learned | {"contexts": []},
+        lambda learned: learned | {"contexts": [256] * len(learned["contexts"])},
+        lambda learned: learned | {"contexts": [256, 512, 1024, float("inf")]},
         lambda learned: {k: v for k, v in learned.items() if k != "milliseconds"},
         lambda learned: {k: v for k, v in learned.items() if k != "observations"},
         lambda learned: learned | {"milliseconds": learned["milliseconds"][1:]},

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 
+import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
@@ -16,10 +17,10 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=30, seed=3, n=2, ignore_eos=True)
 
 
-def make_engine(model, calibration_seconds=0.0, **options):
+def make_engine(model, calibration_seconds=0.0, max_running=4, **options):
     options |= {"corpus_bytes": 1 << 20, "calibration_seconds": calibration_seconds}
     return RolloutEngine.from_pretrained(
-        model, spec_options=options, max_running=4, num_threads=1
+        model, spec_options=options, max_running=max_running, num_threads=1
     )  # fmt: skip
 
 
@@ -126,6 +127,20 @@ def test_a_fixed_budget_has_learned_nothing_of_its_own():
     budget.restore({"device": "here"})
     budget.restore({})  # a corpus with nothing beside it
     assert budget.learned() == {"device": "here"}
+
+
+def test_an_engine_of_another_width_uses_it_all(tiny_model_path, saved, no_calibration, caplog):
+    first, path = saved
+    second = make_engine(tiny_model_path, 5.0, max_running=64, corpus_path=str(path))
+    learned, again = first.learned()["budget"], second.learned()["budget"]
+    assert caplog.text == ""
+    assert again["cost"]["rows"] != learned["cost"]["rows"]
+    for name in ("device", "request_ms", "values"):
+        assert again[name] == learned[name]
+    rows = np.arange(1, 9)
+    curves = first.worker.budget.cost.curve, second.worker.budget.cost.curve
+    ours, theirs = (curve.milliseconds(rows, 100) for curve in curves)
+    np.testing.assert_allclose(theirs, ours, rtol=1e-4)
 
 
 def test_a_corpus_loaded_later_brings_it_too(tiny_model_path, saved):
