@@ -170,7 +170,9 @@ class LearnedBudget:
         nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
         decode_B = self.cost.of_decoding(width, longest)
         remaining = np.array([max(1.0, e.expected_remaining) for e in entries if e.samples])
-        worth_B[samples_B] = token_worth(remaining, decode_B, ends=batch.num_waiting == 0)
+        may_draft = nodes.size > 1  # else nobody chooses by worth: the even one, which is quick
+        ends = may_draft and batch.num_waiting == 0
+        worth_B[samples_B] = token_worth(remaining, decode_B, ends)
         with_nodes_N1 = self.cost.of_rows(batch.num_run_tokens + nodes, width + nodes, longest)
         return _Prices(key, until, width, longest, decode_B, with_nodes_N1, worth_B)
 

@@ -233,6 +233,24 @@ def test_without_draft_slots_nothing_is_asked_for():
     assert budget.is_open
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_where_nothing_may_be_drafted_no_worth_is_worked_out(waiting):
+    """All alike then, and the forecast is that of the step all the same."""
+    batch = batch_of(5, slots=0, waiting=waiting)
+    for k, entry in enumerate(batch.entries):
+        entry.expected_remaining = 10.0**k
+    budget = make_budget()
+    verified = budget.choose(batch, None)
+    assert np.ptp(verified.worth_B) == 0
+    assert verified.worth_B.sum() == pytest.approx(float(ramp(5)))
+    assert verified.forecast.plain_ms == verified.forecast.predicted_ms == float(ramp(5))
+
+    may_draft = batch_of(5, waiting=waiting)
+    for k, entry in enumerate(may_draft.entries):
+        entry.expected_remaining = 10.0**k
+    assert (np.ptp(budget.choose(may_draft, None).worth_B) > 0) == (waiting == 0)
+
+
 def test_entries_that_ended_are_not_judged():
     budget, batch = make_budget(), batch_of(2)
     trees = chains(batch, 0.5, 3)
