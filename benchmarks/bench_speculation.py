@@ -53,7 +53,7 @@ def workloads() -> list[Workload]:
 
 def timed_pass(engine: RolloutEngine, work: Workload) -> tuple[float, list[list[int]]]:
     engine.flush_cache()
-    if work.first_epoch is not None and engine.worker.max_draft_tokens:
+    if work.first_epoch is not None and engine.worker.draft_corpus is not None:
         engine.generate(work.prompts, work.first_epoch)
     engine.flush_cache()
     engine.reset_metrics()
