@@ -40,7 +40,7 @@ def make_engine(
 def warm_up(engine: RolloutEngine, prompts: Sequence[Prompt]) -> None:
     """The first forwards of a shape are slow. What the corpus saw is forgotten again."""
     engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=24, seed=77))
-    if engine.worker.max_draft_tokens:
+    if engine.worker.draft_corpus is not None:
         engine.worker.corpus.reset()
 
 

@@ -30,7 +30,6 @@ _TO_BEGIN = 0.02
 """What drafts must gain, as a share of the step, for a step to have some after one that had none:
 so that noise in the estimates does not turn them on and off."""
 
-
 _FIRST_STEPS = 64
 _LEARN_EVERY = 8
 _LEARN_EVERY_CLOSED = 32
@@ -125,6 +124,7 @@ class LearnedBudget:
                 steps=self._steps - self._learned_at,
             )
             self._learned_at = self._steps
+            self._values.fade()
         if self._drafted:
             self._judge(batch, trees, results)
         if prices.width:

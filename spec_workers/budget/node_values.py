@@ -20,6 +20,7 @@ _INERTIA = 20.0  # expected acceptances that the first guess is worth
 _FIRST_GUESS = 0.85  # accepted, of what was expected: the highest of many estimates run high
 _MEMORY = 400.0  # expected acceptances a cell remembers
 _DECAY = 0.5  # at a change of policy
+_FADE = 0.995  # each time costs are learned
 _TENTHS = 10
 
 
@@ -73,6 +74,12 @@ class NodeValues:
         """The policy changed: what was learned counts for less."""
         self._expected_SD *= _DECAY
         self._accepted_SD *= _DECAY
+        self._settle()
+
+    def fade(self) -> None:
+        """Time passed: what sank so low that nobody verifies it any more gets another chance."""
+        self._expected_SD *= _FADE
+        self._accepted_SD *= _FADE
         self._settle()
 
     def learned(self) -> dict[str, Any]:

@@ -163,3 +163,14 @@ def test_a_source_without_a_name_is_an_error():
     values = NodeValues(SOURCES)
     with pytest.raises(IndexError):
         ratio(values, len(SOURCES), 1)
+
+
+def test_a_source_nobody_verifies_any_more_gets_another_chance():
+    values = NodeValues(("group", "live"))
+    one = np.ones(200)
+    values.observe(one * 0.5, one.astype(np.uint8), one.astype(np.int32), np.zeros(200, dtype=bool))
+    low = values.corrected(one[:1] * 0.5, one[:1].astype(np.uint8), one[:1].astype(np.int32))[0]
+    for _ in range(1000):
+        values.fade()
+    again = values.corrected(one[:1] * 0.5, one[:1].astype(np.uint8), one[:1].astype(np.int32))[0]
+    assert low < 0.1 < 0.4 < again
