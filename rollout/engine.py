@@ -23,10 +23,9 @@ from rollout.overrides import engine_config
 from rollout.requests import RequestFactory
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.specs import WorkerFactory, worker_factory
-from rollout.stream_order import StreamOrder
+from rollout.streaming import in_order_of_plain_decoding
 from rollout.types import (
     Batch,
-    FinishReason,
     Prompt,
     Request,
     Rollout,
@@ -110,33 +109,17 @@ class RolloutEngine(CorpusCalls):
         The order is that in which plain decoding of this stream alone, ``max_running`` requests at
         a time in the order given, would finish them; each comes as soon as no other can come
         before it. So whoever takes the first few gets the same ones whatever was drafted, whoever
-        was admitted first and however fast it went. An aborted one comes at once.
+        was admitted first and however fast it went. An aborted one comes at once, and when a step
+        raises, those that had ended come before the error.
 
         Every prompt is checked before anything is submitted; InvalidInputError names the first bad
         one. Leaving the iterator early aborts what is unfinished.
         """
         requests = self._requests_for(prompts, params)
-        places = {request.request_id: place for place, request in enumerate(requests)}
-        order = StreamOrder(
-            len(requests),
-            self.config.scheduler.max_running,
-            lambda place: len(requests[place].tokens) - requests[place].prompt_len,
-        )
-        held: dict[int, Rollout] = {}
         with closing(self._run_all(requests)) as steps:
-            for ended in steps:
-                for rollout in ended:
-                    place, emitted = places[rollout.request_id], len(rollout.token_ids)
-                    if rollout.finish_reason is FinishReason.ABORT:
-                        order.abort(place, emitted)
-                        yield rollout
-                        continue
-                    # A step without a token: the one it failed in.
-                    order.end(place, emitted + (rollout.finish_reason is FinishReason.ERROR))
-                    held[place] = rollout
-                if held:
-                    for place in order.release():
-                        yield held.pop(place)
+            yield from in_order_of_plain_decoding(
+                requests, self.config.scheduler.max_running, steps
+            )
 
     def _requests_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]

@@ -1,0 +1,42 @@
+"""What a stream hands out when a step fails. Its order: tests/unit/test_stream_order.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rollout.streaming import in_order_of_plain_decoding
+from rollout.types import FinishReason
+
+
+def request(request_id, length):
+    return SimpleNamespace(request_id=request_id, tokens=[0] * (2 + length), prompt_len=2)
+
+
+def rollout(request_id, length):
+    return SimpleNamespace(
+        request_id=request_id, token_ids=[0] * length, finish_reason=FinishReason.STOP
+    )
+
+
+def test_what_was_held_back_comes_before_the_error():
+    requests = [request(7, 1), request(8, 5), request(9, 3)]
+
+    def steps():
+        yield [rollout(8, 5), rollout(9, 3)]  # 7 may still end before both
+        raise RuntimeError("the step failed")
+
+    got = []
+    with pytest.raises(RuntimeError, match="the step failed"):
+        for each in in_order_of_plain_decoding(requests, 3, steps()):
+            got.append(each.request_id)
+    assert got == [8, 9]
+
+
+def test_whoever_leaves_early_gets_no_more():
+    requests = [request(0, 2), request(1, 9)]
+    stream = in_order_of_plain_decoding(requests, 2, iter([[rollout(0, 2)], [rollout(1, 9)]]))
+    assert next(stream).request_id == 0
+    stream.close()
+    assert list(stream) == []
