@@ -115,7 +115,7 @@ class MetricsRecorder:
         step.schedule_ms, step.draft_ms = times.schedule, times.draft
         step.forward_ms, step.sample_ms, step.total_ms = times.forward, times.sample, times.total
         step.weight_version = result.weight_version
-        _compare_with_forecast(step, result)
+        _compare_with_forecast(step, result, batch.num_run_tokens == step.sampling)
         self._accumulate(step)
         for rollout in ended:
             self._finish(rollout)
@@ -151,12 +151,14 @@ class MetricsRecorder:
             setattr(total, name, getattr(total, name) + getattr(step, name))
 
 
-def _compare_with_forecast(step: StepMetrics, result: StepResult) -> None:
+def _compare_with_forecast(step: StepMetrics, result: StepResult, decodes_only: bool) -> None:
     forecast = result.forecast
     if forecast is None:
         return
     step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
     step.predicted_gain_ms = forecast.predicted_gain_ms
     if result.num_proposed:
+        # A step with prefill is predicted less well than what drafts gain or lose in it.
+        took_ms = step.total_ms - step.schedule_ms if decodes_only else forecast.predicted_ms
         spared_ms = forecast.decode_ms * step.accepted / max(1, step.sampling)
-        step.gain_ms = spared_ms + forecast.plain_ms - (step.total_ms - step.schedule_ms)
+        step.gain_ms = spared_ms + forecast.plain_ms - took_ms

@@ -28,18 +28,20 @@ def in_order_of_plain_decoding(
     held: dict[int, Rollout] = {}
     try:
         for ended in steps:
+            # All is booked before anything is handed out: meanwhile the consumer may run steps.
+            ready = []
             for rollout in ended:
                 place, emitted = places[rollout.request_id], len(rollout.token_ids)
                 if rollout.finish_reason is FinishReason.ABORT:
                     order.abort(place, emitted)
-                    yield rollout
+                    ready.append(rollout)
                     continue
                 # A step without a token: the one it failed in.
                 order.end(place, emitted + (rollout.finish_reason is FinishReason.ERROR))
                 held[place] = rollout
             if held:
-                for place in order.release():
-                    yield held.pop(place)
+                ready += [held.pop(place) for place in order.release()]
+            yield from ready
     except Exception:
         for place in sorted(held):
             yield held[place]

@@ -49,6 +49,8 @@ def _count_drafts(
     expected_B = np.diff(expected[verified.trees.offsets_B1]).tolist()
     forecast = verified.forecast
     width = sum(entry.samples for entry in batch.entries)
+    if forecast is not None and batch.num_run_tokens != width:
+        total_ms = forecast.predicted_ms  # with prefill: as in the engine's metrics
     for b, (entry, result) in enumerate(zip(batch.entries, results, strict=True)):
         stats = entry.request.stats
         stats.proposed += proposed_B[b]

@@ -98,7 +98,7 @@ class TargetWorker:
         spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
         return (
             f"{device_name(self.model.device)}; {spec.num_layers} layers of {spec.hidden_size}, "
-            f"vocabulary of {spec.vocab_size}, {dtype}"
+            f"vocabulary of {spec.vocab_size}, {dtype}, padded to {self.minimum_rows} rows"
         )
 
     def room_for(self, request: Request) -> int:

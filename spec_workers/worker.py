@@ -98,7 +98,7 @@ class SpecWorker:
             entries=results,
             weight_version=self.weight_version,
             num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
-            num_proposed=verified.num_proposed or 0,
+            num_proposed=0 if proposed is None else proposed.num_nodes,
             expected_accepted=float(verified.values_N.sum()),
             forecast=verified.forecast,
             times=times,

@@ -31,8 +31,9 @@ DECODE_HEADROOM = 16
 DRAFT_SHARE = 4
 """Draft nodes take at most one slot in so many, however much of the cache could be evicted."""
 
-_COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
-"""Ends that say how long a rollout was to become."""
+_AT_ITS_LIMIT = 2
+"""A rollout cut at its limit is taken for half-way: how long it would have become nobody knows, and
+that is the median where every scale is equally likely (Gott 1993)."""
 
 
 class Scheduler:
@@ -140,8 +141,7 @@ class Scheduler:
             computed_len = min(entry.end + len(output.path), len(request.tokens))
             request.computed_len = computed_len
             if request.finish_reason is not None:
-                if request.finish_reason in _COMPLETE:
-                    self.lengths.observe(request.group, request.generated_len)
+                self._observe_length(request)
                 self._finish(request)
                 finished.append(request)
             elif not prompt_was_computed and computed_len >= request.prompt_len:
@@ -283,6 +283,12 @@ class Scheduler:
         request.error = output.error
         if request.finish_reason is None and len(request.tokens) >= self.memory.max_sequence_len:
             request.finish_reason = FinishReason.LENGTH
+
+    def _observe_length(self, request: Request) -> None:
+        if request.finish_reason is FinishReason.STOP:
+            self.lengths.observe(request.group, request.generated_len)
+        elif request.finish_reason is FinishReason.LENGTH:
+            self.lengths.observe(request.group, _AT_ITS_LIMIT * request.generated_len)
 
     def _finish(self, request: Request) -> None:
         del self._prompts[request.request_id]

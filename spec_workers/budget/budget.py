@@ -22,7 +22,7 @@ class Verified:
 
     trees: DraftTrees
     values_N: NDArray[np.floating]  # of its nodes: probability of acceptance, corrected
-    num_proposed: int | None  # nodes; None when nobody asked for any
+    proposed: DraftTrees | None  # what that was chosen from; None when nobody asked for any
     worth_B: NDArray[np.float64]  # of one emitted token, in milliseconds; 0 where none is sampled
     forecast: StepForecast | None
 
@@ -82,7 +82,7 @@ class FixedBudget:
         return Verified(
             trees=trees,
             values_N=trees.probs_N,
-            num_proposed=trees.num_nodes,
+            proposed=trees,
             worth_B=np.zeros(len(batch.entries)),
             forecast=None,
         )

@@ -37,11 +37,13 @@ class Gate:
         ``gained_ms``: what plain decoding would have taken longer, negative where drafting lost.
         """
         self._steps += 1
+        if self._probing and self._steps == 1:
+            return  # its drafting caught up with all that was emitted meanwhile
         keep = 1.0 - 1.0 / _HORIZON
         self._gained = self._gained * keep + gained_ms
         self._spent = self._spent * keep + spent_ms
         if self._probing:
-            if self._steps >= _PROBE_STEPS:
+            if self._steps > _PROBE_STEPS:
                 self._judge_probe(width)
         elif self._steps >= _LEAST_STEPS and self._gained < 0:
             self._interval = _FIRST_INTERVAL
@@ -56,6 +58,11 @@ class Gate:
         if self._closed_for == 0:
             self._probing = True
             self._forget()
+
+    def change_policy(self) -> None:
+        """Other weights, often another epoch: what did not pay may pay now. Probed before long."""
+        self._interval = _FIRST_INTERVAL
+        self._closed_for = min(self._closed_for, _FIRST_INTERVAL)
 
     def learned(self) -> dict[str, float | bool]:
         """For people to look at."""

@@ -89,7 +89,11 @@ class LearnedBudget:
             return None
         dearer = prices.with_nodes_N1[1:] - prices.with_nodes_N1[0]
         cheapest = float((dearer / np.arange(1, dearer.size + 1)).min())
-        return min(1.0, max(self._min_probability, cheapest / float(prices.worth_B.max())))
+        # What is asked for is estimated before it is corrected.
+        trust = float(self._trust.ratios([e.request.request_id for e in batch.entries]).max())
+        raised = max(1.0, self._values.highest_ratio * trust)
+        least = cheapest / (float(prices.worth_B.max()) * raised)
+        return min(1.0, max(self._min_probability, least))
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
         prices = self._priced(batch)
@@ -97,13 +101,12 @@ class LearnedBudget:
             trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
         else:
             trees, values_N = self._chosen(batch, prices, proposed)
-        num_proposed = None if proposed is None else proposed.num_nodes
         return Verified(
             trees=trees,
             values_N=values_N,
-            num_proposed=num_proposed,
+            proposed=proposed,
             worth_B=prices.worth_B,
-            forecast=self._forecast(prices, trees, values_N, num_proposed),
+            forecast=self._forecast(prices, trees, values_N, drafted=proposed is not None),
         )
 
     def observe(
@@ -118,20 +121,21 @@ class LearnedBudget:
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,
                 longest_context=prices.longest_context,
-                proposed=verified.num_proposed is not None,
+                proposed=verified.proposed is not None,
                 times=times,
                 decode_only=batch.num_run_tokens == prices.width,
                 steps=self._steps - self._learned_at,
             )
             self._learned_at = self._steps
             self._values.fade()
-        if self._drafted:
-            self._judge(batch, trees, results)
+        if verified.proposed is not None and verified.proposed.num_nodes:
+            self._judge(batch, verified.proposed, results)
         if prices.width:
             self._observe_gain(prices, verified, results, times)
 
     def change_policy(self) -> None:
         self._values.decay()
+        self._gate.change_policy()
 
     def forget(self, request: Request) -> None:
         self._trust.forget(request.request_id)
@@ -198,14 +202,12 @@ class LearnedBudget:
         prices: _Prices,
         trees: DraftTrees,
         values_N: NDArray[np.float64],
-        num_proposed: int | None,
+        drafted: bool,
     ) -> StepForecast | None:
         if not prices.width or not self.cost.is_known:
             return None
         following = self.cost.of_following(prices.width)
-        drafting = following
-        if num_proposed is not None:
-            drafting = self.cost.of_drafting(prices.width)
+        drafting = self.cost.of_drafting(prices.width) if drafted else following
         plain_ms = float(prices.with_nodes_N1[0]) + following
         predicted_ms = float(prices.with_nodes_N1[trees.num_nodes]) + drafting
         decode_ms = float(prices.decode_B[-1])
@@ -217,24 +219,37 @@ class LearnedBudget:
             - (predicted_ms - plain_ms),
         )
 
-    def _judge(self, batch: Batch, trees: DraftTrees, results: list[EntryResult]) -> None:
-        """What was accepted, but for requests that ended: a stop hides what came after it."""
-        accepted_N = np.zeros(trees.num_nodes, dtype=bool)
-        known_N = np.ones(trees.num_nodes, dtype=bool)
-        believed_N = self._values.corrected(trees.probs_N, trees.sources_N, trees.depths_N)
-        expected = np.concatenate([[0.0], np.cumsum(believed_N)])
-        expected_B = np.diff(expected[trees.offsets_B1]).tolist()
-        for b, (entry, result) in enumerate(zip(batch.entries, results, strict=True)):
-            first = int(trees.offsets_B1[b])
-            if result.finish_reason is not None:
-                known_N[first : int(trees.offsets_B1[b + 1])] = False
-            elif result.num_drafted:
-                accepted_N[first - 1 + np.array(result.path, dtype=np.intp)] = True
-                self._trust.observe(entry.request.request_id, expected_B[b], len(result.path))
+    def _judge(self, batch: Batch, proposed: DraftTrees, results: list[EntryResult]) -> None:
+        """Learn which drafts came true.
+
+        A child of the root is decided by the token emitted, verified or not: so what was taken for
+        hopeless, and is verified no more, can rise again. Nodes below it are decided where they
+        were verified. Requests that ended are left out: a stop hides what came after it.
+        """
+        sizes_B = np.diff(proposed.offsets_B1)
+        count = len(results)
+        entry_N = np.repeat(np.arange(count), sizes_B)
+        place_N = np.arange(proposed.num_nodes) - np.repeat(proposed.offsets_B1[:-1], sizes_B)
+        goes_on_B = np.array([bool(r.token_ids) and r.finish_reason is None for r in results])
+        next_B = np.array([r.token_ids[0] if r.token_ids else -1 for r in results])
+        drafted_B = np.array([r.num_drafted for r in results])
+        first_N = proposed.depths_N == 1
+        known_N = goes_on_B[entry_N] & (first_N | (place_N < drafted_B[entry_N]))
+        accepted_N = first_N & (proposed.tokens_N == next_B[entry_N])
+        for b, result in enumerate(results):
+            if result.path:
+                path = np.array(result.path, dtype=np.intp)
+                accepted_N[int(proposed.offsets_B1[b]) - 1 + path] = True
+        believed_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
+        expected_B = np.bincount(entry_N, believed_N * known_N, count).tolist()
+        accepted_B = np.bincount(entry_N, accepted_N & known_N, count).tolist()
+        for entry, expected, accepted in zip(batch.entries, expected_B, accepted_B, strict=True):
+            if expected:
+                self._trust.observe(entry.request.request_id, expected, int(accepted))
         self._values.observe(
-            trees.probs_N[known_N],
-            trees.sources_N[known_N],
-            trees.depths_N[known_N],
+            proposed.probs_N[known_N],
+            proposed.sources_N[known_N],
+            proposed.depths_N[known_N],
             accepted_N[known_N],
         )
 
@@ -242,7 +257,7 @@ class LearnedBudget:
         self, prices: _Prices, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
         """By the curve and not by the clock: one slow step would outweigh fifty good ones."""
-        if verified.num_proposed is None:
+        if verified.proposed is None:
             if not self._gate.is_open:
                 self._gate.skip(prices.width)
             return

@@ -10,6 +10,7 @@ from spec_workers.budget.loaded import table
 
 _MEMORY = 0.99  # a step
 _CLIP = 3.0  # times the usual error that one step is believed
+_CLIP_SHARE = 0.1  # and of the time expected: times that never vary must not be held for ever
 _USUAL = 0.05  # weight of a step in the usual error
 
 
@@ -26,13 +27,13 @@ class LinearCost:
         self._most = self._inverse.diagonal().copy()
         self._usual_error: float | None = None
 
-    def observe(self, counts: Sequence[float], milliseconds: float) -> None:
-        """A step took so long. ``counts``: one for each name, not all of them 0."""
-        x = np.array(counts, dtype=np.float64)
-        error = milliseconds - float(self._weights @ x)
+    def observe(self, count: float, milliseconds: float) -> None:
+        x = np.array([1.0, count])
+        expected = float(self._weights @ x)
+        error = milliseconds - expected
         if self._usual_error is None:
             self._usual_error = abs(error)
-        limit = _CLIP * self._usual_error + 1e-3
+        limit = _CLIP * self._usual_error + _CLIP_SHARE * abs(expected) + 1e-3
         error = min(max(error, -limit), limit)
         self._usual_error += _USUAL * (abs(error) - self._usual_error)
         along = self._inverse @ x

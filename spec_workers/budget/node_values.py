@@ -40,6 +40,11 @@ class NodeValues:
         self._ratio_SD = np.full(shape, _FIRST_GUESS)
         self._by_tenth = np.zeros((3, _TENTHS))  # nodes, expected, accepted
 
+    @property
+    def highest_ratio(self) -> float:
+        """By so much an estimate may be raised."""
+        return float(self._ratio_SD.max())
+
     def corrected(
         self, probs_N: NDArray[np.floating], sources_N: NDArray, depths_N: NDArray
     ) -> NDArray[np.float64]:

@@ -228,7 +228,7 @@ def test_without_draft_slots_nothing_is_asked_for():
     assert budget.floor(batch) is None
     for _ in range(100):
         verified = step(budget, batch, 0.9)
-        assert verified.num_proposed is None
+        assert verified.proposed is None
         assert verified.forecast is not None
     assert budget.is_open
 
@@ -307,7 +307,7 @@ def test_it_closes_where_drafts_never_pay_and_opens_when_they_do():
     for _ in range(2000):
         opened.append(budget.is_open)
         verified = step(budget, batch, 0.9, times=drafting if opened[-1] else FREE)
-        assert opened[-1] or verified.num_proposed is None
+        assert opened[-1] or verified.proposed is None
     assert sum(opened) < 0.08 * len(opened)
     for _ in range(700):
         step(budget, batch, 0.9, accepted=16, times=FREE)
@@ -384,6 +384,24 @@ def test_roots_alone_are_a_proposal():
     """Nothing was found; that was asked for all the same, and took its time."""
     budget, batch = make_budget(), batch_of(2)
     verified = budget.choose(batch, only_roots(2))
-    assert verified.num_proposed == 0
+    assert verified.proposed.num_nodes == 0
     budget.observe(batch, verified, results_of(verified.trees), StepTimes(draft=0.5))
     assert budget.learned()["gate"]["gain"] < 0
+
+
+def test_what_was_taken_for_hopeless_can_rise_again():
+    """The token emitted decides every child of the root, though none is verified any more."""
+    budget, batch = make_budget(proportional), batch_of(4)
+    proposed = chains(batch, 0.9, length=1)  # of token 0
+
+    def corrected_after(token):
+        for _ in range(300):
+            verified = budget.choose(batch, proposed)
+            results = [EntryResult(token_ids=[token]) for _ in batch.entries]
+            budget.observe(batch, verified, results, FREE)
+        trees = (proposed.probs_N, proposed.sources_N, proposed.depths_N)
+        trust_B = budget._trust.ratios([entry.request.request_id for entry in batch.entries])
+        return float((budget._values.corrected(*trees) * trust_B).max())
+
+    assert corrected_after(token=3) < 0.1
+    assert corrected_after(token=0) > 0.8

@@ -38,7 +38,7 @@ def drafted_step(batch):
     trees, kept_N = first_nodes(proposed, np.array([2, 2, 0, 0]))
     values_N = np.linspace(0.9, 0.2, 6)[kept_N]
     verified = Verified(
-        trees=trees, values_N=values_N, num_proposed=6, worth_B=np.ones(4), forecast=FORECAST
+        trees=trees, values_N=values_N, proposed=None, worth_B=np.ones(4), forecast=FORECAST
     )
     results = [
         EntryResult(token_ids=[1, 2, 7], path=[1, 2], num_drafted=2),
@@ -62,8 +62,8 @@ def test_shares_are_the_whole_step():
     assert booked(batch, "accepted") == 3
     assert booked(batch, "verify_steps") == 3
     assert booked(batch, "expected_accepted") == pytest.approx(verified.values_N.sum())
-    # Tokens by what a plain one costs, less what the step took longer.
-    gain = 3 * 15.0 / 3 - (24.5 - 18.0)
+    # Tokens by what a plain one costs, less what the step took longer: with prefill, by forecast.
+    gain = 3 * 15.0 / 3 - (22.0 - 18.0)
     predicted = verified.values_N.sum() * 15.0 / 3 - (22.0 - 18.0)
     assert booked(batch, "gain_ms") == pytest.approx(gain)
     assert booked(batch, "predicted_gain_ms") == pytest.approx(predicted)

@@ -293,8 +293,8 @@ def test_lengths_are_learned_from_rollouts_that_ended_by_themselves():
     bench.scheduler.commit(batch, StepResult(entries=results, weight_version=0))
     bench.scheduler.abort(aborted.request_id)
     assert bench.lengths.learned() == {
-        "recent": [2, 2],
-        "groups": {str(stopped.group): [2], str(limited.group): [2]},
+        "recent": [2, 4],  # what was cut is taken for half-way
+        "groups": {str(stopped.group): [2], str(limited.group): [4]},
     }
 
 
