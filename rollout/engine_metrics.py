@@ -62,6 +62,7 @@ class EngineMetrics:
     forward_ms: float = 0.0
     sample_ms: float = 0.0
     total_ms: float = 0.0
+    forecast_steps: int = 0  # of which the cost was predicted
     predicted_gain_ms: float = 0.0  # what plain decoding would have taken longer, as expected
     gain_ms: float = 0.0  # likewise, by the cost curve and what was accepted
     first_rollout_seconds: float | None = None  # engine time until the first rollout finished
@@ -134,6 +135,7 @@ class MetricsRecorder:
         total = self.total
         total.steps += 1
         total.target_forwards += step.sampling
+        total.forecast_steps += step.predicted_ms > 0
         for name in (
             "generated_tokens",
             "proposed",

@@ -156,16 +156,9 @@ def build(
     # Before the model, which may take minutes to load: mistakes show at once.
     if budget not in ("learned", "fixed"):
         raise InvalidInputError("spec.budget", budget, "must be learned or fixed")
-    if not 0 <= min_probability <= 1:
-        raise InvalidInputError("spec.min_probability", min_probability, "must be in [0, 1]")
-    if not 0 <= num_draft_tokens < MAX_TREE_NODES:
-        raise InvalidInputError(
-            "spec.num_draft_tokens", num_draft_tokens, f"must be in [0, {MAX_TREE_NODES - 1}]"
-        )
-    if not calibration_seconds >= 0:
-        raise InvalidInputError(
-            "spec.calibration_seconds", calibration_seconds, "must be >= 0; 0: none"
-        )
+    _check_number("min_probability", min_probability, 1)
+    _check_number("calibration_seconds", calibration_seconds, 3600)
+    _check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
     draft_corpus = NgramCorpus(
         ModelSpec.read(Path(config.model.path)).vocab_size,
         corpus_bytes=corpus_bytes,
@@ -186,3 +179,13 @@ def build(
             else LearnedBudget.for_target(target, SOURCES, min_probability)
         ),
     )
+
+
+def _check_number(
+    name: str, value: object, most: float, kind: type[int] | type[float] = float
+) -> None:
+    """Raise InvalidInputError unless ``value`` is a number in [0, most], whole where it must be."""
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value <= most:
+        noun = "an integer" if kind is int else "a number"
+        raise InvalidInputError(f"spec.{name}", value, f"must be {noun} in [0, {most:g}]")

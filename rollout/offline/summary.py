@@ -87,9 +87,11 @@ class Summary:
     def _saved(self) -> str:
         if not self.metrics.drafted:
             return "nothing was drafted"
+        if not self.metrics.forecast_steps:
+            return "not measured: spec.budget=learned knows what steps cost"
         saved = self.metrics.saved_seconds
         ratio = (self.seconds + saved) / self.seconds if self.seconds else 1.0
         return (
-            f"{saved:+.1f} s ({ratio:.2f}x) against the same run without it, by the cost curve "
-            f"(expected {self.metrics.predicted_gain_ms / 1e3:+.1f} s)"
+            f"{saved:+.1f} s ({ratio:.2f}x) against the same run without it: the clock against "
+            f"the cost curve (expected {self.metrics.predicted_gain_ms / 1e3:+.1f} s)"
         )

@@ -65,6 +65,10 @@ def name_of(settings: Mapping[str, object]) -> str | None:
 def _settings(run: Run) -> str:
     settings = run.settings
     parts = [f"spec={name_of(settings)}"] if name_of(settings) else []
+    options = settings.get("spec")
+    if isinstance(options, Mapping):
+        of_drafts = ("budget", "num_draft_tokens", "corpus_path")
+        parts += [f"{name}={options[name]}" for name in of_drafts if options.get(name) is not None]
     shown = ("temperature", "n", "max_new_tokens", "max_running")
     parts += [f"{name}={settings[name]}" for name in shown if name in settings]
     return ", ".join(parts) or UNKNOWN

@@ -18,7 +18,7 @@ def calibration_by_tenth(figure: Figure, theme: Theme, log: Log) -> None:
     found = next((each for run in reversed(log.runs) if (each := calibration(run.learned))), None)
     if found is None:
         raise NothingToDrawError(
-            "No draft node was verified, or the log ends before what was learned was written "
+            "No draft node was judged by a learned budget, or the log ends before that was written "
             "(spec=none drafts nothing)."
         )
     rates, counts = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))

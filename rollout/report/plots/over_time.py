@@ -75,7 +75,7 @@ def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
     runs = [run for run in log.runs if run.has_forecast.any()]
     if not runs:
         raise NothingToDrawError(
-            "No step was forecast: nothing was drafted, or too little had been measured yet."
+            "No step was forecast: only spec.budget=learned knows what steps cost."
         )
     times, gains = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for run, bins in _binned(runs):
