@@ -29,7 +29,7 @@ def figures(run: Run) -> dict[str, str]:
         "milliseconds per step, predicted / real": _step_time(run),
         "gain, predicted / real": _gain(run),
         "time": _shares(run),
-        "preemptions": count(_counter(run, "preemptions")),
+        "preemptions": count(_preemptions(run)),
         "peak memory": _memory(run),
     }
 
@@ -88,6 +88,15 @@ def _counter(run: Run, name: str) -> float:
         return known
     from_rollouts = run.num_rollouts and (not run.num_steps or run.steps_per_line > 1)
     return total((run.rollouts if from_rollouts else run.steps)[name])
+
+
+def _preemptions(run: Run) -> float:
+    """Not a `_counter` where steps tell: each step's line holds those of all steps up to it."""
+    so_far = run.steps["preemptions"]
+    so_far = so_far[np.isfinite(so_far)]
+    if len(so_far) and not np.isfinite(number(run.totals.get("preemptions"))):
+        return float(so_far[-1])
+    return _counter(run, "preemptions")
 
 
 def _generated(run: Run) -> float:

@@ -15,7 +15,7 @@ NUM_TENTHS = 10
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Milliseconds of a step by query rows, for each context length."""
+    """Milliseconds of a forward, without drafting and sampling, by query rows for each context."""
 
     device: str
     rows_R: np.ndarray

@@ -97,7 +97,7 @@ class Run:
 
     @property
     def step_ms(self) -> np.ndarray:
-        """[steps] what a cost curve predicts: drafting, forward and sampling."""
+        """[steps] what `predicted_ms` foretells: drafting, forward and sampling."""
         return self.steps["total_ms"] - np.nan_to_num(self.steps["schedule_ms"])
 
     @property

@@ -179,6 +179,16 @@ def test_the_engines_totals_count_where_steps_were_left_out(tmp_path: Path) -> N
     assert shown["accept length"] == "1.750"
 
 
+def test_preemptions_of_step_lines_are_running_totals(tmp_path: Path) -> None:
+    steps = [step_line(step, preemptions=so_far) for step, so_far in enumerate([0, 1, 1, 3, 3])]
+    lines = [run_line(), *steps, step_line(5)]
+    assert figures(log_of(tmp_path, lines).runs[0])["preemptions"] == "3"
+    totals = {"kind": "totals", "preemptions": 4}
+    assert figures(log_of(tmp_path, [*lines, totals]).runs[0])["preemptions"] == "4"
+    ended = [{**rollout_line(0, sample, 5, 5, time=STARTED), "preemptions": 2} for sample in (0, 1)]
+    assert figures(log_of(tmp_path, [run_line(), *ended]).runs[0])["preemptions"] == "4"
+
+
 def test_of_a_thinned_log_without_totals_rollouts_are_counted(tmp_path: Path) -> None:
     whole = run_lines(num_steps=60)
     lines = [line for line in whole if line["kind"] != "step" or line["step"] % 5 == 0]
@@ -260,16 +270,20 @@ def test_every_plot_of_a_whole_run_is_drawn(tmp_path: Path) -> None:
 
 
 def test_points_reach_the_cost_plot(tmp_path: Path) -> None:
-    """Steps with prefill, more rows than roots and nodes, are none of its points."""
+    """Of steps the forward alone, as the curve is; with prefill, which has more rows than roots
+    and nodes, or with no forward told they are none of its points."""
     from matplotlib.figure import Figure
 
-    decode = step_line(1, query_tokens=9, sampling=3, drafted=6, total_ms=20.0, schedule_ms=1.0)
-    prefill = {**decode, "step": 2, "query_tokens": 64, "total_ms": 90.0}
+    decode = step_line(1, query_tokens=9, sampling=3, drafted=6, total_ms=20.0, schedule_ms=1.0,
+                       draft_ms=2.0, forward_ms=13.0, sample_ms=4.0)  # fmt: skip
+    prefill = {**decode, "step": 2, "query_tokens": 64, "forward_ms": 90.0}
+    untold = {**decode, "step": 3, "forward_ms": None}
     (plot,) = [plot for plot in PLOTS if plot.name == "cost"]
     figure = Figure()
-    plot.draw(figure, LIGHT, log_of(tmp_path, [decode, prefill]))
+    plot.draw(figure, LIGHT, log_of(tmp_path, [decode, prefill, untold]))
     points = figure.axes[0].collections[0].get_offsets()
-    np.testing.assert_array_equal(np.asarray(points), [[9.0, 19.0]])
+    np.testing.assert_array_equal(np.asarray(points), [[9.0, 13.0]])
+    assert figure.axes[0].get_ylabel() == "forward (ms)"
 
 
 @pytest.mark.parametrize(

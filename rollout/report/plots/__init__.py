@@ -46,9 +46,9 @@ PLOTS = (
     ),
     Plot(
         "cost",
-        "Cost of a step",
-        "Steps of decoding alone: their query rows and the time of drafting, forward and sampling. "
-        "Curves: what the engine learned, a diamond where it measured.",
+        "Cost of a forward",
+        "Steps of decoding alone: the query rows of the forward and the time it took, without "
+        "drafting and sampling. Curves: what the engine learned of it, diamonds where it measured.",
         cost,
     ),
     Plot(
@@ -77,9 +77,9 @@ PLOTS = (
     Plot(
         "forecast",
         "Predicted and real",
-        "Time of a step as the cost curve predicted it and as it came, the median of each stretch; "
-        "below, what speculation saved against plain decoding, summed up, by the estimates and by "
-        "what was accepted.",
+        "Time of drafting, forward and sampling as predicted and as it came, the median of each "
+        "stretch; below, what speculation saved against plain decoding, summed up, by the "
+        "estimates and by what was accepted.",
         over_time.forecasts,
         (9.6, 4.8),
     ),

@@ -1,4 +1,4 @@
-"""The cost of a step by its query rows: what was measured and the curve that was learned."""
+"""The cost of a forward by its query rows: as measured, and the curve that was learned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cost(figure: Figure, theme: Theme, log: Log) -> None:
     curve = next((found for run in reversed(log.runs) if (found := cost_curve(run.learned))), None)
     if not len(rows) and curve is None:
         raise NothingToDrawError(
-            "No step was of decoding alone, and no cost curve was learned (spec=none learns none)."
+            "No forward was of decoding alone, and no curve was learned (spec=none learns none)."
         )
     axes = figure.subplots()
     top = _draw_points(axes, theme, rows, milliseconds) if len(rows) else 0.0
@@ -32,19 +32,19 @@ def cost(figure: Figure, theme: Theme, log: Log) -> None:
         most_rows = rows.max() if len(rows) else curve.rows_R[-1]
         curve_top = _draw_curve(axes, theme, curve, most_rows)
         top = max(top, min(curve_top, 2 * top) if top else curve_top)
-    axes.set_xlabel("query rows of a step (roots and draft nodes)")
-    axes.set_ylabel("draft, forward and sampling (ms)")
+    axes.set_xlabel("query rows of a forward (roots and draft nodes)")
+    axes.set_ylabel("forward (ms)")
     axes.set_ylim(0, max(top, 1e-3))
     axes.set_xlim(left=0)
     legend_beside(axes)
 
 
 def _decode_points(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and milliseconds of the steps without prefill: one root per request, and its nodes."""
+    """Rows and milliseconds of forwards without prefill: one root per request, and its nodes."""
     steps = run.steps
     decodes = steps["query_tokens"] == steps["sampling"] + np.nan_to_num(steps["drafted"])
-    chosen = decodes & (steps["sampling"] > 0) & np.isfinite(run.step_ms)
-    return steps["query_tokens"][chosen], run.step_ms[chosen]
+    chosen = decodes & (steps["sampling"] > 0) & (steps["forward_ms"] > 0)
+    return steps["query_tokens"][chosen], steps["forward_ms"][chosen]
 
 
 def _draw_points(axes: Axes, theme: Theme, rows: np.ndarray, milliseconds: np.ndarray) -> float:
