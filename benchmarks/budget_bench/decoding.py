@@ -63,7 +63,11 @@ def workloads() -> list[Workload]:
 
 
 def decoding_rows(model: Path, work: Workload, repeats: int) -> list[Row]:
-    """Each repeat draws with seeds of its own, from the corpus as the epochs before left it."""
+    """Each repeat draws with seeds of its own, from the corpus as the epochs before left it.
+
+    The corpus alone goes back there: the cost curve, the gate, the corrections of drafts and the
+    lengths of rollouts are learned on from repeat to repeat, as in a longer run.
+    """
     engines = {
         PLAIN: make_engine(model, work.batch, None),
         BUDGET: make_engine(model, work.batch, {}),

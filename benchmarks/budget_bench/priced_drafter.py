@@ -1,4 +1,9 @@
-"""The corpus with a budget, replayed where forwards have a price.
+"""The corpus with a part of the budget, replayed where forwards have a price.
+
+The budget's own are the choice of nodes, the worth of a token, the forecast of lengths, and telling
+the corpus how many nodes were verified. Not replayed: the gate, the hysteresis that keeps drafts
+from turning on and off, the corrections learned of the corpus's probabilities, and the time that
+drafting takes, which has no price here.
 
 Shape legend: B sequences of a call, N draft nodes of a call.
 """
@@ -26,6 +31,10 @@ def roofline(query_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """Of a GPU, in decode steps: up to 170 rows as long as reading the weights takes, then as long
     as the arithmetic; and what attention, sampling and the like add to each row."""
     return np.maximum(1.0, query_tokens / 170) + 0.15 * query_tokens / 170
+
+
+FIRST_LIMIT = 4096
+"""Tokens a response of the first RL step is taken to be limited to."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +80,9 @@ def _choose(proposal: Proposal, worth_B: NDArray[np.float64], cost: Cost) -> NDA
 class PricedDrafter:
     """Hands out the first nodes of the corpus's trees that ``pick`` chose, and adds up the price.
 
-    The forecast of lengths learns what a scheduler's would: the responses that ended.
+    The forecast of lengths learns what a scheduler's would: the responses that ended. A recording
+    does not tell its limit of new tokens: that of an RL step is taken to be the longest response of
+    the steps before it, of the first ``FIRST_LIMIT``, so that no length is known ahead of its time.
     """
 
     name = "priced"
@@ -85,7 +96,8 @@ class PricedDrafter:
         self._pick = pick
         self._cost = cost
         self._min_probability = min_probability
-        self._longest = max(map(len, trace.responses))
+        self._limit = FIRST_LIMIT
+        self._longest = 0  # of the responses that ended
         self._version = 0
         self._unopened = 0  # responses of the RL step
         self._emitted: dict[int, int] = {}  # of the open sequences
@@ -100,6 +112,7 @@ class PricedDrafter:
 
     def set_weight_version(self, version: int) -> None:
         self._corpus.set_weight_version(version)
+        self._limit = self._longest or FIRST_LIMIT
         self._unopened = len(self._trace.steps[version])
         self.price_of_step.append(0.0)
 
@@ -132,13 +145,15 @@ class PricedDrafter:
 
     def close(self, sequence_id: int) -> None:
         self._corpus.close(sequence_id)
-        self._forecast.observe(self._group(sequence_id), self._emitted.pop(sequence_id))
+        length = self._emitted.pop(sequence_id)
+        self._forecast.observe(self._group(sequence_id), length)
+        self._longest = max(self._longest, length)
 
     def _running(self, sequence_ids_B: NDArray[np.int64]) -> Running:
         remaining = []
         for sequence_id in sequence_ids_B.tolist():
             emitted = self._emitted[sequence_id]
-            room = max(1, self._longest - emitted)
+            room = max(1, self._limit - emitted)
             remaining.append(self._forecast.remaining(self._group(sequence_id), emitted, room))
         return Running(remaining_B=np.array(remaining), ends=self._unopened == 0)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from budget_bench.grpo_step import best_fixed
 from budget_bench.priced_drafter import (
+    FIRST_LIMIT,
     PricedDrafter,
     first_nodes,
     pick_all,
@@ -21,7 +22,7 @@ from budget_bench.report import spread
 from budget_bench.traces_with_bars import BarredTrace, barred_trace
 from drafters.corpus import CorpusDrafter
 from replaying import replay
-from traces import synthetic_trace
+from traces import Trace, synthetic_trace
 
 from ngram_native import Corpus
 
@@ -137,6 +138,36 @@ def test_choosing_beats_both_plain_decoding_and_all_nodes(pick):
         return drafter.price
 
     assert price(pick, 16) < 0.9 * min(price(pick_all, 0), price(pick_all, 16))
+
+
+def test_no_length_is_known_ahead_of_its_time():
+    """What is expected of a response never depends on those that end after it."""
+    responses = [np.arange(length, dtype=np.int32) for length in (5, 9, 7, 90)]
+    trace = Trace(
+        name="growing",
+        prompts=[np.zeros(4, np.int32)],
+        responses=responses,
+        prompt_of_R=np.zeros(4, np.int64),
+        epoch_of_R=np.zeros(4, np.int64),
+        temperature_of_R=np.full(4, np.nan),
+        steps=[[0, 1], [2], [3]],
+    )
+    expected = []
+
+    def pick(proposal, running, cost):
+        expected.append(running.remaining_B.tolist())
+        return pick_all(proposal, running, cost)
+
+    replay(trace, PricedDrafter(trace, pick), budget=0, active=2)
+    first, second, third = expected[:9], expected[9:16], expected[16:]
+    # Nothing ended yet: the whole limit. Then one of 5 tokens did, and the other has outlived it:
+    # as many again as it has emitted.
+    assert first[:5] == [[FIRST_LIMIT - n] * 2 for n in range(5)]
+    assert first[5:] == [[float(n)] for n in range(5, 9)]
+    # Responses of 5 and 9 tokens ended: what they are longer by on average.
+    assert second == [[7.0], [6.0], [5.0], [4.0], [3.0], [4.0], [3.0]]
+    # Past the longest so far, of 9 tokens, there is no room left.
+    assert third[9:] == [[1.0]] * 81
 
 
 def test_first_nodes_are_whole_trees():
