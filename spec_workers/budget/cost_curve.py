@@ -23,7 +23,7 @@ _LOADED_SCALE = 0.3  # of one that was measured in an earlier run
 _SHAPE = 0.3  # of the curve around its first guess, whatever the scale
 _LOADED_SHAPE = 0.1
 _NOISE = 0.06  # of one step
-_SCALE_DRIFT = 0.03  # a step: machines get busy, clocks change
+_SCALE_DRIFT = 0.015  # a step: machines get busy, clocks change
 _SHAPE_DRIFT = 0.002
 _CLIP = 2.0  # standard deviations of surprise that one step is believed
 

@@ -30,11 +30,12 @@ _TO_BEGIN = 0.02
 """What drafts must gain, as a share of the step, for a step to have some after one that had none:
 so that noise in the estimates does not turn them on and off."""
 
-_FIRST_STEPS = 64
+_FIRST_STEPS = 128
 _LEARN_EVERY = 8
 _LEARN_EVERY_CLOSED = 32
-"""Costs are learned from each of the first steps, then from one in so many: looking at a step costs
-a part of what there is to spare, and neighbours tell the same."""
+"""Costs are learned from each of the first steps, then from two in so many: looking at a step costs
+a part of what there is to spare. Two in a row, for between those the machine has hardly changed:
+they tell what rows cost."""
 
 _PRICE_EVERY = 16
 """Steps of an unchanged batch that are priced alike."""
@@ -116,7 +117,7 @@ class LearnedBudget:
         self._drafted = trees.num_nodes > 0
         self._steps += 1
         every = _LEARN_EVERY if self._gate.is_open else _LEARN_EVERY_CLOSED
-        if self._steps <= _FIRST_STEPS or self._steps % every == 0:
+        if self._steps <= _FIRST_STEPS or self._steps % every < 2:
             self.cost.observe(
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,

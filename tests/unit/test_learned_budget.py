@@ -318,21 +318,21 @@ def test_it_closes_where_drafts_never_pay_and_opens_when_they_do():
 def test_costs_are_learned_from_the_first_steps_and_then_from_some():
     budget, batch = make_budget(), batch_of(2)
     curve = budget.cost.curve
-    for _ in range(64):
+    for _ in range(128):
         step(budget, batch, 0.5, accepted=16)
-    assert curve.seen == curve.steps == 64
-    for _ in range(400):
+    assert curve.seen == curve.steps == 128
+    for _ in range(401):
         step(budget, batch, 0.5, accepted=16)
     assert budget.is_open
-    assert (curve.seen, curve.steps) == (64 + 400 // 8, 464)
+    assert (curve.seen, curve.steps) == (128 + 2 * 400 // 8 + 1, 529)
 
 
 def test_where_drafting_does_not_pay_they_are_learned_from_fewer():
     budget, batch = make_budget(), batch_of(2)
     budget._gate = ShutGate()
-    for _ in range(64 + 640):
+    for _ in range(128 + 641):
         step(budget, batch, 0.5)
-    assert (budget.cost.curve.seen, budget.cost.curve.steps) == (64 + 640 // 32, 704)
+    assert (budget.cost.curve.seen, budget.cost.curve.steps) == (128 + 2 * 640 // 32 + 1, 769)
 
 
 def untaught():
