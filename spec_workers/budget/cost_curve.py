@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spec_workers.budget.isotonic import isotonic
 from spec_workers.budget.loaded import table
 
 _SMALLEST_CONTEXT = 256
@@ -97,7 +98,7 @@ class CostCurve:
         return {
             "rows": self.rows_H.tolist(),
             "contexts": list(self.contexts),
-            "milliseconds": np.exp(self._heights()).round(6).tolist(),
+            "milliseconds": np.exp(self._heights(len(self.contexts))).round(6).tolist(),
             "observations": self.observations_K.reshape(shape).round(1).tolist(),
         }
 

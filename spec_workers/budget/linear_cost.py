@@ -8,6 +8,8 @@ import numpy as np
 
 from spec_workers.budget.loaded import table
 
+_NOISE = 0.1  # milliseconds, of one step
+_FIRST_STEP, _FIRST_EACH = 1.0, 0.03  # milliseconds that either may cost
 _MEMORY = 0.99  # a step
 _CLIP = 3.0  # times the usual error that one step is believed
 _CLIP_SHARE = 0.1  # and of the time expected: times that never vary must not be held for ever
@@ -24,7 +26,6 @@ class LinearCost:
     def __init__(self) -> None:
         self._weights = np.zeros(2)  # a step, each
         self._inverse = np.diag([(_FIRST_STEP / _NOISE) ** 2, (_FIRST_EACH / _NOISE) ** 2])
-        self._most = self._inverse.diagonal().copy()
         self._usual_error: float | None = None
 
     def observe(self, count: float, milliseconds: float) -> None:
@@ -56,7 +57,9 @@ class LinearCost:
         return {"step": step, "each": each}
 
     def restore(self, learned: Mapping[str, float]) -> None:
-        """Raises ValueError for other counts, or what is no number."""
-        if set(learned) != set(self.names):
-            raise ValueError(f"must give a number for each of {', '.join(self.names)}")
-        self._weights = np.array([table(learned, name, (), least=-np.inf) for name in self.names])
+        """Raises ValueError for what is no such cost."""
+        if set(learned) != {"step", "each"}:
+            raise ValueError("must give milliseconds for step and each")
+        self._weights = np.array(
+            [table(learned, name, (), least=-np.inf) for name in ("step", "each")]
+        )
