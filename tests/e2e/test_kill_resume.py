@@ -92,5 +92,6 @@ def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> 
     if suffix == ".parquet":
         assert rows == whole
     names = sorted(path.name for path in output.parent.glob("killed*"))
-    corpus = [f"{output.name}.corpus"] if spec == "ngram" else []
+    saved = [f"{output.name}.corpus", f"{output.name}.corpus.learned.json"]
+    corpus = saved if spec == "ngram" else []
     assert names == [output.name, *corpus, f"{output.name}.run.json"]
