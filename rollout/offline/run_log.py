@@ -83,7 +83,7 @@ class RunLog:
             "rollouts": num_rollouts,
             "total_generated_tokens": total.generated_tokens,
             "total_accept_length": total.accept_length,
-            "saved_seconds": total.saved_seconds or 0.0,
+            "saved_seconds": total.saved_seconds,
             "preemptions": total.preemptions,
             "peak_memory_bytes": total.peak_memory_bytes,
             **self._engine.worker.counters(),
