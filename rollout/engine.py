@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any
-
-import torch
 
 from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
+from rollout.engine_state import StateCalls
 from rollout.errors import InvalidInputError
 from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
@@ -33,10 +32,11 @@ from rollout.types import (
     StepResult,
     TokenExtras,
 )
+from rollout.weight_updates import WeightCalls
 from rollout.worker import Worker
 
 
-class RolloutEngine(CorpusCalls):
+class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
     """Generates rollouts of one model.
 
     Not thread-safe: one thread calls it, as trainers and servers do from their own loop.
@@ -55,6 +55,7 @@ class RolloutEngine(CorpusCalls):
         )
         self._cache_hits = 0  # of the memory's life, before this step
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
+        self.is_paused = False
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
         self._unstarted = self._configured_documents()
@@ -229,14 +230,16 @@ class RolloutEngine(CorpusCalls):
         """Run one step; the rollouts that ended in it or since the last one, as they ended.
 
         Which of them end first depends on drafts and on what else runs. Those of a `stream` go to
-        that stream, which has an order of its own. A step that raises can be run again.
+        that stream, which has an order of its own. A step that raises can be run again. While
+        generation is paused nothing runs.
         """
-        if self.scheduler.has_unfinished:
+        if self.scheduler.has_unfinished and not self.is_paused:
             self._run_step()
         ended, self._ended = self._ended, []
         return ended
 
     def _run_step(self) -> None:
+        self.require_running()
         self.load_configured_corpora()
         started = time.perf_counter()
         batch = self.scheduler.schedule()
@@ -271,36 +274,6 @@ class RolloutEngine(CorpusCalls):
     @property
     def last_step(self) -> StepMetrics:
         return self._recorder.last
-
-    @property
-    def weight_version(self) -> int:
-        return self.worker.weight_version
-
-    def update_weights_from_tensor(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        *,
-        flush_cache: bool = True,
-        abort_all_requests: bool = False,
-        weight_version: int | None = None,
-    ) -> None:
-        """Take new weights, by their checkpoint names, between two steps.
-
-        Requests in flight go on under the new weights, with all their KV recomputed; with
-        ``flush_cache=False`` they keep it. In any case the prefix cache is dropped and the n-gram
-        corpus kept. Raises InvalidInputError before a byte moves where ``named_tensors`` is a
-        collection and not a generator; after a failure half-way the engine refuses to run until
-        an update that names every tensor succeeds.
-        """
-        before = self.weight_version
-        version = before + 1 if weight_version is None else weight_version
-        if version == before:
-            raise InvalidInputError("weight_version", version, "must differ from the one in use")
-        try:
-            self.worker.update_weights(named_tensors, version)
-        finally:
-            if self.weight_version != before or not self.worker.is_whole:
-                self._leave_old_weights(retract=flush_cache, abort=abort_all_requests)
 
     def flush_cache(self) -> None:
         """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""

@@ -35,6 +35,11 @@ class WeightUpdateError(RolloutError):
     """A weight update was refused, or one left half-way keeps the engine from serving."""
 
 
+class EngineStateError(RolloutError):
+    """The engine is paused or its memory released: the call did nothing; the message says what to
+    call first."""
+
+
 class ExactnessError(RolloutError):
     """Exact mode was asked for and this processor's libraries cannot give it."""
 

@@ -30,6 +30,14 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # its logits were no distribution; the rollout's `error` says more
 
 
+class PauseMode(enum.StrEnum):
+    """What becomes of requests in flight while generation is paused."""
+
+    ABORT = "abort"  # they end with what they have
+    RETRACT = "retract"  # running ones go back to wait and recompute their KV
+    IN_PLACE = "in_place"  # they stay as they are, and go on
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """How one prompt is sampled. Checked when made; never changed afterwards.
@@ -318,3 +326,14 @@ class Rollout:
     extras: TokenExtras
     stats: RequestStats
     error: str | None = None
+
+    @property
+    def weight_version_spans(self) -> list[tuple[int, int, int]]:
+        """(version, start, end): token_ids[start:end] were sampled by weights of that version."""
+        spans: list[tuple[int, int, int]] = []
+        for index, version in enumerate(self.weight_versions):
+            if spans and spans[-1][0] == version:
+                spans[-1] = (version, spans[-1][1], index + 1)
+            else:
+                spans.append((version, index, index + 1))
+        return spans

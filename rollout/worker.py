@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
 from rollout.types import Batch, Request, StepResult, TokenExtras
+from rollout.weights.transaction import WeightTransaction
 
 
 class Worker(Protocol):
@@ -35,12 +36,9 @@ class Worker(Protocol):
     def model_dtype(self) -> torch.dtype: ...
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the weights are those of one version; else nothing can be served."""
+    def weights(self) -> WeightTransaction:
+        """Of every model it runs, the target and drafts. Where updates begin and end."""
         ...
-
-    @property
-    def weight_version(self) -> int: ...
 
     @property
     def max_draft_tokens(self) -> int:
@@ -73,9 +71,9 @@ class Worker(Protocol):
         """Logprobs of given tokens after the request's own. The request is not queued."""
         ...
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
-    ) -> None: ...
+    def weights_changed(self) -> None:
+        """Called when an update has been committed, before the next step."""
+        ...
 
     def counters(self) -> dict[str, float]:
         """The worker's own gauges (corpus size, KV use...), for metrics."""

@@ -48,7 +48,7 @@ class NgramWorker(SpecWorker):
         self._num_draft_tokens = num_draft_tokens
         self._calibration_seconds = calibration_seconds
         self._feed = CorpusFeed(self.corpus)
-        self._fed_version = self.weight_version
+        self._fed_version = self.weights.version
 
     @property
     def max_draft_tokens(self) -> int:
@@ -60,10 +60,10 @@ class NgramWorker(SpecWorker):
 
     def prepare(self, batch: Batch) -> None:
         self._draft_corpus.publish()
-        if self.weight_version != self._fed_version:
+        if self.weights.version != self._fed_version:
             self._feed.catch_up_all()  # while the corpus takes them for the old policy's
-            self._fed_version = self.weight_version
-        self.corpus.set_weight_version(self.weight_version)
+            self._fed_version = self.weights.version
+        self.corpus.set_weight_version(self.weights.version)
         if self.budget.is_open:
             self._feed.catch_up(entry.request for entry in batch.entries if entry.samples)
 

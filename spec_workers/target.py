@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -57,7 +57,7 @@ class TargetWorker:
         self.vocab_size = spec.vocab_size
         self.max_context_len = spec.max_context_len
         self.eos_token_ids = spec.eos_token_ids
-        self.weights = WeightTransaction(self.model)
+        self.weights = WeightTransaction({"target": self.model})
         scheduler = config.scheduler
         self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
@@ -87,10 +87,6 @@ class TargetWorker:
             minimum_rows=self.minimum_rows,
             device=device,
         )
-
-    @property
-    def weight_version(self) -> int:
-        return self.weights.version
 
     @property
     def description(self) -> str:
@@ -208,11 +204,6 @@ class TargetWorker:
                 computed += length
         finally:
             self.memory.release(row, tokens[:computed])
-
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
-    ) -> None:
-        self.weights.update(named_tensors, weight_version)
 
     def counters(self) -> dict[str, float]:
         usage, counters = self.memory.usage, self.memory.counters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from rollout.types import (
     StepTimes,
     TokenExtras,
 )
-from rollout.weights.transaction import WeightState
+from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget
 from spec_workers.request_stats import count_step
 from spec_workers.target import TargetWorker
@@ -48,12 +48,8 @@ class SpecWorker:
         return self.target.max_context_len
 
     @property
-    def is_whole(self) -> bool:
-        return self.target.weights.state is WeightState.WHOLE
-
-    @property
-    def weight_version(self) -> int:
-        return self.target.weight_version
+    def weights(self) -> WeightTransaction:
+        return self.target.weights
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -96,7 +92,7 @@ class SpecWorker:
         count_step(batch, proposed, verified, results, times)
         return StepResult(
             entries=results,
-            weight_version=self.weight_version,
+            weight_version=self.weights.version,
             num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
             num_proposed=0 if proposed is None else proposed.num_nodes,
             expected_accepted=float(verified.values_N.sum()),
@@ -121,15 +117,8 @@ class SpecWorker:
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
         return self.target.score(request, output_ids)
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
-    ) -> None:
-        before = self.weight_version
-        try:
-            self.target.update_weights(named_tensors, weight_version)
-        finally:
-            if self.weight_version != before:
-                self.budget.change_policy()
+    def weights_changed(self) -> None:
+        self.budget.change_policy()
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         """Go on from what an earlier engine learned. Raises ValueError for what is none of it."""

@@ -1,110 +1,255 @@
-"""A weight update reaches the model whole, or the model refuses to serve.
+"""A weight update reaches every model it names whole, or nothing is served.
 
 States::
 
-    WHOLE --begin--> LOADING --commit--> WHOLE (version bumped)
-                        |
-                        +-- failure after a write --> TORN --full update--> LOADING ...
+              begin            first write             commit
+    WHOLE ------------> OPEN ---------------> LOADING --------> WHOLE (version bumped)
+      ^                  | failed, abandoned     | failed, abandoned
+      +------------------+                       v
+                                               TORN --begin--> OPEN ... only a full update commits
 
-What is known beforehand is checked before a byte moves. From TORN only an update that names every
-tensor of the model leads back to WHOLE.
+WHOLE and, where nothing was torn before, OPEN serve: in OPEN no byte has moved yet. What is known
+beforehand is checked in `begin`. After TORN an update must name every tensor of the torn parts.
+Every transport ends in begin, load, commit, abandon.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.layers.destination import Destination, mismatches
-from rollout.models.causal_lm import CausalLM
+from rollout.layers.destination import Destination
+from rollout.weights import checks
+from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
+from rollout.weights.options import UpdateOptions
+from rollout.weights.part import WeightPart
 
 
 class WeightState(enum.Enum):
     WHOLE = "whole"
+    OPEN = "open"
     LOADING = "loading"
     TORN = "torn"
 
 
-class WeightTransaction:
-    """Owns the weight version of one model and whether it may serve."""
+@dataclass(slots=True)
+class _Update:
+    """The update that is under way."""
 
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
+    options: UpdateOptions
+    version: int
+    parts: frozenset[str]
+    destinations: Mapping[str, Destination]
+    manifest: Manifest | None
+    before: WeightState
+    last_call: float  # seconds, by the transaction's clock
+    loaded: dict[str, TensorSpec] = field(default_factory=dict)
+
+
+class WeightTransaction:
+    """Owns the weight version of a worker's models and whether they may serve.
+
+    ``parts``: by the names selectors use. A checkpoint name that several parts have is one tensor
+    they share.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, WeightPart], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.parts = dict(parts)
         self.version = 0
         self.state = WeightState.WHOLE
-        self._reason = ""
+        self.reason = ""  # why it does not serve
+        self._clock = clock
+        self._update: _Update | None = None
+        self._torn: frozenset[str] = frozenset()
+
+    @property
+    def serves(self) -> bool:
+        state = self._update.before if self._update else self.state
+        return state is WeightState.WHOLE and self.state is not WeightState.LOADING
+
+    @property
+    def is_under_way(self) -> bool:
+        """Between begin and commit. Finds out on the way that a sender has gone silent."""
+        self._abandon_if_silent()
+        return self._update is not None
 
     def require_whole(self) -> None:
         """Raises WeightUpdateError unless the weights are those of one version."""
-        if self.state is not WeightState.WHOLE:
-            raise WeightUpdateError(
-                f"weights are {self.state.value}: {self._reason}; "
-                "send an update that names every tensor of the model"
-            )
+        self._abandon_if_silent()
+        if not self.serves:
+            raise WeightUpdateError(f"the weights are {self.state.value}: {self.reason}")
 
-    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """One whole transaction.
+    def begin(self, options: UpdateOptions, manifest: Manifest | None = None) -> None:
+        """Open an update.
 
-        A collection is checked through before anything is written; of a generator each tensor is
-        checked as it comes, and a bad one leaves the model torn. Raises
-        InvalidInputError for names, shapes and dtypes the model does not have, WeightUpdateError
-        for a partial update of a torn model.
+        ``manifest``: all that is going to come; wrong names, shapes and dtypes are then refused
+        here. Raises InvalidInputError, and WeightUpdateError while another update is under way,
+        which goes on, or where this one could not heal torn weights; nothing has changed then.
         """
-        destinations = self._model.destinations()
-        must_be_full = self.state is not WeightState.WHOLE
-        if isinstance(named_tensors, Collection):
-            offered = {name: tensor.shape for name, tensor in named_tensors}
-            _refuse(mismatches(destinations, offered, partial=not must_be_full))
-            for name, tensor in named_tensors:
-                _refuse_dtype(name, tensor)
-            _refuse_untied(destinations, dict(named_tensors))
-        loaded: dict[str, torch.Size] = {}
-        try:
-            for name, tensor in named_tensors:
-                _refuse(mismatches(destinations, {name: tensor.shape}, partial=True))
-                _refuse_dtype(name, tensor)
-                self.state, self._reason = WeightState.LOADING, "an update is under way"
-                destinations[name].write(tensor)
-                loaded[name] = tensor.shape
-            if must_be_full:
-                _refuse(mismatches(destinations, loaded))
-            self._model.finish_loading()
-        except BaseException as error:
-            if self.state is WeightState.LOADING:
-                self._tear(list(loaded), error)
-            raise
-        self.state = WeightState.WHOLE
-        self.version = version
-
-    def _tear(self, loaded: list[str], error: BaseException) -> None:
-        self.state = WeightState.TORN
-        shown = ", ".join(loaded[:8]) + (", ..." if len(loaded) > 8 else "")
-        self._reason = f"an update failed after loading {len(loaded)} tensors ({shown}): {error}"
-
-
-def _refuse(lines: list[str]) -> None:
-    if lines:
-        shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-        raise InvalidInputError("named_tensors", shown, "must match the model's own tensors")
-
-
-def _refuse_untied(
-    destinations: Mapping[str, Destination], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Two names of one tensor must carry one value."""
-    for name, tensor in tensors.items():
-        other = tensors.get(destinations[name].alias_of or name)
-        if other is not None and other is not tensor and not torch.equal(other, tensor):
-            raise InvalidInputError(
-                "named_tensors", name, f"differs from {destinations[name].alias_of}, its tied twin"
+        self._abandon_if_silent()
+        if self._update is not None:
+            raise WeightUpdateError(
+                f"an update to version {self._update.version} is under way; end or abandon it first"
             )
-
-
-def _refuse_dtype(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise InvalidInputError(
-            f"named_tensors[{name!r}].dtype", tensor.dtype, "must be a floating-point dtype"
+        version = self.version + 1 if options.weight_version is None else options.weight_version
+        if version == self.version:
+            raise InvalidInputError("weight_version", version, "must differ from the one in use")
+        parts = self._selected(options.selector)
+        if self._torn and (options.partial or not self._torn <= parts):
+            raise WeightUpdateError(
+                f"the weights are torn: {self.reason}; partial={options.partial} and "
+                f"selector={options.selector!r} cannot heal them"
+            )
+        destinations: dict[str, Destination] = {}
+        for part in sorted(parts):
+            destinations |= self.parts[part].destinations()
+        if manifest is not None:
+            checks.refuse_mismatches(destinations, manifest, partial=options.partial)
+        self._update = _Update(
+            options=options,
+            version=version,
+            parts=parts,
+            destinations=destinations,
+            manifest=manifest,
+            before=self.state,
+            last_call=self._clock(),
         )
+        self.state = WeightState.OPEN
+
+    def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
+        """Write tensors of the open update; called as often as they come.
+
+        What is known of ``named_tensors`` beforehand, all of a collection and the manifest of a
+        `WeightSource`, is checked before the first is written; of a generator each is checked as it
+        comes. ``direct``: nothing is converted, the dtype must be the model's. Any failure ends the
+        update. Raises InvalidInputError, and what ``named_tensors`` raises.
+        """
+        update = self._under_way()
+        try:
+            if isinstance(named_tensors, Collection):
+                _check_collection(update, named_tensors)
+            elif isinstance(named_tensors, WeightSource):
+                _check_incoming(update, named_tensors.manifest())
+            for name, tensor in named_tensors:
+                self._write(update, name, tensor, direct)
+        except BaseException as error:
+            self.abandon(f"it failed: {error}")
+            raise
+        update.last_call = self._clock()
+
+    def commit(self) -> UpdateOptions:
+        """End the open update: its version is the weights' from now on. Returns its options.
+
+        Raises InvalidInputError where tensors did not come; the update has then failed.
+        """
+        update = self._under_way()
+        try:
+            if not update.loaded:
+                raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
+            checks.refuse_mismatches(
+                update.destinations, update.loaded, partial=update.options.partial
+            )
+            for part in sorted(update.parts):
+                self.parts[part].finish_loading()
+        except BaseException as error:
+            self.abandon(f"it failed: {error}")
+            raise
+        self._update, self._torn = None, frozenset()
+        self.state, self.reason, self.version = WeightState.WHOLE, "", update.version
+        return update.options
+
+    def abandon(self, reason: str) -> None:
+        """Give the open update up, if there is one: torn if it had written, else as it was."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        if self.state is WeightState.LOADING:
+            self.tear(
+                update.parts,
+                f"an update to version {update.version} stopped after {len(update.loaded)} tensors "
+                f"({_shown(update.loaded)}): {reason}",
+            )
+        else:
+            self.state = update.before
+
+    def tear(self, parts: Iterable[str], reason: str) -> None:
+        """The values of these parts are lost: only a full update makes them serve again."""
+        self._torn |= frozenset(parts)
+        self.state = WeightState.TORN
+        self.reason = (
+            f"{reason}; send an update that names every tensor of {', '.join(sorted(self._torn))}"
+        )
+
+    def digest(self, selector: str = "all") -> str:
+        """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
+        digest = hashlib.sha256()
+        for part in sorted(self._selected(selector)):
+            for name, destination in sorted(self.parts[part].destinations().items()):
+                if destination.required:
+                    digest.update(f"{part} {name} {destination.dtype} {destination.shape}".encode())
+                    values = destination.read().contiguous().cpu().reshape(-1)
+                    digest.update(values.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _write(self, update: _Update, name: str, tensor: torch.Tensor, direct: bool) -> None:
+        checks.refuse_incoming(
+            update.destinations, update.manifest, update.loaded, {name: TensorSpec.of(tensor)}
+        )
+        destination = update.destinations[name]
+        if direct and tensor.dtype is not destination.dtype:
+            raise InvalidInputError(
+                f"named_tensors[{name!r}].dtype", tensor.dtype,
+                f"load_format='direct' converts nothing: the model has {destination.dtype}",
+            )  # fmt: skip
+        if update.options.check_finite:
+            checks.refuse_not_finite(name, tensor)
+        self.state, self.reason = WeightState.LOADING, "an update is under way"
+        destination.write(tensor)
+        update.loaded[name] = TensorSpec.of(tensor)
+
+    def _selected(self, selector: str) -> frozenset[str]:
+        if selector == "all":
+            return frozenset(self.parts)
+        if selector not in self.parts:
+            known = ", ".join(["all", *sorted(self.parts)])
+            raise InvalidInputError("selector", selector, f"this worker has: {known}")
+        return frozenset([selector])
+
+    def _under_way(self) -> _Update:
+        self._abandon_if_silent()
+        if self._update is None:
+            raise WeightUpdateError(f"no update is under way{self.reason and ': ' + self.reason}")
+        self._update.last_call = self._clock()
+        return self._update
+
+    def _abandon_if_silent(self) -> None:
+        update = self._update
+        if update is not None and self._clock() - update.last_call > update.options.timeout:
+            self.abandon(f"nothing came for {update.options.timeout:g} seconds")
+
+
+def _check_collection(update: _Update, named_tensors: Collection[tuple[str, torch.Tensor]]) -> None:
+    tensors = dict(named_tensors)
+    if len(tensors) < len(named_tensors):
+        raise InvalidInputError("named_tensors", len(named_tensors), "holds a name twice")
+    _check_incoming(update, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+    checks.refuse_untied(update.destinations, tensors)
+    if update.options.check_finite:
+        for name, tensor in tensors.items():
+            checks.refuse_not_finite(name, tensor)
+
+
+def _check_incoming(update: _Update, incoming: Manifest) -> None:
+    checks.refuse_incoming(update.destinations, update.manifest, update.loaded, incoming)
+
+
+def _shown(names: Collection[str]) -> str:
+    return ", ".join(list(names)[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,52 @@
+"""What an update is going to bring, known before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol, runtime_checkable
+
+import torch
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+
+Manifest = Mapping[str, TensorSpec]
+"""Checkpoint names and what comes under them."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Named tensors of which names, shapes and dtypes are known beforehand."""
+
+    def manifest(self) -> Manifest:
+        """Of what iterating will yield: whole tensors, however they are sharded now."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor is valid until the next one is asked for."""
+        ...
+
+
+def manifest_of(named_tensors: NamedTensors) -> Manifest | None:
+    """What is known of them now: all of a source or a collection, nothing of a generator."""
+    if isinstance(named_tensors, WeightSource):
+        return named_tensors.manifest()
+    if isinstance(named_tensors, Collection):
+        return {name: TensorSpec.of(tensor) for name, tensor in named_tensors}
+    return None

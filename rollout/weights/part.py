@@ -1,0 +1,18 @@
+"""One model that weights are sent to: the target, or a draft."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rollout.layers.destination import Destination
+
+
+class WeightPart(Protocol):
+    def destinations(self) -> dict[str, Destination]:
+        """Checkpoint names to where their tensors go. Ask anew for each update: tied names
+        remember which of them was written."""
+        ...
+
+    def finish_loading(self) -> None:
+        """Called when the writes of an update are done."""
+        ...
