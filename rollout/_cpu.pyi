@@ -152,3 +152,23 @@ def entropy(
     out: int,
     threads: int,
 ) -> None: ...
+def write_panels(
+    dtype: int,
+    panels: int,
+    panels_shape: Sequence[int],
+    rows: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    first_row: int,
+    threads: int,
+) -> None: ...
+def read_panels(
+    dtype: int,
+    panels: int,
+    panels_shape: Sequence[int],
+    rows: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    first_row: int,
+    threads: int,
+) -> None: ...

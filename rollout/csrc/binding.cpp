@@ -233,6 +233,35 @@ void entropy(int dtype, Address logits, Dims2 shape, Dims2 strides, Address temp
                    shape[0], threads);
 }
 
+rollout::PanelArgs panel_args(int dtype, Address panels, Dims3 panels_shape, Address rows,
+                              Dims2 shape, Dims2 strides, int64_t first_row) {
+  const int64_t elements = 4 / rollout::element_bytes(DType{dtype});
+  require(panels_shape[2] == rollout::kPanelLanes * elements, "panels_PUL: a unit is 64 words");
+  require(shape[1] <= panels_shape[1] * elements, "rows_MI: too wide for the panels");
+  require(first_row >= 0 && first_row + shape[0] <= panels_shape[0] * rollout::kPanelLanes,
+          "rows_MI: beyond the last panel");
+  return {.dtype = DType{dtype},
+          .panels = at(panels),
+          .panel_stride = panels_shape[1] * panels_shape[2],
+          .rows = at(rows),
+          .row_stride = strides[0],
+          .first_row = first_row,
+          .num_rows = shape[0],
+          .inputs = shape[1]};
+}
+
+void write_panels(int dtype, Address panels, Dims3 panels_shape, Address rows, Dims2 shape,
+                  Dims2 strides, int64_t first_row, int threads) {
+  rollout::write_panels(panel_args(dtype, panels, panels_shape, rows, shape, strides, first_row),
+                        threads);
+}
+
+void read_panels(int dtype, Address panels, Dims3 panels_shape, Address rows, Dims2 shape,
+                 Dims2 strides, int64_t first_row, int threads) {
+  rollout::read_panels(panel_args(dtype, panels, panels_shape, rows, shape, strides, first_row),
+                       threads);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -278,4 +307,9 @@ NB_MODULE(_cpu, m) {
         Unlocked());
   m.def("entropy", &entropy, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
         "temperatures"_a, "out"_a, "threads"_a, Unlocked());
+
+  m.def("write_panels", &write_panels, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a, "shape"_a,
+        "strides"_a, "first_row"_a, "threads"_a, Unlocked());
+  m.def("read_panels", &read_panels, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a, "shape"_a,
+        "strides"_a, "first_row"_a, "threads"_a, Unlocked());
 }

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "categorical.h"
+#include "panels.h"
 #include "rms_norm.h"
 #include "rotary.h"
 #include "silu_mul.h"
@@ -52,6 +53,15 @@ void entropy(const CategoricalArgs& args, int64_t row) {
   with_type(args.dtype, [&](auto type) { entropy_row<decltype(type)>(args, row); });
 }
 
+template <bool kRead>
+void move_panel(const PanelArgs& args, int64_t panel) {
+  if (element_bytes(args.dtype) == 4) {
+    move_panel<uint32_t, kRead>(args, panel);
+  } else {
+    move_panel<uint16_t, kRead>(args, panel);
+  }
+}
+
 #define ROLLOUT_STRING_(x) #x
 #define ROLLOUT_STRING(x) ROLLOUT_STRING_(x)
 
@@ -65,6 +75,8 @@ const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
                           attend,
                           categorical,
                           token_logprob,
-                          entropy};
+                          entropy,
+                          move_panel<false>,
+                          move_panel<true>};
 
 }  // namespace rollout::ROLLOUT_ISA

@@ -100,6 +100,20 @@ struct CategoricalArgs {
   float* out;                   // logprobs or entropies
 };
 
+constexpr int64_t kPanelLanes = 64;
+
+// A weight as oneDNN packs it: panels of 64 rows, each [units][64] words, a word being one float32
+// or two adjacent 16-bit numbers of a row. Rows [first_row, first_row + num_rows) are moved, from
+// or to `rows`; all else in the panels stays, the zeros that fill up units and lanes included.
+struct PanelArgs {
+  DType dtype;
+  void* panels;
+  int64_t panel_stride;
+  void* rows;
+  int64_t row_stride;
+  int64_t first_row, num_rows, inputs;
+};
+
 struct Kernels {
   const char* name;
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
@@ -111,6 +125,8 @@ struct Kernels {
   void (*categorical)(const CategoricalArgs& args, int64_t row, float* block_sums);
   void (*token_logprob)(const CategoricalArgs& args, int64_t row);
   void (*entropy)(const CategoricalArgs& args, int64_t row);
+  void (*write_panel)(const PanelArgs& args, int64_t panel);
+  void (*read_panel)(const PanelArgs& args, int64_t panel);
 };
 
 const Kernels& kernels();  // the best this processor runs

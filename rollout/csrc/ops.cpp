@@ -55,6 +55,16 @@ void parallel_vocab_rows(const CategoricalArgs& args, int64_t rows, int threads,
                [&](int64_t row, void* scratch) { f(row, static_cast<float*>(scratch)); });
 }
 
+template <typename Kernel>
+void parallel_panels(const PanelArgs& args, int threads, const Kernel& kernel) {
+  if (args.num_rows == 0) return;
+  const int64_t first = args.first_row / kPanelLanes;
+  const int64_t last = (args.first_row + args.num_rows - 1) / kPanelLanes;
+  const bool small = args.num_rows * args.inputs < kParallelElements;
+  parallel_for(last - first + 1, small ? 1 : threads, 0,
+               [&](int64_t item, void*) { kernel(args, first + item); });
+}
+
 }  // namespace
 
 void rms_norm(const RmsNormArgs& args, int threads) {
@@ -134,6 +144,14 @@ void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads) {
 void entropy(const CategoricalArgs& args, int64_t rows, int threads) {
   parallel_vocab_rows(args, rows, threads,
                       [&](int64_t row, float*) { kernels().entropy(args, row); });
+}
+
+void write_panels(const PanelArgs& args, int threads) {
+  parallel_panels(args, threads, kernels().write_panel);
+}
+
+void read_panels(const PanelArgs& args, int threads) {
+  parallel_panels(args, threads, kernels().read_panel);
 }
 
 }  // namespace rollout

@@ -29,5 +29,7 @@ void paged_attention(const AttentionArgs& args, const AttentionSchedule& schedul
 void categorical(const CategoricalArgs& args, int64_t rows, int threads);
 void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads);
 void entropy(const CategoricalArgs& args, int64_t rows, int threads);
+void write_panels(const PanelArgs& args, int threads);
+void read_panels(const PanelArgs& args, int threads);
 
 }  // namespace rollout

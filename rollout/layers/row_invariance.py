@@ -104,10 +104,9 @@ def _cancelling_probe(linear: Linear) -> Linear:
         device=linear.device,
         packing=linear.is_packed,
     )
-    weight_OI = probe.unpack()
     for start in range(0, linear.out_features, outputs):
-        rows = weight_OI[start : start + outputs]
-        rows.copy_(block[: rows.shape[0]])
+        stop = min(start + outputs, linear.out_features)
+        probe.weight_rows(start, stop).write(block[: stop - start])
     if probe.bias_O is not None:
         probe.bias_O.zero_()
     probe.pack()

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def random_linear(inputs, outputs, dtype=torch.float32, packing=True, bias=False):
     generator = torch.Generator().manual_seed(3)
     linear = Linear(inputs, outputs, bias=bias, dtype=dtype, device=CPU, packing=packing)
-    linear.unpack().copy_(torch.randn(outputs, inputs, generator=generator))
+    linear.weight_rows(0, outputs).write(torch.randn(outputs, inputs, generator=generator))
     if linear.bias_O is not None:
         linear.bias_O.copy_(torch.randn(outputs, generator=generator))
     linear.pack()
@@ -52,7 +52,7 @@ def summed_backwards_where(differs):
         features = range(x.shape[1])
         if differs(x.shape[0], torch.get_num_threads()):
             features = reversed(features)
-        weight, x_f32 = self.unpack().float(), x.float()
+        weight, x_f32 = self.weight_rows(0, self.out_features).read().float(), x.float()
         y = torch.zeros(x.shape[0], weight.shape[0])
         for feature in features:
             y.addcmul_(x_f32[:, feature, None], weight[:, feature])

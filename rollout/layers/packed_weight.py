@@ -1,0 +1,95 @@
+"""A weight in oneDNN's packed layout, whose rows can be rewritten where they are.
+
+Legend: M rows, O output features, I input features, P panels, U units, L a unit of 64 rows (see
+rollout.ops.panels).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from rollout.ops.panels import LANES, read_panels, write_panels
+
+
+class PackedWeight:
+    """The product's own copy, ``opaque``, and a view of its memory, valid as long as it is.
+
+    Where the layout is the known one, writes go straight to their place and the address never
+    changes: packing anew takes memory for a second copy and ten times as long, nearly all of it
+    the kernel's handing out of pages. Where it is another, that is what a write does.
+    """
+
+    def __init__(self, weight_OI: torch.Tensor, opaque: torch.Tensor) -> None:
+        """``opaque``: the weight as oneDNN reordered it."""
+        self.opaque = opaque  # [O, I], layout torch._mkldnn
+        self.panels_PUL = _panels(opaque)
+        if self.panels_PUL is not None and not _same_bits(self._unpacked(), weight_OI):
+            self.panels_PUL = None
+
+    @staticmethod
+    def pack(weight_OI: torch.Tensor) -> PackedWeight | None:
+        """None where this build or processor cannot pack without loss."""
+        opaque = _reordered(weight_OI)
+        # Reduced matmul precision could have stored float32 as bfloat16.
+        if opaque is None or not _same_bits(opaque.to_dense(), weight_OI):
+            return None
+        return PackedWeight(weight_OI, opaque)
+
+    def write(self, first_row: int, rows_MI: torch.Tensor) -> None:
+        """Replace rows from ``first_row`` on. Of the same dtype, on the CPU, elements adjacent."""
+        if self.panels_PUL is not None:
+            write_panels(self.panels_PUL, first_row, rows_MI)
+        else:
+            weight_OI = self.opaque.to_dense()
+            weight_OI[first_row : first_row + len(rows_MI)] = rows_MI
+            self.opaque = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A plain copy of rows [start, stop)."""
+        if self.panels_PUL is None:
+            return self.opaque.to_dense()[start:stop].clone()
+        rows_MI = torch.empty((stop - start, self.opaque.shape[1]), dtype=self.opaque.dtype)
+        read_panels(self.panels_PUL, start, rows_MI)
+        return rows_MI
+
+    def _unpacked(self) -> torch.Tensor:
+        return self.read(0, self.opaque.shape[0])
+
+
+def _reordered(weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """The weight in oneDNN's layout, or None. The ops are private to torch, so may be absent."""
+    if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    ops = torch.ops.mkldnn
+    names = ("_reorder_linear_weight", "_linear_pointwise", "data_ptr", "_nbytes")
+    if not all(hasattr(ops, name) for name in names):
+        return None
+    try:
+        opaque: torch.Tensor = ops._reorder_linear_weight(weight_OI, None)
+    except RuntimeError:  # this dtype on this processor
+        return None
+    return opaque if opaque.is_mkldnn else None
+
+
+def _panels(opaque: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a packed weight as panels; None where its size is not that of panels."""
+    elements = 4 // opaque.dtype.itemsize
+    num_panels = -(-opaque.shape[0] // LANES)
+    unit_bytes = LANES * elements * opaque.dtype.itemsize
+    num_bytes: int = torch.ops.mkldnn._nbytes(opaque)
+    units, rest = divmod(num_bytes, num_panels * unit_bytes)
+    if rest or units * elements < opaque.shape[1]:
+        return None
+    address: int = torch.ops.mkldnn.data_ptr(opaque)
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+    flat = torch.from_numpy(memory).view(opaque.dtype)
+    return flat.view(num_panels, units, LANES * elements)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bitwise, so that NaN equals NaN: a diverged policy must pack like any other."""
+    bits = torch.int16 if a.dtype.itemsize == 2 else torch.int32
+    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))

@@ -1,0 +1,93 @@
+"""Rows of packed weights: the compiled op, the reference, and oneDNN's own reordering."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.layers.packed_weight import PackedWeight
+from rollout.ops.panels import native, read_panels, reference, write_panels
+
+SIZES = [(1, 1), (5, 3), (64, 32), (65, 33), (100, 7), (130, 96), (200, 321)]
+
+
+def random_bits(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits at all, NaN among them: they are moved, never computed with."""
+    wide = dtype.itemsize == 4
+    bits = torch.int32 if wide else torch.int16
+    limit = 2 ** (31 if wide else 15)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-limit, limit, shape, generator=generator, dtype=bits).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
+
+
+def empty_panels(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    elements = 4 // dtype.itemsize
+    units = -(-inputs // elements) + 3  # some to spare, as oneDNN leaves
+    return random_bits(-(-outputs // 64), units, 64 * elements, dtype=dtype, seed=99)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_the_op_is_the_reference(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    padded = random_bits(outputs, inputs + 5, dtype=dtype, seed=1)
+    for offset in (0, 1, 2):  # rows at odd addresses, of odd strides
+        rows = padded[:, offset : offset + inputs]
+        for first, last in ((0, outputs), (outputs // 3, outputs), (outputs // 2, outputs // 2)):
+            panels = empty_panels(outputs, inputs, dtype)
+            expected = panels.clone()
+            assert native.supports(panels, rows)
+            write_panels(panels, first, rows[first:last])
+            reference.write_panels(expected, first, rows[first:last])
+            assert torch.equal(bits(panels), bits(expected))
+            found, wanted = (torch.zeros_like(padded)[:, offset : offset + inputs] for _ in "ab")
+            read_panels(panels, first, found[first:last])
+            reference.read_panels(panels, first, wanted[first:last])
+            assert torch.equal(bits(found), bits(wanted))
+            assert torch.equal(bits(found[first:last]), bits(rows[first:last]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_written_rows_are_those_onednn_packs(
+    outputs: int, inputs: int, threads: int, set_threads
+) -> None:
+    set_threads(threads)
+    for dtype in (torch.float32, torch.bfloat16):
+        before = torch.randn(outputs, inputs).to(dtype)
+        after = torch.randn(outputs, inputs).to(dtype)
+        packed = PackedWeight.pack(before)
+        wanted = PackedWeight.pack(after)
+        if packed is None or wanted is None:
+            pytest.skip("this processor does not pack")
+        assert outputs == 1 or packed.panels_PUL is not None, "a layout not known here"
+        half = outputs // 2
+        packed.write(half, after[half:])
+        packed.write(0, after[:half])
+        if packed.panels_PUL is not None:
+            assert torch.equal(bits(packed.panels_PUL), bits(wanted.panels_PUL)), "padding included"
+        assert torch.equal(packed.read(0, outputs), after)
+        assert torch.equal(packed.opaque.to_dense(), after)
+
+
+def test_an_unknown_layout_is_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.layers.packed_weight._panels", lambda opaque: None)
+    weight = torch.randn(70, 9)
+    packed = PackedWeight.pack(weight)
+    assert packed is not None
+    weight[3:66] = torch.randn(63, 9)
+    packed.write(3, weight[3:66])
+    assert torch.equal(packed.read(0, 70), weight)
+    assert torch.equal(packed.opaque.to_dense(), weight)
+
+
+def test_wrong_sizes_are_refused(dtype: torch.dtype) -> None:
+    panels = empty_panels(65, 8, dtype)
+    for rows, first in (
+        (torch.zeros(65, 30, dtype=dtype), 0),
+        (torch.zeros(65, 8, dtype=dtype), 64),
+    ):
+        with pytest.raises(ValueError, match="rows_MI"):
+            write_panels(panels, first, rows)
