@@ -235,6 +235,10 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         """
         if self.scheduler.has_unfinished and not self.is_paused:
             self._run_step()
+        return self.take_ended()
+
+    def take_ended(self) -> list[Rollout]:
+        """Those that ended since the last step, as aborted ones do. Runs nothing."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -36,8 +36,8 @@ class WeightUpdateError(RolloutError):
 
 
 class EngineStateError(RolloutError):
-    """The engine is paused or its memory released: the call did nothing; the message says what to
-    call first."""
+    """The engine is paused, its memory released or its loop at an end: the call did nothing; the
+    message says what to call first."""
 
 
 class ExactnessError(RolloutError):

@@ -1,0 +1,348 @@
+"""The engine on a thread of its own: nothing lost, nothing left, and the tokens of plain calls."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+
+import pytest
+import torch
+
+from rollout import FinishReason, RolloutEngine, SamplingParams
+from rollout.engine_loop import EngineLoop
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+
+TIMEOUT = 60.0
+PROMPT = [5, 6, 7]
+LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.9, max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tiny_model_path):
+    return RolloutEngine.from_pretrained(tiny_model_path, max_running=4)
+
+
+@pytest.fixture
+def loop(engine):
+    with EngineLoop(engine) as loop:
+        yield loop
+    engine.check_integrity()
+    assert engine.worker.memory.usage.used == 0
+    assert not engine.has_unfinished
+
+
+class Gate:
+    """Holds the loop inside a call, so that a test decides what is asked before the next step."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.entered, self._opened = threading.Event(), threading.Event()
+        self.future = loop.call(self._wait)
+        assert self.entered.wait(TIMEOUT)
+
+    def _wait(self, engine: RolloutEngine) -> None:
+        self.entered.set()
+        assert self._opened.wait(TIMEOUT)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def step_until(loop: EngineLoop, reached) -> None:
+    """Let the loop run until ``reached(engine)`` holds between two steps."""
+    deadline = time.monotonic() + TIMEOUT
+    while not loop.call(reached).result(TIMEOUT):
+        assert time.monotonic() < deadline
+
+
+def weights_of(engine: RolloutEngine) -> list[tuple[str, torch.Tensor]]:
+    destinations = engine.worker.target.model.destinations()
+    return [(name, destination.read()) for name, destination in destinations.items()]
+
+
+def test_two_hundred_requests_of_eight_threads_get_the_tokens_of_generate(engine):
+    prompts = [[3 + i % 7, 10 + i, 11, 3 + i % 5] for i in range(50)]
+    params = SamplingParams(temperature=0.9, max_new_tokens=12, seed=3, n=4)
+    expected = {
+        (r.prompt_index, r.sample_index): (r.token_ids, r.logprobs, r.finish_reason, r.seed)
+        for r in engine.generate(prompts, params)
+    }
+    jobs = [(p, s) for p in range(50) for s in range(4)]
+    random.Random(0).shuffle(jobs)
+
+    def run(job: tuple[int, int]):
+        ticket = loop.submit(prompts[job[0]], params, prompt_index=job[0], sample_index=job[1])
+        return job, ticket.future.result(TIMEOUT)
+
+    with EngineLoop(engine) as loop, ThreadPoolExecutor(8) as pool:
+        found = dict(pool.map(run, jobs))
+    assert {
+        job: (r.token_ids, r.logprobs, r.finish_reason, r.seed) for job, r in found.items()
+    } == expected
+    engine.check_integrity()
+    assert not engine.has_unfinished
+
+
+def test_a_cut_rollout_goes_on_where_it_was(loop):
+    whole = loop.submit(PROMPT, SHORT).future.result(TIMEOUT)
+    rest = loop.submit(PROMPT, SHORT, request_seed=whole.seed, partial_ids=whole.token_ids[:3])
+    assert rest.future.result(TIMEOUT).token_ids == whole.token_ids[3:]
+
+
+def test_bad_input_is_the_tickets_own_error(loop):
+    good = loop.submit(PROMPT, SHORT)
+    bad = [
+        loop.submit([10**6], SHORT),
+        loop.submit(PROMPT, SHORT, request_seed=-1),
+        loop.submit(None, SHORT),  # not even iterable
+    ]
+    for ticket in bad:
+        with pytest.raises((InvalidInputError, TypeError)):
+            ticket.future.result(TIMEOUT)
+        assert ticket.request_id is None
+        ticket.abort()
+    assert len(good.future.result(TIMEOUT).token_ids) == 8
+    assert good.request_id is not None
+    assert loop.num_unfinished == 0
+
+
+def test_abort_of_a_request_that_is_asked_for_waiting_running_and_ended(loop, engine):
+    gate = Gate(loop)
+    asked = loop.submit(PROMPT, LONG)
+    asked.abort()
+    running = [loop.submit([10 + i, *PROMPT], LONG) for i in range(4)]
+    waiting = loop.submit(PROMPT, LONG)
+    assert loop.num_unfinished == 6
+    gate.open()
+    cut = asked.future.result(TIMEOUT)
+    assert (cut.finish_reason, cut.token_ids) == (FinishReason.ABORT, [])
+    step_until(loop, lambda e: e.scheduler.num_running == 4 and e.metrics().steps > 3)
+    waiting.abort()
+    assert waiting.future.result(TIMEOUT).token_ids == []
+    running[0].abort()
+    cut = running[0].future.result(TIMEOUT)
+    assert cut.finish_reason is FinishReason.ABORT
+    assert 0 < len(cut.token_ids) == len(cut.logprobs) < 400
+    done = [ticket.future.result(TIMEOUT) for ticket in running[1:]]
+    assert {r.finish_reason for r in done} == {FinishReason.LENGTH}
+    running[1].abort()  # ended long ago
+    assert loop.call(lambda e: e.has_unfinished).result(TIMEOUT) is False
+
+
+def test_abort_all_settles_every_future_before_its_own(loop):
+    tickets = [loop.submit([10 + i], LONG) for i in range(9)]
+    assert loop.abort_all().result(TIMEOUT) == 9
+    assert all(ticket.future.done() for ticket in tickets)
+    assert {ticket.future.result().finish_reason for ticket in tickets} == {FinishReason.ABORT}
+    assert loop.abort_all().result(TIMEOUT) == 0
+    assert loop.num_unfinished == 0
+
+
+def test_calls_run_in_order_between_steps_on_one_thread(loop):
+    seen: list[int] = []
+    ticket = loop.submit(PROMPT, LONG)
+    threads = {
+        future.result(TIMEOUT)
+        for future in [
+            loop.call(lambda _, i=i: seen.append(i) or threading.get_ident()) for i in range(50)
+        ]
+    }
+    assert seen == list(range(50))
+    assert len(threads) == 1
+    assert threads != {threading.get_ident()}
+    assert len(ticket.future.result(TIMEOUT).token_ids) == 400
+
+
+def test_an_error_in_a_call_is_nobody_elses(loop):
+    ticket = loop.submit(PROMPT, LONG)
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda _: 1 / 0).result(TIMEOUT)
+    with pytest.raises(SystemExit):
+        loop.call(lambda _: sys.exit(3)).result(TIMEOUT)
+    assert len(ticket.future.result(TIMEOUT).token_ids) == 400
+
+
+def test_a_call_may_be_cancelled_before_its_turn(loop):
+    gate, ran = Gate(loop), []
+    future = loop.call(lambda _: ran.append(1))
+    assert future.cancel()
+    gate.open()
+    assert loop.call(lambda _: list(ran)).result(TIMEOUT) == []
+
+
+def test_a_cancelled_waiter_aborts_its_request_and_frees_its_slots(loop):
+    async def give_up() -> None:
+        waiters = [asyncio.wrap_future(loop.submit([10 + i], LONG).future) for i in range(3)]
+        step_until(loop, lambda e: e.worker.memory.usage.used > 0)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(waiters[0], timeout=0.001)
+        for waiter in waiters[1:]:
+            waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiters[1]
+
+    asyncio.run(give_up())
+    assert loop.call(lambda e: e.has_unfinished).result(TIMEOUT) is False
+    assert loop.num_unfinished == 0
+    assert loop.call(lambda e: e.worker.memory.usage.used).result(TIMEOUT) == 0
+
+
+def test_a_future_cancelled_before_it_is_queued_never_runs(loop):
+    gate = Gate(loop)
+    ticket = loop.submit(PROMPT, LONG)
+    assert ticket.future.cancel()
+    gate.open()
+    assert loop.call(lambda e: e.metrics().steps).result(TIMEOUT) == 0
+    with pytest.raises(CancelledError):
+        ticket.future.result(TIMEOUT)
+
+
+def test_submits_aborts_and_cancels_may_race(loop):
+    """Every future is settled; the fixture finds slots that leaked."""
+    ends: list[Future] = []
+
+    def worker(seed: int) -> None:
+        choices = random.Random(seed)
+        for _ in range(40):
+            params = SamplingParams(max_new_tokens=choices.randrange(1, 30), ignore_eos=True)
+            ticket = loop.submit([choices.randrange(3, 90)], params)
+            ends.append(ticket.future)
+            time.sleep(choices.random() * 2e-3)
+            match choices.randrange(4):
+                case 0:
+                    ticket.abort()
+                case 1:
+                    ticket.future.cancel()
+                case 2:
+                    ticket.abort()
+                    ticket.future.cancel()
+
+    threads = [threading.Thread(target=worker, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not wait(ends, TIMEOUT).not_done
+    assert len(ends) == 240
+    assert loop.num_unfinished == 0
+    loop.call(lambda e: e.check_integrity()).result(TIMEOUT)
+
+
+def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(loop):
+    loop.submit(PROMPT, SHORT).future.result(TIMEOUT)
+    before = loop.call(lambda _: time.thread_time()).result(TIMEOUT)
+    time.sleep(0.5)
+    spent = loop.call(lambda _: time.thread_time()).result(TIMEOUT) - before
+    assert spent < 0.1
+    for _ in range(200):  # a lost wake-up would hang one of these
+        loop.call(lambda _: None).result(TIMEOUT)
+
+
+def test_requests_wait_while_the_weights_are_torn(loop, engine):
+    whole = weights_of(engine)
+    expected = loop.submit(PROMPT, SHORT).future.result(TIMEOUT).token_ids
+
+    def broken():
+        yield whole[0]
+        raise ConnectionError("the trainer is gone")
+
+    gate = Gate(loop)
+    torn = loop.call(lambda e: e.update_weights_from_tensor(broken()))
+    ticket, aborted = loop.submit(PROMPT, SHORT), loop.submit(PROMPT, SHORT)
+    gate.open()
+    with pytest.raises(ConnectionError):
+        torn.result(TIMEOUT)
+    before = loop.call(lambda _: time.thread_time()).result(TIMEOUT)
+    time.sleep(0.3)
+    assert loop.call(lambda _: time.thread_time()).result(TIMEOUT) - before < 0.1
+    aborted.abort()
+    assert aborted.future.result(TIMEOUT).finish_reason is FinishReason.ABORT
+    assert not ticket.future.done()
+    with pytest.raises((WeightUpdateError, EngineStateError)):
+        loop.call(lambda e: e.score(PROMPT, [4])).result(TIMEOUT)
+    loop.call(lambda e: e.update_weights_from_tensor(whole)).result(TIMEOUT)
+    assert ticket.future.result(TIMEOUT).token_ids == expected
+
+
+def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
+    loop = EngineLoop(engine)
+    gate = Gate(loop)
+    tickets = [loop.submit([10 + i], LONG) for i in range(6)]
+    step, calls = engine.worker.step, []
+
+    def faulty(batch):
+        if len(calls) == 3:
+            loop.call(lambda _: None).add_done_callback(calls.append)
+            raise RuntimeError("the device is lost")
+        calls.append(None)
+        return step(batch)
+
+    monkeypatch.setattr(engine.worker, "step", faulty)
+    gate.open()
+    for ticket in tickets:
+        with pytest.raises(EngineStateError, match="the device is lost") as caught:
+            ticket.future.result(TIMEOUT)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    for late in (lambda: loop.submit(PROMPT, SHORT), lambda: loop.call(lambda _: None)):
+        with pytest.raises(EngineStateError, match="the device is lost"):
+            late()
+    tickets[0].abort()
+    loop.close()
+    assert isinstance(calls[-1].exception(), EngineStateError)  # the call that was still queued
+    assert loop.num_unfinished == 0
+    engine.check_integrity()
+    assert not engine.has_unfinished
+    monkeypatch.undo()
+    assert len(engine.generate([PROMPT], SHORT)[0].token_ids) == 8
+
+
+def test_close_does_what_was_asked_and_aborts_what_is_unfinished(engine):
+    loop = EngineLoop(engine)
+    gate = Gate(loop)
+    called, tickets = loop.call(lambda _: 5), [loop.submit([10 + i], LONG) for i in range(6)]
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    gate.open()
+    closing.join(TIMEOUT)
+    assert called.result(0) == 5
+    assert {t.future.result(0).finish_reason for t in tickets} == {FinishReason.ABORT}
+    with pytest.raises(EngineStateError, match="closed"):
+        loop.submit(PROMPT, SHORT)
+    tickets[0].abort()
+    loop.close()
+    engine.check_integrity()
+    with EngineLoop(engine) as again:  # the engine is whole
+        assert len(again.submit(PROMPT, SHORT).future.result(TIMEOUT).token_ids) == 8
+
+
+def test_close_says_when_it_cannot(engine):
+    loop = EngineLoop(engine)
+    with pytest.raises(EngineStateError, match="inside call"):
+        loop.call(lambda _: loop.close()).result(TIMEOUT)
+    gate = Gate(loop)
+    with pytest.raises(TimeoutError, match="still in"):
+        loop.close(timeout=0.01)
+    gate.open()
+    loop.close()
+
+
+def test_a_process_that_forgets_to_close_still_ends(tiny_model_path):
+    script = (
+        "import sys; from rollout import RolloutEngine, SamplingParams\n"
+        "from rollout.engine_loop import EngineLoop\n"
+        "loop = EngineLoop(RolloutEngine.from_pretrained(sys.argv[1]))\n"
+        "params = SamplingParams(max_new_tokens=500, ignore_eos=True)\n"
+        "tickets = [loop.submit([5, 6], params) for _ in range(64)]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tiny_model_path)],
+        timeout=TIMEOUT,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
