@@ -269,6 +269,35 @@ def test_requests_wait_while_the_weights_are_torn(loop, engine):
     assert ticket.future.result(TIMEOUT).token_ids == expected
 
 
+def test_a_pause_keeps_requests_waiting_and_what_it_aborts_comes_at_once(loop):
+    expected = loop.submit(PROMPT, SHORT).future.result(TIMEOUT).token_ids
+    running = loop.submit(PROMPT, LONG)
+    loop.call(lambda e: e.pause_generation("abort")).result(TIMEOUT)
+    assert running.future.result(TIMEOUT).finish_reason is FinishReason.ABORT
+    tickets = [loop.submit(PROMPT, SHORT) for _ in range(2)]
+    steps = loop.call(lambda e: e.metrics().steps).result(TIMEOUT)
+    tickets[0].abort()
+    assert tickets[0].future.result(TIMEOUT).token_ids == []
+    time.sleep(0.2)
+    assert loop.call(lambda e: e.metrics().steps).result(TIMEOUT) == steps
+    assert loop.num_unfinished == 1
+    with pytest.raises(EngineStateError, match="paused"):
+        loop.call(lambda e: e.generate([PROMPT], SHORT)).result(TIMEOUT)
+    loop.call(lambda e: e.continue_generation()).result(TIMEOUT)
+    assert tickets[1].future.result(TIMEOUT).token_ids == expected
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_and_its_end_cannot_be_seen_in_the_tokens(loop, mode):
+    expected = loop.submit(PROMPT, LONG).future.result(TIMEOUT).token_ids
+    ticket = loop.submit(PROMPT, LONG)
+    step_until(loop, lambda e: e.scheduler.num_running == 1)
+    loop.call(lambda e: e.pause_generation(mode)).result(TIMEOUT)
+    assert not ticket.future.done()
+    loop.call(lambda e: e.continue_generation()).result(TIMEOUT)
+    assert ticket.future.result(TIMEOUT).token_ids == expected
+
+
 def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
     loop = EngineLoop(engine)
     gate = Gate(loop)
