@@ -186,6 +186,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
                 f"prompt and output must fit the context of {self.worker.max_context_len} tokens",
             )  # fmt: skip
         request = self._requests.make(prompt, params or SamplingParams(), 0, 0)
+        self.require_running()
         return self.worker.score(request, output)
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:

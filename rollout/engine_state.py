@@ -1,12 +1,13 @@
-"""The engine's calls that say whether it may run: pausing, and what keeps it from running."""
+"""The engine's calls that say whether it may run: pausing, giving memory back, and why not."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.scheduler import Scheduler
-from rollout.types import PauseMode, Request, Rollout
+from rollout.types import MemoryTag, PauseMode, Request, Rollout
 from rollout.worker import Worker
 
 
@@ -41,10 +42,56 @@ class StateCalls(ABC):
         self.is_paused = False
 
     @property
+    def released_tags(self) -> frozenset[MemoryTag]:
+        return self.worker.residency.released
+
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        """Give memory back, of the target and of drafts, until `resume_memory`; bytes by tag.
+
+        The operating system and other processes have it when this returns. Nothing can run without
+        weights and KV cache; requests can be submitted, and wait.
+
+        Args:
+            tags: ``kv_cache``: running requests go back to wait and compute theirs again, and the
+                prefix cache is dropped; the corpus stays. ``weights``. ``graphs``: nothing is
+                captured so far, so there are none to drop.
+            keep_weights: on a GPU their values go to host memory, on the CPU to a temporary folder
+                (``TMPDIR``), and come back bitwise. Else they are lost, and after `resume_memory`
+                the engine refuses to run until a full update.
+
+        Raises InvalidInputError for an unknown tag, EngineStateError for one that is released,
+        WeightUpdateError during an update, OSError where the folder is too small; nothing was
+        released then.
+        """
+        wanted = _memory_tags(tags)
+        residency = self.worker.residency
+        residency.require_held(wanted)
+        if MemoryTag.KV_CACHE in wanted:
+            self._leave_old_weights(retract=True, abort=False)
+        freed = residency.release(wanted, keep_weights)
+        return {tag.value: num_bytes for tag, num_bytes in freed.items()}
+
+    def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
+        """Take back what `release_memory` gave; by default all of it.
+
+        Weights may come first and be updated before the KV cache has its memory. Addresses may
+        change. Raises InvalidInputError for an unknown tag, EngineStateError for one that is not
+        released.
+        """
+        released = self.released_tags
+        self.worker.residency.resume(
+            [tag for tag in MemoryTag if tag in released] if tags is None else _memory_tags(tags)
+        )
+
+    @property
     def why_not(self) -> str:
         """Why no step can run now; empty when one can."""
         if self.is_paused:
             return "generation is paused: call continue_generation()"
+        if self.worker.residency.why_not:
+            return self.worker.residency.why_not
         weights = self.worker.weights
         if weights.is_under_way and not weights.serves:
             return "a weight update is under way: call end_weight_update() when all of it has come"
@@ -55,8 +102,10 @@ class StateCalls(ABC):
         return not self.why_not
 
     def require_running(self) -> None:
-        """Raises EngineStateError while paused, WeightUpdateError while weights are not whole."""
-        self.worker.weights.require_whole()
+        """Raises EngineStateError while paused or without memory, WeightUpdateError while weights
+        are not whole."""
+        if not self.worker.residency.why_not:
+            self.worker.weights.require_whole()
         if not self.can_run:
             raise EngineStateError(self.why_not)
 
@@ -64,4 +113,21 @@ class StateCalls(ABC):
     def _hand_out(self, rollouts: list[Rollout]) -> None: ...
 
     @abstractmethod
+    def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...
+
+    @abstractmethod
     def _end(self, request: Request) -> Rollout: ...
+
+
+def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:
+    """Each once. Raises InvalidInputError."""
+    known = ", ".join(MemoryTag)
+    if isinstance(tags, str):
+        raise InvalidInputError("tags", tags, f"must be a list of some of {known}")
+    found: list[MemoryTag] = []
+    for tag in dict.fromkeys(tags):
+        try:
+            found.append(MemoryTag(tag))
+        except ValueError:
+            raise InvalidInputError("tags", tag, f"must be some of {known}") from None
+    return found

@@ -38,6 +38,12 @@ class PauseMode(enum.StrEnum):
     IN_PLACE = "in_place"  # they stay as they are, and go on
 
 
+class MemoryTag(enum.StrEnum):
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    GRAPHS = "graphs"  # captured ones
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """How one prompt is sampled. Checked when made; never changed afterwards.

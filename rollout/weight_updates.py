@@ -79,6 +79,7 @@ class WeightCalls(ABC):
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
+        self.worker.weights.require_resident()
         for part in self.worker.weights.parts.values():
             destination = part.destinations().get(name)
             if destination is not None:

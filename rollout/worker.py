@@ -9,6 +9,7 @@ import torch
 
 from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
+from rollout.residency import Residency
 from rollout.types import Batch, Request, StepResult, TokenExtras
 from rollout.weights.transaction import WeightTransaction
 
@@ -38,6 +39,11 @@ class Worker(Protocol):
     @property
     def weights(self) -> WeightTransaction:
         """Of every model it runs, the target and drafts. Where updates begin and end."""
+        ...
+
+    @property
+    def residency(self) -> Residency:
+        """The memory of the same models, and of their KV."""
         ...
 
     @property

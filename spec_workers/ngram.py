@@ -108,7 +108,7 @@ class NgramWorker(SpecWorker):
         budget = self.budget
         if not self._calibration_seconds or not isinstance(budget, LearnedBudget):
             return
-        if not budget.cost.is_known:
+        if not budget.cost.is_known and not self.residency.why_not:
             time_forwards(self.target, budget.cost.curve, self._calibration_seconds)
 
     def release(self, request: Request) -> None:

@@ -16,6 +16,7 @@ from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.sizing import num_kv_slots
 from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.residency import Residency
 from rollout.runner import ModelRunner
 from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import rows_of_continuation, sample_rows
@@ -73,16 +74,18 @@ class TargetWorker:
             config.memory.prefix_cache,
         )
         self._chunk_len = min(scheduler.chunk_len, scheduler.max_step_tokens)
+        kv_pool = KvPool(
+            num_layers=spec.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self.model.dtype,
+            device=device,
+        )
+        self.residency = Residency(self.weights, [kv_pool])
         self.runner = ModelRunner(
             model=self.model,
-            kv_pool=KvPool(
-                num_layers=spec.num_layers,
-                num_slots=num_slots,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                dtype=self.model.dtype,
-                device=device,
-            ),
+            kv_pool=kv_pool,
             req_to_token=self.memory.req_to_token.table,
             minimum_rows=self.minimum_rows,
             device=device,

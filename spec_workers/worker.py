@@ -10,6 +10,7 @@ import torch
 
 from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
+from rollout.residency import Residency
 from rollout.types import (
     Batch,
     DraftTrees,
@@ -50,6 +51,10 @@ class SpecWorker:
     @property
     def weights(self) -> WeightTransaction:
         return self.target.weights
+
+    @property
+    def residency(self) -> Residency:
+        return self.target.residency
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

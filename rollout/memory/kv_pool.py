@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rollout.layers.storage import allocate_storage, free_storage
+
 
 class KvPool:
     """Keys and values of shape [num_slots + 1, kv_heads, head_dim], per layer.
@@ -31,3 +33,12 @@ class KvPool:
         *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> int:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    def release(self) -> int:
+        """Give the memory back; nothing runs until ``allocate``. The bytes freed."""
+        return sum(free_storage(tensor) for tensor in self.keys + self.values)
+
+    def allocate(self) -> None:
+        """The same slots again, holding nothing."""
+        for tensor in self.keys + self.values:
+            allocate_storage(tensor)

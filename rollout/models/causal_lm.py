@@ -56,3 +56,11 @@ class CausalLM(Protocol):
     def finish_loading(self) -> None:
         """Call when the writes of a load or update are done: packs what was written."""
         ...
+
+    def release(self) -> int:
+        """Free the memory of every weight; the bytes freed. Only ``allocate`` may come next."""
+        ...
+
+    def allocate(self) -> None:
+        """Memory for every weight again, to be written to; on a GPU maybe at new addresses."""
+        ...

@@ -14,6 +14,7 @@ import torch
 from rollout.layers.destination import Destination, with_alias
 from rollout.layers.linear import Linear
 from rollout.layers.rope import cos_sin_table
+from rollout.layers.storage import allocate_storage, free_storage
 from rollout.models.causal_lm import LayerAttention
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
@@ -114,6 +115,26 @@ class Llama:
     def finish_loading(self) -> None:
         for linear in self.linears():
             linear.pack()
+
+    def release(self) -> int:
+        freed = sum(linear.release() for linear in self.linears())
+        return freed + sum(free_storage(tensor) for tensor in self._plain_weights())
+
+    def allocate(self) -> None:
+        for tensor in self._plain_weights():
+            allocate_storage(tensor)
+        for linear in self.linears():
+            linear.allocate()
+
+    def _plain_weights(self) -> list[torch.Tensor]:
+        """Those that are no product's, the embedding included."""
+        norms = [
+            norm
+            for layer in self.layers
+            for norm in (layer.attention_norm_E, layer.q_norm_D, layer.k_norm_D, layer.mlp_norm_E)
+            if norm is not None
+        ]
+        return [self.embedding_VE, *norms, self.final_norm_E]
 
     def destinations(self) -> dict[str, Destination]:
         spec = self.spec

@@ -16,3 +16,14 @@ class WeightPart(Protocol):
     def finish_loading(self) -> None:
         """Called when the writes of an update are done."""
         ...
+
+    def release(self) -> int:
+        """Free the memory of every tensor; the bytes freed. 0 for what another part freed.
+
+        Nothing is read, written or run until ``allocate``.
+        """
+        ...
+
+    def allocate(self) -> None:
+        """Memory for every tensor again, to be written to; the values are undefined."""
+        ...

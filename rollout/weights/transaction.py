@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.layers.destination import Destination
 from rollout.weights import checks
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
@@ -66,6 +66,7 @@ class WeightTransaction:
         self.version = 0
         self.state = WeightState.WHOLE
         self.reason = ""  # why it does not serve
+        self.is_resident = True  # False while the memory of the parts is given back
         self._clock = clock
         self._update: _Update | None = None
         self._torn: frozenset[str] = frozenset()
@@ -73,7 +74,8 @@ class WeightTransaction:
     @property
     def serves(self) -> bool:
         state = self._update.before if self._update else self.state
-        return state is WeightState.WHOLE and self.state is not WeightState.LOADING
+        whole = state is WeightState.WHOLE and self.state is not WeightState.LOADING
+        return whole and self.is_resident
 
     @property
     def is_under_way(self) -> bool:
@@ -82,18 +84,28 @@ class WeightTransaction:
         return self._update is not None
 
     def require_whole(self) -> None:
-        """Raises WeightUpdateError unless the weights are those of one version."""
+        """Raises WeightUpdateError unless the weights are those of one version, EngineStateError
+        while they are released."""
+        self.require_resident()
         self._abandon_if_silent()
         if not self.serves:
             raise WeightUpdateError(f"the weights are {self.state.value}: {self.reason}")
+
+    def require_resident(self) -> None:
+        if not self.is_resident:
+            raise EngineStateError(
+                "the weights are released: call resume_memory(['weights']) first"
+            )
 
     def begin(self, options: UpdateOptions, manifest: Manifest | None = None) -> None:
         """Open an update.
 
         ``manifest``: all that is going to come; wrong names, shapes and dtypes are then refused
         here. Raises InvalidInputError, and WeightUpdateError while another update is under way,
-        which goes on, or where this one could not heal torn weights; nothing has changed then.
+        which goes on, or where this one could not heal torn weights, and EngineStateError while the
+        weights are released; nothing has changed then.
         """
+        self.require_resident()
         self._abandon_if_silent()
         if self._update is not None:
             raise WeightUpdateError(
@@ -190,6 +202,7 @@ class WeightTransaction:
 
     def digest(self, selector: str = "all") -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
+        self.require_resident()
         digest = hashlib.sha256()
         for part in sorted(self._selected(selector)):
             for name, destination in sorted(self.parts[part].destinations().items()):

@@ -1,0 +1,104 @@
+"""Which of a worker's memory is there, and giving it back to whoever shares the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.memory.kv_pool import KvPool
+from rollout.memory.system import return_freed_memory
+from rollout.types import MemoryTag
+from rollout.weights.kept import KeptWeights
+from rollout.weights.transaction import WeightTransaction
+
+_NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+"""To run. Graphs are captured again when they are wanted."""
+
+
+class Residency:
+    """The memory of every model a worker runs, target and drafts alike, by tag.
+
+    Who calls it sees to it that no request has KV when the KV cache goes.
+    """
+
+    def __init__(self, weights: WeightTransaction, kv_pools: Sequence[KvPool]) -> None:
+        """``kv_pools``: of the target and of every draft that has one."""
+        self._weights = weights
+        self._kv_pools = list(kv_pools)
+        self._kept: KeptWeights | None = None
+        self.released: frozenset[MemoryTag] = frozenset()
+
+    @property
+    def why_not(self) -> str:
+        """What is released and needed to run; empty when nothing is."""
+        missing = [tag.value for tag in _NEEDED if tag in self.released]
+        if not missing:
+            return ""
+        return f"memory is released: call resume_memory({missing}) first"
+
+    def require_held(self, tags: Collection[MemoryTag]) -> None:
+        """Raises EngineStateError for a tag that is released, WeightUpdateError for weights that
+        are being updated."""
+        for tag in tags:
+            if tag in self.released:
+                raise EngineStateError(
+                    f"{tag.value} is released already: call resume_memory({[tag.value]}) first"
+                )
+        if MemoryTag.WEIGHTS in tags and self._weights.is_under_way:
+            raise WeightUpdateError("a weight update is under way; end or abandon it first")
+
+    def release(self, tags: Collection[MemoryTag], keep_weights: bool) -> dict[MemoryTag, int]:
+        """Give back what the tags name; the bytes freed by tag.
+
+        ``keep_weights``: their values are set aside and `resume` brings them back; else they are
+        lost. Raises what `require_held` and `KeptWeights` raise; then nothing was released.
+        """
+        self.require_held(tags)
+        freed = dict.fromkeys(tags, 0)
+        if MemoryTag.WEIGHTS in tags:
+            parts = self._weights.parts
+            self._kept = KeptWeights(parts) if keep_weights else None
+            self._weights.is_resident = False
+            freed[MemoryTag.WEIGHTS] = sum(part.release() for part in parts.values())
+        if MemoryTag.KV_CACHE in tags:
+            freed[MemoryTag.KV_CACHE] = sum(pool.release() for pool in self._kv_pools)
+        self.released |= frozenset(tags)
+        return_freed_memory()
+        return freed
+
+    def resume(self, tags: Collection[MemoryTag]) -> None:
+        """Allocate again what the tags name. The KV cache comes back empty.
+
+        Weights come back bitwise, or, where they were not kept, torn: only a full update makes them
+        serve. Raises EngineStateError for a tag that is not released. When memory is short, what
+        could not be had is still released; weights that cannot be read back are torn.
+        """
+        for tag in tags:
+            if tag not in self.released:
+                raise EngineStateError(f"{tag.value} is not released: there is nothing to resume")
+        for tag in tags:
+            if tag is MemoryTag.WEIGHTS:
+                self._resume_weights()
+            elif tag is MemoryTag.KV_CACHE:
+                for pool in self._kv_pools:
+                    pool.allocate()
+            self.released -= {tag}
+
+    def _resume_weights(self) -> None:
+        weights, parts = self._weights, self._weights.parts
+        for part in parts.values():
+            part.allocate()
+        kept, self._kept = self._kept, None
+        weights.is_resident = True
+        if kept is None:
+            weights.tear(parts, "the weights were released without a copy")
+            return
+        try:
+            kept.write_back(parts)
+        except BaseException as error:
+            self.released -= {MemoryTag.WEIGHTS}
+            weights.tear(parts, f"the released weights could not be brought back: {error}")
+            raise
+        finally:
+            kept.discard()
+            return_freed_memory()

@@ -1,0 +1,83 @@
+"""The values of weights, set aside while their memory is given back."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.layers.destination import Destination
+from rollout.weights.part import WeightPart
+
+_FILE_BYTES = 256 << 20
+"""Of one file, and so of the copy held in memory while it is written."""
+
+
+class KeptWeights:
+    """A bitwise copy of every tensor of some parts, outside the memory they give back.
+
+    What is on a device goes to host memory. What is in host memory goes to safetensors files, in a
+    folder of the system's temporary one (``TMPDIR``; on a tmpfs that would be memory still), which
+    is removed by ``discard``, and at exit.
+    """
+
+    def __init__(self, parts: Mapping[str, WeightPart]) -> None:
+        """Raises OSError or SafetensorError where the folder cannot hold them; none is left."""
+        self._on_host: dict[str, torch.Tensor] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="specrollout-weights-")
+        self._files: list[Path] = []
+        try:
+            self._save(_destinations(parts))
+        except BaseException:
+            self.discard()
+            raise
+
+    def write_back(self, parts: Mapping[str, WeightPart]) -> None:
+        """To the same parts, whose memory is there again."""
+        destinations = _destinations(parts)
+        for name, values in self._on_host.items():
+            destinations[name].write(values)
+        for path in self._files:
+            for name, values in load_file(path).items():
+                destinations[name].write(values)
+        for part in parts.values():
+            part.finish_loading()
+
+    def discard(self) -> None:
+        self._on_host.clear()
+        self._files.clear()
+        self._folder.cleanup()
+
+    def _save(self, destinations: Mapping[str, Destination]) -> None:
+        filling: dict[str, torch.Tensor] = {}
+        num_bytes = 0
+        for name, destination in destinations.items():
+            values = destination.read()
+            if values.device.type != "cpu":
+                self._on_host[name] = values.cpu()
+                continue
+            if filling and num_bytes + values.nbytes > _FILE_BYTES:
+                self._write_file(filling)
+                filling, num_bytes = {}, 0
+            filling[name] = values
+            num_bytes += values.nbytes
+        if filling:
+            self._write_file(filling)
+
+    def _write_file(self, tensors: dict[str, torch.Tensor]) -> None:
+        path = Path(self._folder.name, f"{len(self._files)}.safetensors")
+        save_file(tensors, path)
+        self._files.append(path)
+
+
+def _destinations(parts: Mapping[str, WeightPart]) -> dict[str, Destination]:
+    """Each tensor once: under one of two tied names, and in one of the parts that share it."""
+    return {
+        name: destination
+        for _, part in sorted(parts.items())
+        for name, destination in part.destinations().items()
+        if destination.required
+    }
