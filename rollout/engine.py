@@ -33,6 +33,8 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weight_updates import WeightCalls
+from rollout.weights.groups import WeightGroups
+from rollout.weights.ipc import HandleReceiver
 from rollout.worker import Worker
 
 
@@ -56,6 +58,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         self._cache_hits = 0  # of the memory's life, before this step
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
         self.is_paused = False
+        self.weight_groups = WeightGroups()
+        self.weight_handles = HandleReceiver()
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
         self._unstarted = self._configured_documents()

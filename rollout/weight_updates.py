@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
 
 from rollout.errors import InvalidInputError
+from rollout.weights.bucket import FlattenedBucket, unflattened
+from rollout.weights.disk import CheckpointSource
+from rollout.weights.groups import WeightGroups
+from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import Manifest, NamedTensors, manifest_of
 from rollout.weights.options import UpdateOptions
-from rollout.weights.transaction import WeightTransaction
 from rollout.worker import Worker
 
 
@@ -24,6 +30,8 @@ class WeightCalls(ABC):
     """
 
     worker: Worker
+    weight_groups: WeightGroups
+    weight_handles: HandleReceiver
 
     @property
     def weight_version(self) -> int:
@@ -54,7 +62,11 @@ class WeightCalls(ABC):
         self.worker.weights.abandon(reason)
 
     def update_weights_from_tensor(
-        self, named_tensors: NamedTensors, *, load_format: str | None = None, **options: Any
+        self,
+        named_tensors: NamedTensors | Iterable[FlattenedBucket],
+        *,
+        load_format: str | None = None,
+        **options: Any,
     ) -> None:
         """Take weights that are in this process.
 
@@ -63,15 +75,84 @@ class WeightCalls(ABC):
                 dtype. A collection or a `WeightSource` is checked through before a byte moves, of
                 a generator each tensor as it comes.
             load_format: ``direct``: nothing is converted; a dtype that is not the model's is
-                refused.
+                refused. ``flattened_bucket``: ``named_tensors`` are buckets, as `buckets` makes.
 
         Raises InvalidInputError, WeightUpdateError, and whatever a generator raises.
         """
-        if load_format not in (None, "direct"):
-            raise InvalidInputError("load_format", load_format, "must be None or direct")
-        direct = load_format == "direct"
-        manifest = manifest_of(named_tensors)
-        self._update(lambda weights: weights.load(named_tensors, direct=direct), manifest, options)
+        if load_format not in (None, "direct", "flattened_bucket"):
+            raise InvalidInputError(
+                "load_format", load_format, "must be None, direct or flattened_bucket"
+            )
+        if load_format == "flattened_bucket":
+            named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
+        self._load(cast(NamedTensors, named_tensors), options, direct=load_format == "direct")
+
+    def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
+        """Take the weights of a safetensors folder, sharded or not.
+
+        Raises CheckpointError for a missing, truncated or damaged file before a byte moves, else
+        what `update_weights_from_tensor` does.
+        """
+        self._load(CheckpointSource(model_path), options)
+
+    def update_weights_from_ipc(
+        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
+    ) -> None:
+        """Take buckets that another process of this host holds.
+
+        ``handles``: one or several, all valid now, or an iterator that asks the sender for the next
+        when the last is loaded: of `SharedMemorySender` or `CudaIpcSender`. Raises
+        InvalidInputError, naming the field, for handles malformed or outdated.
+        """
+        self._load(self.weight_handles.tensors(handles), options)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+    ) -> None:
+        """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
+
+        Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
+        missing after ``timeout`` seconds or were told another size.
+        """
+        self.weight_groups.init(
+            master_address, master_port, rank_offset, world_size, group_name, backend, timeout
+        )
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group. Raises InvalidInputError for one this engine is not in."""
+        self.weight_groups.destroy(group_name)
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group",
+        *,
+        load_format: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Take the tensors that the group's rank 0 sends meanwhile.
+
+        Args:
+            load_format: None: the sender broadcasts each tensor by itself, in this order.
+                ``flattened_bucket``: it is a `DistributedSender`, whose ``arguments`` these are.
+
+        Raises InvalidInputError before anything is written, WeightUpdateError where the sender
+        fails or is silent for ``timeout`` seconds.
+        """
+        timeout = options.get("timeout", UpdateOptions().timeout)
+        with self.weight_groups.source(
+            names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
+        ) as source:
+            self._load(source, options)
 
     def weights_digest(self, selector: str = "all") -> str:
         """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""
@@ -86,11 +167,8 @@ class WeightCalls(ABC):
                 return destination.read().flatten()[:truncate_size].float().tolist()
         raise InvalidInputError("name", name, "is no tensor of this model")
 
-    def _update(
-        self,
-        load: Callable[[WeightTransaction], None],
-        manifest: Manifest | None,
-        options: dict[str, Any],
+    def _load(
+        self, named_tensors: NamedTensors, options: dict[str, Any], *, direct: bool = False
     ) -> None:
         """One whole update, or a part of the one that is under way."""
         weights = self.worker.weights
@@ -98,10 +176,10 @@ class WeightCalls(ABC):
             if options:
                 names = ", ".join(options)
                 raise InvalidInputError("options", names, "are set by begin_weight_update alone")
-            load(weights)
+            weights.load(named_tensors, direct=direct)
             return
-        self.begin_weight_update(manifest, **options)
-        load(weights)
+        self.begin_weight_update(manifest_of(named_tensors), **options)
+        weights.load(named_tensors, direct=direct)
         self.end_weight_update()
 
     @abstractmethod

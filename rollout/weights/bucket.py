@@ -1,86 +1,23 @@
-"""Buckets: tensors side by side in one flat buffer, as every transport carries them.
-
-One greedy rule lays tensors out, in the order they come: so a sender that packs a stream and a
-receiver that knows only names, dtypes and shapes arrive at the same offsets.
-"""
+"""Buckets: tensors side by side in one flat buffer, as every transport carries them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.weights.checked_json import checked_int, checked_list, checked_name, checked_object
-from rollout.weights.dtype_names import dtype_name, named_dtype
-from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
+from rollout.weights.bucket_layout import (
+    ALIGNMENT,
+    BucketEntry,
+    BucketLayout,
+    BucketPacker,
+    manifest_of_layouts,
+)
+from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, manifest_of
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
-ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
-
-
-@dataclass(frozen=True, slots=True)
-class BucketEntry:
-    """One tensor of a bucket: bytes [start, end) of its buffer."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class BucketLayout:
-    """Where each tensor of a bucket lies. ``num_bytes`` is what the buffer must hold."""
-
-    entries: tuple[BucketEntry, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.entries[-1].end if self.entries else 0
-
-    def to_json(self) -> dict[str, Any]:
-        entries = [
-            {
-                "name": entry.name,
-                "dtype": dtype_name(entry.dtype),
-                "shape": list(entry.shape),
-                "start": entry.start,
-                "end": entry.end,
-            }
-            for entry in self.entries
-        ]
-        return {"num_bytes": self.num_bytes, "entries": entries}
-
-    @classmethod
-    def from_json(cls, value: object, field: str = "layout") -> Self:
-        """Raises InvalidInputError, naming the field, for anything `to_json` would not write."""
-        fields = checked_object(value, ("num_bytes", "entries"), field)
-        limit = checked_int(fields["num_bytes"], f"{field}.num_bytes")
-        entries: list[BucketEntry] = []
-        for index, item in enumerate(checked_list(fields["entries"], f"{field}.entries")):
-            at = f"{field}.entries[{index}]"
-            entry = _entry(item, at)
-            if entries and entry.start < entries[-1].end:
-                raise InvalidInputError(
-                    f"{at}.start", entry.start, f"overlaps {entries[-1].name!r}, which ends later"
-                )
-            if entry.end > limit:
-                raise InvalidInputError(
-                    f"{at}.end", entry.end, f"is beyond the bucket's {limit} bytes"
-                )
-            entries.append(entry)
-        _refuse_twice([entry.name for entry in entries], f"{field}.entries")
-        layout = cls(tuple(entries))
-        if layout.num_bytes != limit:
-            raise InvalidInputError(
-                f"{field}.num_bytes", limit, f"must be the last entry's end, {layout.num_bytes}"
-            )
-        return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,121 +57,104 @@ class FlattenedBucket:
             yield entry.name, _view(self.flat, entry)
 
 
-def layouts(manifest: Manifest, bucket_bytes: int) -> list[BucketLayout]:
-    """The buckets that `buckets` makes of these tensors in this order."""
-    packer = _Packer(bucket_bytes)
-    found: list[BucketLayout] = []
-    for name, spec in manifest.items():
-        if packer.entry_for(name, spec) is None:
-            found.append(packer.close())
-            packer.entry_for(name, spec)
-    return found + ([packer.close()] if packer.entries else [])
-
-
 def buckets(
     named_tensors: NamedTensors,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    buffer: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    *,
+    device: torch.device | None = None,
+    buffer: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[FlattenedBucket]:
     """Pack a stream into one buffer, used again for every bucket.
 
-    A tensor larger than ``bucket_bytes`` is a bucket of its own, for which the buffer grows: the
-    memory needed is the larger of one bucket and the largest tensor.
+    A tensor larger than ``bucket_bytes`` is a bucket of its own and is not copied: the memory
+    needed is one bucket, less where all tensors are known to fit in less.
 
     Args:
-        buffer: given the bytes needed and the first tensor to go there, a uint8 buffer at least
-            as long; what it held is no longer needed. By default one beside the tensor.
+        device: of the buffer; by default that of the first tensor.
+        buffer: given a number of bytes, a uint8 buffer at least as long for the next bucket.
+            Larger tensors are then copied as well.
     """
-    take = _growing_buffer(bucket_bytes) if buffer is None else buffer
-    packer = _Packer(bucket_bytes)
-    flat = torch.empty(0, dtype=torch.uint8)
+    capacity = _capacity(named_tensors, bucket_bytes)
+    packer = BucketPacker(bucket_bytes)
+    flat: torch.Tensor | None = None
     for name, tensor in named_tensors:
         spec = TensorSpec.of(tensor)
         entry = packer.entry_for(name, spec)
         if entry is None:
+            assert flat is not None
             yield FlattenedBucket(flat, packer.close())
             entry = packer.entry_for(name, spec)
         assert entry is not None, "an empty bucket takes any tensor"
-        if len(packer.entries) == 1:
-            flat = take(max(bucket_bytes, entry.end), tensor)
+        if buffer is None and entry.end > bucket_bytes:
+            yield FlattenedBucket(_flat(tensor, device), packer.close())
+            continue
+        if buffer is not None and len(packer.entries) == 1:
+            flat = buffer(max(capacity, entry.end))
+        elif flat is None:
+            flat = torch.empty(capacity, dtype=torch.uint8, device=device or tensor.device)
         with torch.inference_mode():
             _view(flat, entry).copy_(tensor)
     if packer.entries:
+        assert flat is not None
         yield FlattenedBucket(flat, packer.close())
 
 
-def unflattened(stream: Iterable[FlattenedBucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The named tensors of a stream of buckets, each valid until the next is asked for."""
+def unflattened(stream: Iterable[FlattenedBucket]) -> NamedTensors:
+    """The named tensors of buckets: of a collection a WeightSource, of a generator as they come.
+
+    Raises InvalidInputError for a collection of which two buckets lie in one buffer: `buckets`
+    reuses its own, so what it yields must be taken one by one.
+    """
+    if not isinstance(stream, Collection):
+        return _unflattened(stream)
     for index, bucket in enumerate(stream):
-        if not isinstance(bucket, FlattenedBucket):
-            raise InvalidInputError(f"buckets[{index}]", bucket, "must be a FlattenedBucket")
+        _refuse_other(bucket, index)
+    if len({bucket.flat.data_ptr() for bucket in stream}) < len(stream):
+        raise InvalidInputError(
+            "named_tensors", len(stream),
+            "buckets share a buffer, which holds the last of them: hand over the iterator itself",
+        )  # fmt: skip
+    return _Buckets(stream)
+
+
+class _Buckets:
+    """Buckets that are all there, as a WeightSource."""
+
+    def __init__(self, stream: Collection[FlattenedBucket]) -> None:
+        self._buckets = stream
+
+    def manifest(self) -> Manifest:
+        return manifest_of_layouts(bucket.layout for bucket in self._buckets)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return _unflattened(self._buckets)
+
+
+def _unflattened(stream: Iterable[FlattenedBucket]) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, bucket in enumerate(stream):
+        _refuse_other(bucket, index)
         yield from bucket.unflatten()
 
 
-def checked_bucket_bytes(value: object) -> int:
-    return checked_int(value, "bucket_bytes", least=ALIGNMENT)
+def _refuse_other(bucket: object, index: int) -> None:
+    if not isinstance(bucket, FlattenedBucket):
+        raise InvalidInputError(f"named_tensors[{index}]", bucket, "must be a FlattenedBucket")
 
 
-class _Packer:
-    """The greedy rule: a tensor goes behind the last, or opens the next bucket."""
-
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
-        self.entries: list[BucketEntry] = []
-        self._end = 0
-
-    def entry_for(self, name: str, spec: TensorSpec) -> BucketEntry | None:
-        """Where the tensor goes; None where this bucket must be closed first."""
-        start = -(-self._end // ALIGNMENT) * ALIGNMENT
-        end = start + spec.num_bytes
-        if self.entries and end > self._bucket_bytes:
-            return None
-        entry = BucketEntry(name, spec.dtype, spec.shape, start, end)
-        self.entries.append(entry)
-        self._end = end
-        return entry
-
-    def close(self) -> BucketLayout:
-        layout = BucketLayout(tuple(self.entries))
-        self.entries, self._end = [], 0
-        return layout
+def _capacity(named_tensors: NamedTensors, bucket_bytes: int) -> int:
+    """What a bucket's buffer need hold: no more than all tensors where they are known."""
+    manifest = manifest_of(named_tensors)
+    if manifest is None:
+        return bucket_bytes
+    return min(bucket_bytes, sum(spec.num_bytes + ALIGNMENT for spec in manifest.values()))
 
 
-def _growing_buffer(bucket_bytes: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """One buffer on the device of the tensors; the old one goes before a larger one comes."""
-    held: list[torch.Tensor] = []
-
-    def take(num_bytes: int, tensor: torch.Tensor) -> torch.Tensor:
-        if not held or held[0].numel() < num_bytes or held[0].device != tensor.device:
-            held.clear()
-            held.append(torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device))
-        return held[0]
-
-    return take
+def _flat(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """The bytes of a tensor: itself, where it is contiguous and on that device."""
+    values = tensor.detach().to(device or tensor.device).contiguous()
+    flat = values.view(-1).view(torch.uint8)
+    return flat if flat.storage_offset() % ALIGNMENT == 0 else flat.clone()
 
 
 def _view(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
     return flat[entry.start : entry.end].view(entry.dtype).view(entry.shape)
-
-
-def _entry(value: object, field: str) -> BucketEntry:
-    fields = checked_object(value, ("name", "dtype", "shape", "start", "end"), field)
-    dtype = named_dtype(fields["dtype"], f"{field}.dtype")
-    shape = tuple(
-        checked_int(size, f"{field}.shape[{index}]")
-        for index, size in enumerate(checked_list(fields["shape"], f"{field}.shape"))
-    )
-    start = checked_int(fields["start"], f"{field}.start")
-    end = checked_int(fields["end"], f"{field}.end")
-    if start % ALIGNMENT:
-        raise InvalidInputError(f"{field}.start", start, f"must be a multiple of {ALIGNMENT}")
-    num_bytes = TensorSpec(shape, dtype).num_bytes
-    if end - start != num_bytes:
-        raise InvalidInputError(f"{field}.end", end, f"must be start + {num_bytes} bytes")
-    return BucketEntry(checked_name(fields["name"], f"{field}.name"), dtype, shape, start, end)
-
-
-def _refuse_twice(names: list[str], field: str) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise InvalidInputError(field, twice, "must name each tensor once")

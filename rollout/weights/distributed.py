@@ -1,0 +1,201 @@
+"""Weights through a group of torch.distributed, from one sender to one or many engines.
+
+An update of `DistributedSender`, with the notes it leaves in the group's store::
+
+    sender, rank 0                         receivers
+    announcement (number, digest) ------>  begin: names, shapes, dtypes checked
+              <---------------------- <number>/answer/<rank>: ready, or refused
+    <number>/go, or withdrawn  --------->
+    bucket, bucket, ...        =========>  load
+              <---------------------- <number>/result/<rank>: loaded, or the error
+
+So nothing is sent unless every receiver takes it, and the sender knows who has loaded it. A
+receiver that fails in the middle takes the rest off the wire before it says so: the group stays
+usable. Where the connection itself fails the group closes, which ends everybody's waiting.
+
+Callers that broadcast by themselves, one tensor after another and without notes, are received with
+``load_format=None``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.bucket import FlattenedBucket
+from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts
+from rollout.weights.checked_json import checked_int, checked_list, checked_name
+from rollout.weights.dtype_names import named_dtype
+from rollout.weights.group import WeightGroup
+from rollout.weights.manifest import Manifest, TensorSpec
+
+_REFUSAL_SECONDS = 10.0  # how long a refused update waits for its sender, to tell it so
+
+
+class DistributedSource:
+    """What a group is about to bring, as a WeightSource, and a context manager around the update.
+
+    Leaving it takes what is left off the wire and tells the sender how the update went.
+
+    Args:
+        load_format: ``flattened_bucket`` from a `DistributedSender`; None from a caller that
+            broadcasts each tensor by itself, in the order of the manifest.
+        timeout: seconds, of each wait.
+    """
+
+    def __init__(
+        self, group: WeightGroup, manifest: Manifest, *, load_format: str | None, timeout: float
+    ) -> None:
+        if load_format not in (None, "flattened_bucket"):
+            raise InvalidInputError("load_format", load_format, "must be None or flattened_bucket")
+        self._group = group
+        self._manifest = manifest
+        self._timeout = timeout
+        self._has_notes = load_format is not None
+        self._number = 0  # of the update; 0 until its announcement is read
+        self._under_way = not self._has_notes  # whether buckets come
+        self._layouts: list[BucketLayout] = [] if self._has_notes else _one_by_one(manifest)
+        self._num_received = 0  # buckets
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._has_notes:
+            self._agree()
+        for bucket in self._received(self._timeout):
+            yield from bucket.unflatten()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._tell("result", None)
+            return
+        seconds = min(self._timeout, _REFUSAL_SECONDS)
+        try:
+            if self._has_notes and not self._number:
+                self._read_announcement(seconds)
+            for _ in self._received(seconds):
+                pass
+            self._tell("result" if self._under_way else "answer", error)
+        except WeightUpdateError:
+            # Nobody can be told: the sender never came, or the connection is what failed. The
+            # error on its way says more than this one.
+            return
+
+    def _agree(self) -> None:
+        """Answer the announcement, and wait until everybody has."""
+        announced = self._read_announcement(self._timeout)
+        if announced["manifest"] != manifest_digest(self._manifest):
+            raise InvalidInputError(
+                "names", f"{len(self._manifest)} names",
+                "with their dtypes and shapes must be what the sender sends, in its order: "
+                "DistributedSender.arguments gives them",
+            )  # fmt: skip
+        self._layouts = layouts(self._manifest, announced["bucket_bytes"])
+        self._tell("answer", None)
+        go = self._group.notes.collect([f"{self._number}/go"], self._timeout)
+        if not go:
+            raise WeightUpdateError(f"the sender was silent for {self._timeout:g} seconds")
+        (note,) = go.values()
+        if note["error"]:
+            raise WeightUpdateError(f"the sender gave the update up: {note['error']}")
+        self._under_way = True
+
+    def _read_announcement(self, seconds: float) -> dict[str, Any]:
+        last = self._group.last_update
+        found = self._group.notes.collect(
+            ["announcement"], seconds, lambda note: note["number"] > last
+        )
+        if not found:
+            raise WeightUpdateError(
+                f"group {self._group.name!r}: the sender announced nothing in {seconds:g} seconds; "
+                "DistributedSender.send must run meanwhile (load_format=None: bare broadcasts)"
+            )
+        (note,) = found.values()
+        self._number = self._group.last_update = note["number"]
+        return note
+
+    def _received(self, seconds: float) -> Iterator[FlattenedBucket]:
+        """The buckets that are still to come, in one buffer. May be taken up again."""
+        if not self._under_way:
+            return
+        most = max((layout.num_bytes for layout in self._layouts), default=0)
+        flat = torch.empty(most, dtype=torch.uint8, device=self._group.device)
+        while self._num_received < len(self._layouts):
+            bucket = FlattenedBucket(flat, self._layouts[self._num_received])
+            self._num_received += 1
+            try:
+                self._group.broadcast(self._wire(bucket), seconds)
+            except WeightUpdateError as error:
+                withdrawn = self._group.notes.get(f"{self._number}/withdrawn")
+                if withdrawn is None:
+                    raise
+                raise WeightUpdateError(
+                    f"the sender gave the update up: {withdrawn['error']}"
+                ) from error
+            yield bucket
+
+    def _wire(self, bucket: FlattenedBucket) -> torch.Tensor:
+        """What is broadcast for this bucket: its bytes, or its one tensor as its owner has it."""
+        if self._has_notes:
+            return bucket.used
+        ((_, tensor),) = bucket.unflatten()
+        return tensor
+
+    def _tell(self, kind: str, error: BaseException | None) -> None:
+        if self._has_notes:
+            self._group.notes.put(f"{self._number}/{kind}/{self._group.rank}", outcome(error))
+
+
+def announced_manifest(
+    names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]]
+) -> Manifest:
+    """Three lists as a manifest. Raises InvalidInputError, naming the field."""
+    checked = [
+        checked_name(name, f"names[{i}]") for i, name in enumerate(checked_list(names, "names"))
+    ]
+    for field, values in (("dtypes", dtypes), ("shapes", shapes)):
+        if len(checked_list(values, field)) != len(checked):
+            raise InvalidInputError(field, len(values), f"must be {len(checked)}, one a name")
+    if len(set(checked)) < len(checked):
+        raise InvalidInputError("names", names, "must name each tensor once")
+    manifest: dict[str, TensorSpec] = {}
+    for index, (name, dtype, shape) in enumerate(zip(checked, dtypes, shapes, strict=True)):
+        field = f"shapes[{index}]"
+        sizes = [
+            checked_int(size, f"{field}[{i}]") for i, size in enumerate(checked_list(shape, field))
+        ]
+        manifest[name] = TensorSpec(tuple(sizes), named_dtype(dtype, f"dtypes[{index}]"))
+    return manifest
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Of names, dtypes and shapes in their order, in hexadecimal."""
+    lines = [[name, str(spec.dtype), list(spec.shape)] for name, spec in manifest.items()]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def outcome(error: BaseException | None) -> dict[str, Any]:
+    """The note that says how something went."""
+    return {"error": None if error is None else str(error) or type(error).__name__}
+
+
+def _one_by_one(manifest: Manifest) -> list[BucketLayout]:
+    return [
+        BucketLayout((BucketEntry(name, spec.dtype, spec.shape, 0, spec.num_bytes),))
+        for name, spec in manifest.items()
+    ]

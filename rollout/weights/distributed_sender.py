@@ -1,0 +1,109 @@
+"""The sending end of a weight group. What goes to and fro says `distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.bucket import DEFAULT_BUCKET_BYTES, buckets
+from rollout.weights.bucket_layout import checked_bucket_bytes, layouts
+from rollout.weights.distributed import manifest_digest, outcome
+from rollout.weights.dtype_names import dtype_name
+from rollout.weights.group import WeightGroup, checked_seconds
+from rollout.weights.manifest import Manifest, WeightSource
+
+
+class DistributedSender:
+    """Streams weight sources from rank 0 of a group to all its receivers."""
+
+    def __init__(self, group: WeightGroup, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        if group.rank != 0:
+            raise InvalidInputError("group.rank", group.rank, "the sender must be rank 0")
+        self._group = group
+        self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
+
+    def arguments(self, source: WeightSource) -> dict[str, Any]:
+        """What to hand to every engine's update_weights_from_distributed, JSON-able."""
+        manifest = source.manifest()
+        return {
+            "names": list(manifest),
+            "dtypes": [dtype_name(spec.dtype) for spec in manifest.values()],
+            "shapes": [list(spec.shape) for spec in manifest.values()],
+            "group_name": self._group.name,
+            "load_format": "flattened_bucket",
+        }
+
+    def send(self, source: WeightSource, timeout: float | None = None) -> None:
+        """Send all of it, while every engine is in its update_weights_from_distributed.
+
+        Returns when every receiver has loaded it. Raises WeightUpdateError, naming ranks, where
+        one refuses (nothing was sent), fails or does not answer within ``timeout`` seconds.
+        """
+        seconds = self._group.timeout if timeout is None else checked_seconds(timeout, "timeout")
+        manifest = source.manifest()
+        number = self._announce(manifest)
+        try:
+            self._transfer(number, source, manifest, seconds)
+        finally:
+            kinds = [f"{kind}/{rank}" for kind in ("answer", "result") for rank in self._receivers]
+            self._group.notes.remove(["announcement", *(f"{number}/{kind}" for kind in kinds)])
+
+    @property
+    def _receivers(self) -> range:
+        return self._group.receivers
+
+    def _transfer(
+        self, number: int, source: WeightSource, manifest: Manifest, seconds: float
+    ) -> None:
+        try:
+            self._require(number, "answer", seconds, "takes this update")
+        except WeightUpdateError as error:
+            self._group.notes.put(f"{number}/go", outcome(error))
+            raise
+        self._group.notes.put(f"{number}/go", outcome(None))
+        try:
+            self._stream(source, manifest, seconds)
+        except BaseException as error:
+            self._group.notes.put(f"{number}/withdrawn", outcome(error))
+            self._group.close(f"the sender failed: {error}")
+            raise
+        self._require(number, "result", seconds, "has loaded this update")
+
+    def _announce(self, manifest: Manifest) -> int:
+        self._group.last_update += 1
+        note = {
+            "number": self._group.last_update,
+            "manifest": manifest_digest(manifest),
+            "bucket_bytes": self._bucket_bytes,
+        }
+        self._group.notes.put("announcement", note)
+        return self._group.last_update
+
+    def _require(self, number: int, kind: str, seconds: float, what: str) -> None:
+        """Every receiver's note, without an error in it."""
+        keys = {f"{number}/{kind}/{rank}": rank for rank in self._receivers}
+        notes = self._group.notes.collect(keys, seconds)
+        errors = [
+            f"rank {rank}: {notes[key]['error']}"
+            for key, rank in keys.items()
+            if key in notes and notes[key]["error"]
+        ]
+        silent = [str(rank) for key, rank in keys.items() if key not in notes]
+        if silent:
+            errors.append(f"no answer in {seconds:g} seconds from rank {', '.join(silent)}")
+        if errors:
+            raise WeightUpdateError(
+                f"group {self._group.name!r}: not every receiver {what}: {'; '.join(errors)}"
+            )
+
+    def _stream(self, source: WeightSource, manifest: Manifest, seconds: float) -> None:
+        expected = iter(layouts(manifest, self._bucket_bytes))
+        for bucket in buckets(source, self._bucket_bytes, device=self._group.device):
+            if bucket.layout != next(expected, None):
+                raise WeightUpdateError(
+                    f"the source yields {bucket.layout.entries[0].name!r} and what follows in "
+                    "another order or shape than its manifest says"
+                )
+            self._group.broadcast(bucket.used, seconds)
+        if next(expected, None) is not None:
+            raise WeightUpdateError("the source ended before its manifest was through")

@@ -1,0 +1,186 @@
+"""WeightGroup: one sender and its receivers, with a store and a process group of their own."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.checked_json import checked_int, checked_name
+from rollout.weights.group_store import GroupStore
+
+_POLL_SECONDS = 0.001
+
+
+def listen(address: str, timeout: float = 300.0) -> TCPStore:
+    """A store on a free port of this host, for a WeightGroup's rank 0; its ``port`` says which."""
+    return TCPStore(
+        address, 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False
+    )
+
+
+class WeightGroup:
+    """This process's place among one sender, rank 0, and its receivers, ranks 1 and up.
+
+    Torch's default group is neither needed nor touched, so a trainer's own groups never meet this
+    one. Rank 0 hosts the store at ``master_address:master_port``; one store serves one group.
+
+    Args:
+        backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on this process's current
+            GPU. Needs to be the same everywhere.
+        timeout: seconds; for joining, and the default for every wait after.
+        store: what `listen` returned, on rank 0, instead of a port chosen beforehand.
+
+    Raises WeightUpdateError, naming ranks, where members are missing after the timeout, were told
+    another size or backend, or claim one rank twice; InvalidInputError for arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "gloo",
+        timeout: float = 300.0,
+        store: TCPStore | None = None,
+    ) -> None:
+        self.name = checked_name(group_name, "group_name")
+        self.world_size = checked_int(world_size, "world_size", least=2, most=2**16)
+        self.rank = checked_int(rank, "rank", most=world_size - 1)
+        self.backend = _checked_backend(backend)
+        self.timeout = checked_seconds(timeout, "timeout")
+        self.last_update = 0  # number of the last update sent or received
+        self.closed_because = ""
+        checked_int(master_port, "master_port", least=1, most=65535)
+        started = time.monotonic()
+        store = store or self._connect(master_address, master_port)
+        self.notes = GroupStore(store, self.name)
+        self._join()
+        remaining = self.timeout - (time.monotonic() - started)
+        self._group: Any = self._process_group(store, max(remaining, 1.0))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors that are broadcast must be."""
+        if self.backend == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @property
+    def receivers(self) -> range:
+        return range(1, self.world_size)
+
+    def broadcast(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
+        """Rank 0's contiguous tensor into everybody's. Returns when it is there.
+
+        Raises WeightUpdateError where that fails or takes longer than ``timeout`` seconds; the
+        group is closed then, which ends the others' waiting too.
+        """
+        if self._group is None:
+            raise WeightUpdateError(f"group {self.name!r} is closed: {self.closed_because}")
+        seconds = self.timeout if timeout is None else timeout
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=seconds)
+        try:
+            work = self._group.broadcast([tensor.detach()], options)
+            if self.backend == "nccl":
+                _poll(work, seconds)
+            else:
+                work.wait()
+        except RuntimeError as error:
+            reason = f"a broadcast failed: {str(error).splitlines()[0]}"
+            self.close(reason)
+            raise WeightUpdateError(f"group {self.name!r}: {reason}") from error
+
+    def close(self, reason: str = "it was destroyed") -> None:
+        """Leave: the connections end, and nothing can be broadcast any more."""
+        if self._group is not None and self.backend == "nccl":
+            self._group.abort()
+        self.closed_because = self.closed_because or reason
+        self._group = None
+
+    def _connect(self, address: str, port: int) -> TCPStore:
+        try:
+            return TCPStore(
+                address, port, None, self.rank == 0,
+                timeout=timedelta(seconds=self.timeout), wait_for_workers=False,
+            )  # fmt: skip
+        except RuntimeError as error:
+            role = "opened by this rank 0" if self.rank == 0 else "reached; rank 0 is missing"
+            raise WeightUpdateError(
+                f"group {self.name!r}: the store at {address}:{port} cannot be {role} "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
+    def _join(self) -> None:
+        """Meet everybody, or say who is missing or was told something else."""
+        mine = {"world_size": self.world_size, "backend": self.backend}
+        if not self.notes.claim(f"member/{self.rank}", mine | {"nonce": time.time_ns()}):
+            raise WeightUpdateError(f"group {self.name!r}: rank {self.rank} is taken already")
+        deadline = time.monotonic() + self.timeout
+        while True:
+            found = {rank: self.notes.get(f"member/{rank}") for rank in range(self.world_size)}
+            for rank, theirs in found.items():
+                told = None if theirs is None else {key: theirs[key] for key in mine}
+                if told is not None and told != mine:
+                    raise WeightUpdateError(
+                        f"group {self.name!r}: rank {rank} was told {told}, rank {self.rank} {mine}"
+                    )
+            missing = [str(rank) for rank, theirs in found.items() if theirs is None]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise WeightUpdateError(
+                    f"group {self.name!r}: of {self.world_size} ranks, missing after "
+                    f"{self.timeout:g} seconds: {', '.join(missing)}"
+                )
+            time.sleep(0.01)
+
+    def _process_group(self, store: Store, seconds: float) -> Any:
+        store = PrefixStore(f"{self.backend}/{self.name}", store)
+        try:
+            if self.backend == "gloo":
+                timeout = timedelta(seconds=seconds)
+                return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            # Its watchdog ends the process; ours, which raises, must come first.
+            options._timeout = timedelta(seconds=2 * self.timeout + 60)
+            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"group {self.name!r}: the members cannot connect: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def checked_seconds(value: object, field: str) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < float(value) < 1e6:  # type: ignore[arg-type]
+        raise InvalidInputError(field, value, "must be a number of seconds > 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _checked_backend(value: object) -> str:
+    if value not in ("gloo", "nccl"):
+        raise InvalidInputError("backend", value, "must be gloo or nccl")
+    if value == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise InvalidInputError("backend", value, "needs a GPU and a torch with NCCL; use gloo")
+    return str(value)
+
+
+def _poll(work: Any, seconds: float) -> None:
+    """Until a CUDA broadcast is done; NCCL's own wait would end the process at its timeout."""
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing came for {seconds:g} seconds")
+        time.sleep(_POLL_SECONDS)
+    work.wait()

@@ -1,0 +1,70 @@
+"""Notes that the members of a weight group leave for one another, in the store of rank 0."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from rollout.errors import WeightUpdateError
+
+T = TypeVar("T")
+
+_POLL_SECONDS = (0.0005, 0.02)  # the first pause, and the longest
+
+
+class GroupStore:
+    """JSON objects by key. Nothing here waits longer than it is told."""
+
+    def __init__(self, store: Store, group_name: str) -> None:
+        self._store = PrefixStore(f"notes/{group_name}", store)
+        self._group_name = group_name
+
+    def put(self, key: str, note: dict[str, Any]) -> None:
+        self._guarded(lambda: self._store.set(key, json.dumps(note)))
+
+    def claim(self, key: str, note: dict[str, Any]) -> bool:
+        """`put`, unless somebody was first."""
+        text = json.dumps(note)
+        found = self._guarded(lambda: self._store.compare_set(key, "", text))
+        return bool(found.decode() == text)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        if not self._guarded(lambda: self._store.check([key])):
+            return None
+        return json.loads(self._guarded(lambda: self._store.get(key)))
+
+    def collect(
+        self,
+        keys: Iterable[str],
+        seconds: float,
+        accept: Callable[[dict[str, Any]], bool] = lambda note: True,
+    ) -> dict[str, dict[str, Any]]:
+        """The notes that ``accept`` takes: all of the keys, or after ``seconds`` those so far."""
+        missing, notes = list(keys), dict[str, dict[str, Any]]()
+        deadline, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
+        while True:
+            found = {key: self.get(key) for key in missing}
+            notes |= {key: note for key, note in found.items() if note is not None and accept(note)}
+            missing = [key for key in missing if key not in notes]
+            if not missing or time.monotonic() >= deadline:
+                return notes
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS[1])
+
+    def remove(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._guarded(partial(self._store.delete_key, key))
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"group {self._group_name!r}: its rank 0, the sender, cannot be reached: "
+                f"{str(error).splitlines()[0]}"
+            ) from error

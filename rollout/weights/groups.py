@@ -1,0 +1,71 @@
+"""The weight groups an engine is in, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout.errors import InvalidInputError
+from rollout.weights.distributed import DistributedSource, announced_manifest
+from rollout.weights.group import WeightGroup, checked_seconds
+
+
+class WeightGroups:
+    def __init__(self) -> None:
+        self._groups: dict[str, WeightGroup] = {}
+
+    def init(
+        self,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout: float,
+    ) -> None:
+        """Join a group as receiver. Raises what WeightGroup does, and for a name that is taken."""
+        if group_name in self._groups:
+            raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
+        if rank == 0:
+            raise InvalidInputError("rank_offset", rank, "must be 1 or more: rank 0 is the sender")
+        self._groups[group_name] = WeightGroup(
+            master_address=master_address,
+            master_port=master_port,
+            rank=rank,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+            timeout=timeout,
+        )
+
+    def source(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        *,
+        load_format: str | None,
+        timeout: float,
+    ) -> DistributedSource:
+        """What the group's sender is about to send."""
+        return DistributedSource(
+            self._named(group_name),
+            announced_manifest(names, dtypes, shapes),
+            load_format=load_format,
+            timeout=checked_seconds(timeout, "timeout"),
+        )
+
+    def destroy(self, group_name: str) -> None:
+        self._named(group_name).close()
+        del self._groups[group_name]
+
+    def _named(self, group_name: str) -> WeightGroup:
+        if group_name not in self._groups:
+            known = ", ".join(sorted(self._groups)) or "none"
+            raise InvalidInputError(
+                "group_name", group_name, f"is no group of this engine, which has: {known}"
+            )
+        return self._groups[group_name]

@@ -1,0 +1,155 @@
+"""Segments: files of shared memory with a header and one bucket's bytes.
+
+A file below /dev/shm and not `multiprocessing.shared_memory`, whose resource tracker unlinks what
+other processes still own. The owner holds a lock on its file for life; the system frees it with the
+process, so a file that nobody has locked is an orphan.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+import weakref
+from pathlib import Path
+
+import torch
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+
+NONCE_BYTES = 16
+_HEADER_BYTES = 64  # the nonce, and room so that the payload is aligned as entries are
+_FOLDER = Path("/dev/shm")
+_NAME = re.compile(r"specrollout-[0-9a-f]{32}")
+
+
+class _Mapped:
+    """A mapped file: its nonce and its payload ``flat``, uint8 [bytes]."""
+
+    def __init__(self, name: str, descriptor: int, num_bytes: int) -> None:
+        self.name = name
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, _HEADER_BYTES + num_bytes)
+        # The tensor holds on to the map: it is unmapped with the last view.
+        self.flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)
+
+    @property
+    def nonce(self) -> bytes:
+        """Of the bucket that is in it; zeros while one is being written."""
+        return self._map[:NONCE_BYTES]
+
+
+class OwnedSegment(_Mapped):
+    """A segment of this process. It goes with `close`, with this object or with the process.
+
+    Raises WeightUpdateError where shared memory has no room for it.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        name, descriptor = _create()
+        try:
+            # Reserved now: a write to a page there is no room for would kill the process.
+            os.posix_fallocate(descriptor, 0, _HEADER_BYTES + num_bytes)
+            super().__init__(name, descriptor, num_bytes)
+        except OSError as error:
+            _remove(name, descriptor, os.getpid())
+            if error.errno != errno.ENOSPC:
+                raise
+            free = os.statvfs(_FOLDER).f_bavail * os.statvfs(_FOLDER).f_frsize
+            raise WeightUpdateError(
+                f"{_FOLDER} has {free} bytes free and a segment needs {num_bytes}: choose a "
+                "smaller bucket_bytes, or give the container more (docker run --shm-size)"
+            ) from None
+        self._remove = weakref.finalize(self, _remove, name, descriptor, os.getpid())
+
+    def stamp(self, nonce: bytes) -> None:
+        """Say which bucket is in it."""
+        self._map[:NONCE_BYTES] = nonce
+
+    def invalidate(self) -> None:
+        """Say that what is in it is being replaced."""
+        self.stamp(bytes(NONCE_BYTES))
+
+    def close(self) -> None:
+        """Remove the file. Who has it mapped keeps the memory until they let go."""
+        self._remove()
+
+
+class MappedSegment(_Mapped):
+    """Another process's segment.
+
+    Raises InvalidInputError, naming ``field``, unless ``name`` is that of a segment of this user
+    that holds ``num_bytes``.
+    """
+
+    def __init__(self, name: str, num_bytes: int, field: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise InvalidInputError(field, name, f"must be a segment's name: {_NAME.pattern}")
+        try:
+            descriptor = os.open(_FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidInputError(
+                field, name,
+                f"cannot be opened below {_FOLDER}: {error.strerror}; its sender may have died, or "
+                "runs on another host or in another container",
+            ) from None  # fmt: skip
+        self._close = weakref.finalize(self, os.close, descriptor)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise InvalidInputError(field, name, "must be a file of the user the engine runs as")
+        if found.st_size < _HEADER_BYTES + num_bytes:
+            raise InvalidInputError(
+                field, name, f"holds {found.st_size} bytes, too few for a bucket of {num_bytes}"
+            )
+        super().__init__(name, descriptor, found.st_size - _HEADER_BYTES)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether its owner has removed it, or has died and another sender has."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
+
+def remove_orphans() -> list[str]:
+    """Remove the segments whose owner has died; their names."""
+    removed: list[str] = []
+    for path in _FOLDER.glob("specrollout-*"):
+        if not _NAME.fullmatch(path.name):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):  # just removed, or another user's
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+        except BlockingIOError:  # its owner lives
+            continue
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+def _create() -> tuple[str, int]:
+    """An empty locked file. One that `remove_orphans` found before it was locked is made anew."""
+    if not _FOLDER.is_dir():
+        raise WeightUpdateError(f"{_FOLDER} is not there: shared memory needs Linux")
+    while True:
+        name = f"specrollout-{secrets.token_hex(16)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(_FOLDER / name, flags, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return name, descriptor
+        os.close(descriptor)
+
+
+def _remove(name: str, descriptor: int, owner: int) -> None:
+    """In a fork of the owner, which runs its finalizers too, the file stays."""
+    if os.getpid() == owner:
+        (_FOLDER / name).unlink(missing_ok=True)
+    os.close(descriptor)

@@ -1,0 +1,164 @@
+"""Weights through shared memory, between processes of one host.
+
+The sender packs buckets into a few segments it owns and hands out handles, which are plain JSON and
+travel however the caller likes. The receiver maps a segment and loads from views of it. A segment
+is stamped with a nonce when a bucket is in it, and each handle names the nonce it is for: a handle
+of a bucket that has been replaced is refused, before and after its tensors are read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.bucket import (
+    DEFAULT_BUCKET_BYTES,
+    FlattenedBucket,
+    buckets,
+)
+from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
+from rollout.weights.checked_json import checked_hex, checked_int, checked_name, checked_object
+from rollout.weights.manifest import NamedTensors
+from rollout.weights.segment import NONCE_BYTES, MappedSegment, OwnedSegment, remove_orphans
+
+KIND = "shared_memory"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryHandle:
+    """Where a bucket lies: the segment's name, the nonce it is stamped with, what is where."""
+
+    segment: str
+    nonce: bytes
+    layout: BucketLayout
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": KIND,
+            "segment": self.segment,
+            "nonce": self.nonce.hex(),
+            "layout": self.layout.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: object, field: str = "handle") -> Self:
+        """Raises InvalidInputError, naming the field, for anything `to_json` would not write."""
+        fields = checked_object(value, ("kind", "segment", "nonce", "layout"), field)
+        if fields["kind"] != KIND:
+            raise InvalidInputError(f"{field}.kind", fields["kind"], f"must be {KIND}")
+        nonce = checked_hex(fields["nonce"], f"{field}.nonce")
+        if len(nonce) != NONCE_BYTES or not any(nonce):
+            raise InvalidInputError(f"{field}.nonce", fields["nonce"], "must be 16 bytes, not zero")
+        return cls(
+            checked_name(fields["segment"], f"{field}.segment"),
+            nonce,
+            BucketLayout.from_json(fields["layout"], f"{field}.layout"),
+        )
+
+
+class SharedMemorySender:
+    """Packs weights into segments, used again for every bucket and every update.
+
+    Args:
+        bucket_bytes: of all segments together; a tensor larger than its segment makes it grow.
+        num_segments: with two, one can be filled while the other is read.
+
+    Making one removes the segments of senders that have died. A context manager; `close` removes
+    its own.
+    """
+
+    def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, num_segments: int = 1) -> None:
+        count = checked_int(num_segments, "num_segments", least=1, most=64)
+        self._segment_bytes = checked_bucket_bytes(checked_bucket_bytes(bucket_bytes) // count)
+        self._segments: list[OwnedSegment | None] = [None] * count
+        self._filled = -1  # index of the segment filled last
+        remove_orphans()
+
+    def handles(self, named_tensors: NamedTensors) -> Iterator[dict[str, Any]]:
+        """One handle a bucket, each valid until ``num_segments`` more have been asked for.
+
+        Ask for it only when every receiver has loaded the one whose place it takes. Raises
+        WeightUpdateError where shared memory is full.
+        """
+        for bucket in buckets(named_tensors, self._segment_bytes, buffer=self._next_flat):
+            segment = self._segments[self._filled]
+            assert segment is not None
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            segment.stamp(nonce)
+            yield SharedMemoryHandle(segment.name, nonce, bucket.layout).to_json()
+
+    def _next_flat(self, num_bytes: int) -> torch.Tensor:
+        self._filled = (self._filled + 1) % len(self._segments)
+        segment = self._segments[self._filled]
+        if segment is None or segment.flat.numel() < num_bytes:
+            if segment is not None:
+                segment.close()
+            segment = self._segments[self._filled] = OwnedSegment(num_bytes)
+        segment.invalidate()
+        return segment.flat
+
+    def close(self) -> None:
+        for segment in self._segments:
+            if segment is not None:
+                segment.close()
+        self._segments = [None] * len(self._segments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class SharedMemoryReceiver:
+    """Maps the segments that handles name, and keeps them mapped while their owner keeps them."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, MappedSegment] = {}
+
+    def check(self, handle: SharedMemoryHandle, field: str) -> None:
+        """Raises InvalidInputError unless the handle's bucket is there now."""
+        self._current(handle, field)
+
+    def tensors(self, handle: SharedMemoryHandle, field: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and views of the segment; raises WeightUpdateError if it was refilled meanwhile."""
+        segment = self._current(handle, field)
+        yield from FlattenedBucket(segment.flat, handle.layout).unflatten()
+        if segment.nonce != handle.nonce:
+            raise WeightUpdateError(
+                f"the sender refilled segment {handle.segment} while it was being read; it must "
+                "ask for a handle only when the one whose place it takes has been loaded"
+            )
+
+    def close(self) -> None:
+        """Let go of every segment."""
+        self._mapped.clear()
+
+    def drop_removed(self) -> None:
+        """Let go of the segments that their owners have removed."""
+        self._mapped = {name: it for name, it in self._mapped.items() if not it.is_removed}
+
+    def _current(self, handle: SharedMemoryHandle, field: str) -> MappedSegment:
+        name, num_bytes = handle.segment, handle.layout.num_bytes
+        if name not in self._mapped:
+            self.drop_removed()
+            self._mapped[name] = MappedSegment(name, num_bytes, f"{field}.segment")
+        segment = self._mapped[name]
+        if segment.nonce != handle.nonce:
+            raise InvalidInputError(
+                f"{field}.nonce", handle.nonce.hex(),
+                "is of a bucket that is no longer in its segment: handles are valid until the "
+                "sender is asked for the one that takes their place",
+            )  # fmt: skip
+        return segment
