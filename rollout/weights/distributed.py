@@ -49,19 +49,23 @@ class DistributedSource:
         timeout: seconds, of each wait.
     """
 
-    def __init__(
-        self, group: WeightGroup, manifest: Manifest, *, load_format: str | None, timeout: float
-    ) -> None:
+    def __init__(self, group: WeightGroup, *, load_format: str | None, timeout: float) -> None:
         if load_format not in (None, "flattened_bucket"):
             raise InvalidInputError("load_format", load_format, "must be None or flattened_bucket")
         self._group = group
-        self._manifest = manifest
+        self._manifest: Manifest = {}
         self._timeout = timeout
         self._has_notes = load_format is not None
         self._number = 0  # of the update; 0 until its announcement is read
         self._under_way = not self._has_notes  # whether buckets come
-        self._layouts: list[BucketLayout] = [] if self._has_notes else _one_by_one(manifest)
+        self._layouts: list[BucketLayout] = []
         self._num_received = 0  # buckets
+
+    def expect(self, manifest: Manifest) -> None:
+        """Say what is going to come. Inside the context, so that the sender hears of a failure."""
+        self._manifest = manifest
+        if not self._has_notes:
+            self._layouts = _one_by_one(manifest)
 
     def manifest(self) -> Manifest:
         return self._manifest

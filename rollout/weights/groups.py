@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -40,6 +41,7 @@ class WeightGroups:
             timeout=timeout,
         )
 
+    @contextmanager
     def source(
         self,
         names: Sequence[str],
@@ -49,14 +51,13 @@ class WeightGroups:
         *,
         load_format: str | None,
         timeout: float,
-    ) -> DistributedSource:
-        """What the group's sender is about to send."""
-        return DistributedSource(
-            self._named(group_name),
-            announced_manifest(names, dtypes, shapes),
-            load_format=load_format,
-            timeout=checked_seconds(timeout, "timeout"),
-        )
+    ) -> Iterator[DistributedSource]:
+        """What the group's sender is about to send; it hears how the update in here went."""
+        seconds = checked_seconds(timeout, "timeout")
+        group = self._named(group_name)
+        with DistributedSource(group, load_format=load_format, timeout=seconds) as source:
+            source.expect(announced_manifest(names, dtypes, shapes))
+            yield source
 
     def destroy(self, group_name: str) -> None:
         self._named(group_name).close()

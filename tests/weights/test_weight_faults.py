@@ -1,0 +1,158 @@
+"""Whatever goes wrong with an update: the old weights serve, or the engine refuses and says why.
+
+Proved by hashing every tensor, by every transport; and a full update heals what is torn.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.errors import EngineStateError, InvalidInputError, RolloutError, WeightUpdateError
+from tests.helpers.weight_transports import TRANSPORTS, opened
+from tests.weights.conftest import PARAMS, PROMPTS, outputs
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def unknown_name(tensors):
+    tensors["model.layers.7.self_attn.q_proj.weight"] = tensors[Q_PROJ].clone()
+    return "model.layers.7.self_attn.q_proj.weight"
+
+
+def missing_name(tensors):
+    del tensors[Q_PROJ]
+    return f"missing: {Q_PROJ}"
+
+
+def wrong_shape(tensors):
+    tensors[Q_PROJ] = tensors[Q_PROJ][:-1].clone()
+    return "47"
+
+
+def wrong_dtype(tensors):
+    tensors[Q_PROJ] = tensors[Q_PROJ].to(torch.int32)
+    return "int32|I32"
+
+
+def not_a_number(tensors):
+    tensors[Q_PROJ] = tensors[Q_PROJ].clone()
+    tensors[Q_PROJ][3, 5] = float("nan")
+    return "NaN"
+
+
+FAULTS = {
+    "unknown name": unknown_name,
+    "missing name": missing_name,
+    "wrong shape": wrong_shape,
+    "wrong dtype": wrong_dtype,
+    "NaN": not_a_number,
+}
+# What is known beforehand is refused beforehand: these never write a byte of a bad update.
+CHECKED_BEFORE = ("collection", "disk", "shared_memory_calls", "distributed", "distributed_bare")
+
+
+def assert_old_or_refuses(engine, old, before):
+    """Never a mix: what serves is bitwise the old policy, and what is not whole serves nothing."""
+    assert engine.weight_version == before
+    if engine.can_run:
+        assert engine.weights_digest() == old.digest
+        assert outputs(engine) == old.outputs
+        return
+    assert "torn" in engine.why_not
+    for call in (lambda: engine.generate(PROMPTS, PARAMS), lambda: engine.score([1], [2])):
+        with pytest.raises((WeightUpdateError, EngineStateError), match="torn"):
+            call()
+
+
+def assert_serves(engine, policy):
+    assert engine.can_run
+    assert engine.weights_digest() == policy.digest
+    assert outputs(engine) == policy.outputs
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_whole_update_is_the_new_policy(engine, policies, tmp_path, kind):
+    with opened(kind, engine, tmp_path / "new") as update:
+        for version, policy in enumerate((policies[1], policies[2]), 1):
+            update(policy.tensors)
+            assert engine.weight_version == version
+            assert_serves(engine, policy)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_bad_update(engine, policies, tmp_path, kind, fault):
+    old, new, other = policies
+    bad = dict(new.tensors)
+    message = FAULTS[fault](bad)
+    with opened(kind, engine, tmp_path / "new") as update:
+        with pytest.raises(RolloutError, match=message):
+            update(bad, check_finite=True)
+        assert_old_or_refuses(engine, old, before=0)
+        if kind in CHECKED_BEFORE and (fault != "NaN" or kind == "collection"):
+            assert engine.can_run, "this was known before a byte moved"
+        update(other.tensors)
+    assert_serves(engine, other)
+
+
+def test_nan_is_taken_unless_it_is_to_be_refused(engine, policies):
+    bad = dict(policies[1].tensors)
+    not_a_number(bad)
+    engine.update_weights_from_tensor(bad.items())
+    assert engine.weight_version == 1
+    assert engine.weights_digest() not in {policy.digest for policy in policies}
+
+
+def test_a_second_transaction_during_the_first(engine, policies):
+    new = policies[1]
+    pairs = list(new.tensors.items())
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(pairs[:5])
+    with pytest.raises(WeightUpdateError, match="under way"):
+        engine.begin_weight_update()
+    engine.update_weights_from_tensor(pairs[5:])
+    engine.end_weight_update()
+    assert_serves(engine, new)
+    assert engine.weight_version == 1
+
+
+def test_an_update_that_is_left_open_cannot_be_seen_through(engine, policies):
+    old, new, other = policies
+    engine.begin_weight_update()
+    assert_old_or_refuses(engine, old, before=0)
+    engine.update_weights_from_tensor(list(new.tensors.items())[:5])
+    assert not engine.can_run
+    with pytest.raises(InvalidInputError, match="missing"):
+        engine.end_weight_update()
+    assert_old_or_refuses(engine, old, before=0)
+    engine.update_weights_from_disk(other.folder)
+    assert_serves(engine, other)
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
+    """A good one, a bad one, a good one: no request is lost, each token carries its version."""
+    _, new, other = policies
+    bad = dict(other.tensors)
+    wrong_shape(bad)
+    requests = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
+    ended = {}
+    with opened(kind, engine, tmp_path / "new") as update:
+        for tensors in (new.tensors, bad, other.tensors):
+            ended |= {rollout.request_id: rollout for rollout in engine.step()}
+            try:
+                update(tensors)
+            except RolloutError:
+                assert tensors is bad
+    assert len(ended) < len(requests), "they must still be running"
+    while engine.has_unfinished:
+        ended |= {rollout.request_id: rollout for rollout in engine.step()}
+    assert set(ended) == {request.request_id for request in requests}
+    last = engine.weight_version
+    for rollout in ended.values():
+        assert len(rollout.token_ids) == PARAMS.max_new_tokens
+        assert rollout.weight_versions == sorted(rollout.weight_versions)
+        assert set(rollout.weight_versions) <= {0, 1, last}
+        assert rollout.weight_versions[-1] == last
+    assert_serves(engine, other)

@@ -1,0 +1,289 @@
+"""Senders and receivers that are processes of their own, and die by SIGKILL in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.weights.distributed_sender import DistributedSender
+from rollout.weights.group import WeightGroup, listen
+from rollout.weights.shared_memory import SharedMemorySender
+from tests.helpers.weight_transports import SECONDS, TensorSource, group_of
+from tests.weights.conftest import outputs
+
+ROOT = Path(__file__).parents[2]
+
+
+class Peer:
+    """A process of tests/helpers/weight_peer.py."""
+
+    def __init__(self, *arguments: object, dies_after: int = -1) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.weight_peer", *map(str, arguments)],
+            cwd=ROOT,
+            env=os.environ | {"DIES_AFTER": str(dies_after)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, **what: object) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+
+    def hear(self, what: str):
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError("the peer has died")
+        return json.loads(line)[what]
+
+    def handles(self) -> Iterator[dict]:
+        """What a peer that shares hands out, until it ends; EOFError when it dies."""
+        while True:
+            try:
+                self.tell()
+                yield self.hear("handle")
+            except (EOFError, BrokenPipeError):
+                if self.process.wait(SECONDS):
+                    raise EOFError("the peer has died") from None
+                return
+
+
+@contextmanager
+def peer(*arguments: object, dies_after: int = -1) -> Iterator[Peer]:
+    found = Peer(*arguments, dies_after=dies_after)
+    try:
+        yield found
+    finally:
+        found.process.kill()
+        found.process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def assert_refuses(engine):
+    assert not engine.can_run
+    assert "torn" in engine.why_not
+    with pytest.raises(RolloutError, match="torn"):
+        outputs(engine)
+
+
+def assert_serves(engine, policy):
+    assert engine.weights_digest() == policy.digest
+    assert outputs(engine) == policy.outputs
+
+
+def test_shared_memory_of_a_sender_that_dies(engine, policies):
+    """Between two buckets, by its own hand: torn; its segment is left, and goes with the next."""
+    with peer("share", policies[1].folder, dies_after=9) as dying:
+        handles = []
+
+        def kept():
+            for handle in dying.handles():
+                handles.append(handle)
+                yield handle
+
+        with pytest.raises(EOFError, match="died"):
+            engine.update_weights_from_ipc(kept())
+    assert_refuses(engine)
+    left = Path("/dev/shm") / handles[0]["segment"]
+    assert left.exists()
+    with peer("share", policies[2].folder) as sender:
+        engine.update_weights_from_ipc(sender.handles())
+    assert_serves(engine, policies[2])
+    assert not left.exists()
+
+
+def test_shared_memory_outlives_its_sender_while_it_is_read(engine, policies):
+    """A bucket that was handed over whole is whole, whatever happens to who made it."""
+    with peer("share", policies[1].folder) as sender:
+        handle = next(iter(sender.handles()))
+        sender.process.kill()
+        sender.process.wait()
+        engine.update_weights_from_ipc(handle, partial=True)
+    entry = handle["layout"]["entries"][0]
+    sent = policies[1].tensors[entry["name"]].flatten()[:5].tolist()
+    assert engine.get_weights_by_name(entry["name"], 5) == sent
+    SharedMemorySender().close()  # takes what was left behind
+
+
+def test_a_group_whose_sender_dies(engine, policies):
+    port = free_port()
+    with peer("send", policies[1].folder, port, 2, dies_after=9) as sender:
+        engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=SECONDS)
+        call = sender.hear("arguments")
+        started = time.monotonic()
+        with pytest.raises(WeightUpdateError):
+            engine.update_weights_from_distributed(**call, timeout=SECONDS)
+        assert time.monotonic() - started < SECONDS, "found by the connection, not by the timeout"
+    assert_refuses(engine)
+    with pytest.raises(WeightUpdateError, match="closed|cannot be reached"):
+        engine.update_weights_from_distributed(**call, timeout=2.0)
+    engine.destroy_weights_update_group("weights")
+    with group_of(engine) as (group, threads):
+        source = TensorSource(policies[2].tensors)
+        sender = DistributedSender(group, 8192)
+        sent = threads.submit(sender.send, source)
+        engine.update_weights_from_distributed(**sender.arguments(source))
+        sent.result(SECONDS)
+    assert_serves(engine, policies[2])
+
+
+def test_a_group_of_which_one_receiver_dies(engine, policies):
+    """The sender and the other receiver end in an error, soon."""
+    store = listen("127.0.0.1", SECONDS)
+    with peer("receive", store.port, 2, 3, dies_after=9) as dying, group_of(engine, 3, store) as (group, threads):
+        source = TensorSource(policies[1].tensors)
+        sender = DistributedSender(group, 8192)
+        call = sender.arguments(source)
+        dying.hear("joined")
+        dying.tell(**call)
+        sent = threads.submit(sender.send, source)
+        started = time.monotonic()
+        with pytest.raises(WeightUpdateError):
+            engine.update_weights_from_distributed(**call, timeout=SECONDS)
+        assert isinstance(sent.exception(SECONDS), WeightUpdateError)
+        assert time.monotonic() - started < SECONDS
+    assert_refuses(engine)
+    engine.update_weights_from_disk(policies[2].folder)
+    assert_serves(engine, policies[2])
+
+
+def test_what_one_receiver_refuses_reaches_none(engine, policies):
+    store = listen("127.0.0.1", SECONDS)
+    with peer("receive", store.port, 2, 3) as other, group_of(engine, 3, store) as (group, threads):
+        odd = TensorSource(policies[1].tensors | {"odd": policies[1].tensors["model.norm.weight"]})
+        sender = DistributedSender(group, 8192)
+        call = sender.arguments(odd)
+        other.hear("joined")
+        other.tell(**call)
+        sent = threads.submit(sender.send, odd)
+        with pytest.raises(InvalidInputError, match="odd"):
+            engine.update_weights_from_distributed(**call)
+        assert "rank 1" in str(sent.exception(SECONDS))
+        assert "odd" in other.hear("error")
+    assert_serves(engine, policies[0])
+
+
+def refused_group(**changed):
+    arguments = {
+        "master_address": "127.0.0.1", "master_port": free_port(), "rank": 0, "world_size": 2,
+        "group_name": "weights", "timeout": 1.0,
+    }  # fmt: skip
+    with pytest.raises(RolloutError) as error:
+        WeightGroup(**arguments | changed)
+    return str(error.value)
+
+
+def test_a_group_with_members_missing(engine, policies):
+    started = time.monotonic()
+    assert "rank 0 is missing" in refused_group(rank=1)
+    assert "missing after 1 seconds: 1, 2" in refused_group(world_size=3)
+    with pytest.raises(WeightUpdateError, match="rank 0 is missing"):
+        engine.init_weights_update_group("127.0.0.1", free_port(), 1, 2, "weights", timeout=1.0)
+    assert time.monotonic() - started < SECONDS
+    assert_serves(engine, policies[0])
+
+
+@pytest.mark.parametrize("told", [2, 3])
+def test_a_group_of_the_wrong_size(engine, policies, told):
+    """Each side is told at once what the other was told, whoever is right."""
+    store = listen("127.0.0.1", SECONDS)
+    size = 5 - told
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(
+            refused_group, master_port=store.port, world_size=size, store=store, timeout=SECONDS
+        )
+        with pytest.raises(WeightUpdateError, match=f"'world_size': {size}.*'world_size': {told}"):
+            engine.init_weights_update_group(
+                "127.0.0.1", store.port, 1, told, "weights", timeout=SECONDS
+            )
+        assert f"'world_size': {told}" in other.result(SECONDS)
+    assert_serves(engine, policies[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rank", 2), ("rank", -1), ("world_size", 1), ("master_port", 0), ("group_name", ""),
+        ("backend", "mpi"), ("backend", "nccl"), ("timeout", 0), ("timeout", "long"),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_group(field, value):
+    assert refused_group(**{field: value}).startswith(f"{field}={value!r}")
+
+
+def test_a_rank_is_taken_once():
+    store = listen("127.0.0.1", SECONDS)
+    refused_group(master_port=store.port, store=store)
+    assert "rank 0 is taken" in refused_group(master_port=store.port, store=store)
+
+
+def test_a_sender_that_says_nothing(engine, policies):
+    with group_of(engine) as (group, threads):
+        source = TensorSource(policies[1].tensors)
+        call = DistributedSender(group, 8192).arguments(source)
+        with pytest.raises(WeightUpdateError, match="announced nothing in 0.5 seconds"):
+            engine.update_weights_from_distributed(**call, timeout=0.5)
+        assert_serves(engine, policies[0])
+        call["load_format"] = None
+        with pytest.raises(WeightUpdateError, match="0\\.5|500ms"):
+            engine.update_weights_from_distributed(**call, timeout=0.5)
+        assert_serves(engine, policies[0])
+
+
+def test_receivers_that_say_nothing(engine, policies):
+    with group_of(engine) as (group, threads):
+        sender = DistributedSender(group, 8192)
+        with pytest.raises(WeightUpdateError, match="no answer in 0.5 seconds from rank 1"):
+            sender.send(TensorSource(policies[1].tensors), timeout=0.5)
+        # What it gave up is forgotten: the next update is taken for itself.
+        source = TensorSource(policies[2].tensors)
+        sent = threads.submit(sender.send, source)
+        engine.update_weights_from_distributed(**sender.arguments(source))
+        sent.result(SECONDS)
+    assert_serves(engine, policies[2])
+
+
+def test_a_sender_that_stops_in_the_middle(engine, policies):
+    """Its own source fails: every receiver hears why."""
+
+    class Failing(TensorSource):
+        def __iter__(self):
+            for index, pair in enumerate(super().__iter__()):
+                if index == 9:
+                    raise ValueError("the trainer ran out of memory")
+                yield pair
+
+    with group_of(engine) as (group, threads):
+        sender, source = DistributedSender(group, 8192), Failing(policies[1].tensors)
+        sent = threads.submit(sender.send, source)
+        with pytest.raises(WeightUpdateError, match="the trainer ran out of memory"):
+            engine.update_weights_from_distributed(**sender.arguments(source))
+        assert isinstance(sent.exception(SECONDS), ValueError)
+    assert_refuses(engine)
+
+
+def test_groups_go_by_name(engine):
+    with pytest.raises(InvalidInputError, match="no group of this engine"):
+        engine.destroy_weights_update_group("weights")
+    with pytest.raises(InvalidInputError, match="rank 0 is the sender"):
+        engine.init_weights_update_group("127.0.0.1", 1, 0, 2, "weights")
+    with group_of(engine), pytest.raises(InvalidInputError, match="joined already"):
+        engine.init_weights_update_group("127.0.0.1", 1, 1, 2, "weights")
