@@ -74,8 +74,8 @@ def buckets(
         buffer: given a number of bytes, a uint8 buffer at least as long for the next bucket.
             Larger tensors are then copied as well.
     """
-    capacity = _capacity(named_tensors, bucket_bytes)
     packer = BucketPacker(bucket_bytes)
+    capacity = _capacity(named_tensors, bucket_bytes)
     flat: torch.Tensor | None = None
     for name, tensor in named_tensors:
         spec = TensorSpec.of(tensor)

@@ -91,15 +91,13 @@ class WeightGroup:
         options.rootRank = 0
         options.timeout = timedelta(seconds=seconds)
         try:
-            work = self._group.broadcast([tensor.detach()], options)
-            if self.backend == "nccl":
-                _poll(work, seconds)
-            else:
-                work.wait()
+            _wait(self._group.broadcast([tensor.detach()], options), self.backend, seconds)
         except RuntimeError as error:
             reason = f"a broadcast failed: {str(error).splitlines()[0]}"
             self.close(reason)
-            raise WeightUpdateError(f"group {self.name!r}: {reason}") from error
+            # A traceback would keep the work, and the work the connections that others wait on.
+            cause = error.with_traceback(None)
+            raise WeightUpdateError(f"group {self.name!r}: {reason}") from cause
 
     def close(self, reason: str = "it was destroyed") -> None:
         """Leave: the connections end, and nothing can be broadcast any more."""
@@ -176,10 +174,10 @@ def _checked_backend(value: object) -> str:
     return str(value)
 
 
-def _poll(work: Any, seconds: float) -> None:
-    """Until a CUDA broadcast is done; NCCL's own wait would end the process at its timeout."""
+def _wait(work: Any, backend: str, seconds: float) -> None:
+    """NCCL's own wait would end the process at its timeout, so a CUDA broadcast is polled."""
     deadline = time.monotonic() + seconds
-    while not work.is_completed():
+    while backend == "nccl" and not work.is_completed():
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing came for {seconds:g} seconds")
         time.sleep(_POLL_SECONDS)

@@ -1,0 +1,217 @@
+"""Segments and handles: who owns them, who may name them, and which bucket they are of."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcSender
+from rollout.weights.ipc import HandleReceiver
+from rollout.weights.segment import OwnedSegment, remove_orphans
+from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
+
+SHM = Path("/dev/shm")
+TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
+
+
+def received(handles) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in HandleReceiver().tensors(handles)}
+
+
+@pytest.fixture
+def sender():
+    with SharedMemorySender(128, num_segments=2) as found:
+        yield found
+
+
+@pytest.fixture
+def handle(sender):
+    return json.loads(json.dumps(next(sender.handles(TENSORS.items()))))
+
+
+def test_a_stream_of_handles(sender):
+    for _ in range(2):
+        found = received(sender.handles(TENSORS.items()))
+        assert list(found) == list(TENSORS)
+        assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_segments_are_reused_and_removed(sender):
+    names = {handle["segment"] for handle in sender.handles(TENSORS.items())}
+    assert len(names) == 2
+    assert all((SHM / name).stat().st_mode & 0o777 == 0o600 for name in names)
+    assert {handle["segment"] for handle in sender.handles(TENSORS.items())} == names
+    sender.close()
+    assert not any((SHM / name).exists() for name in names)
+
+
+def test_a_tensor_larger_than_a_segment_makes_it_grow(sender):
+    tensors = TENSORS | {"large": torch.randn(500)}
+    receiver = HandleReceiver()
+    for _ in range(2):
+        found = {n: t.clone() for n, t in receiver.tensors(sender.handles(tensors.items()))}
+        assert torch.equal(found["large"], tensors["large"])
+
+
+def test_handles_are_valid_while_their_bucket_is_there(sender):
+    """Two segments: the first two are both there until the third is asked for."""
+    stream = sender.handles(TENSORS.items())
+    first, second = next(stream), next(stream)
+    assert len(received([first, second])) == 2 * len(first["layout"]["entries"])
+    tensors = iter(HandleReceiver().tensors(first))
+    next(tensors)
+    next(stream)
+    with pytest.raises(WeightUpdateError, match="refilled"):
+        list(tensors)
+    with pytest.raises(InvalidInputError, match=r"handles\[1\]\.nonce.*no longer"):
+        received([second, first])
+
+
+def test_segments_of_the_dead_are_removed_and_no_others(sender, handle):
+    script = (
+        "import os, signal; from rollout.weights.segment import OwnedSegment\n"
+        "segment = OwnedSegment(100)\n"
+        "print(segment.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    name = dead.stdout.strip()
+    foreign = SHM / "specrollout-of-somebody-else"
+    foreign.touch()
+    try:
+        remove_orphans()
+        assert name.startswith("specrollout-")
+        assert not (SHM / name).exists()
+        assert foreign.exists()
+        assert (SHM / handle["segment"]).exists(), "its owner lives"
+    finally:
+        foreign.unlink()
+
+
+def test_a_fork_of_the_owner_leaves_the_segment():
+    segment = OwnedSegment(100)
+    if (child := os.fork()) == 0:
+        segment.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (SHM / segment.name).exists()
+    segment.close()
+    assert not (SHM / segment.name).exists()
+
+
+def test_no_room():
+    with pytest.raises(WeightUpdateError, match=r"bytes free.*--shm-size"):
+        OwnedSegment(shutil.disk_usage(SHM).total + 2**20)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/passwd", "../../etc/passwd", "specrollout-", "specrollout-../../etc/passwd",
+     "specrollout-" + "0" * 31 + "/", "specrollout-" + "0" * 32 + "\n", "psm_1234"],
+)  # fmt: skip
+def test_only_our_own_segments_are_opened(handle, name):
+    with pytest.raises(InvalidInputError, match=r"handles\[0\]\.segment.*must be a segment"):
+        received(handle | {"segment": name})
+
+
+def test_segments_that_are_not_what_they_should_be(handle):
+    name = "specrollout-" + "0" * 32
+    with pytest.raises(InvalidInputError, match="cannot be opened"):
+        received(handle | {"segment": name})
+    (SHM / name).symlink_to("/etc/passwd")
+    try:
+        with pytest.raises(InvalidInputError, match="cannot be opened"):
+            received(handle | {"segment": name})
+        (SHM / name).unlink()
+        (SHM / name).write_bytes(bytes(100))
+        with pytest.raises(InvalidInputError, match="holds 100 bytes"):
+            received(handle | {"segment": name})
+    finally:
+        (SHM / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("kind", "pickle", "handles[0].kind"),
+        ("nonce", "xyz", "handles[0].nonce"),
+        ("nonce", "00" * 16, "handles[0].nonce"),
+        ("nonce", "ab" * 15, "handles[0].nonce"),
+        ("nonce", 7, "handles[0].nonce"),
+        ("segment", None, "handles[0].segment"),
+        ("layout", {"num_bytes": 1}, "handles[0].layout"),
+        ("more", 1, "handles[0]"),
+    ],
+)
+def test_malformed_handles_are_refused_by_field(handle, field, value, named):
+    with pytest.raises(InvalidInputError) as error:
+        received([handle | {field: value}])
+    assert error.value.field == named
+
+
+@pytest.mark.parametrize("value", [None, "handle", 3, [], {}])
+def test_what_is_no_handle(value):
+    with pytest.raises(InvalidInputError, match=r"handles\[0\]"):
+        received([value])
+
+
+def test_handles_round_trip(handle):
+    assert SharedMemoryHandle.from_json(handle).to_json() == handle
+
+
+def cuda_handle() -> dict:
+    return {
+        "kind": "cuda_ipc", "device_uuid": "GPU-0", "memory": "ab" * 64, "storage_bytes": 4096,
+        "storage_offset": 0, "counter": "cd" * 8, "counter_offset": 3, "event": "ef" * 64,
+        "event_sync": True, "layout": {"num_bytes": 64, "entries": [
+            {"name": "w", "dtype": "float32", "shape": [16], "start": 0, "end": 64}]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device_uuid", ""), ("memory", "x"), ("storage_bytes", 63), ("storage_bytes", "64"),
+        ("storage_offset", -1), ("counter", 1), ("counter_offset", -1), ("event", None),
+        ("event_sync", 1), ("kind", "shared_memory"),
+    ],
+)  # fmt: skip
+def test_handles_of_cuda_are_checked(field, value):
+    assert CudaIpcHandle.from_json(cuda_handle()).to_json() == cuda_handle()
+    with pytest.raises(InvalidInputError) as error:
+        CudaIpcHandle.from_json(cuda_handle() | {field: value})
+    assert error.value.field == f"handle.{field}"
+
+
+def test_a_gpu_that_is_not_here():
+    with pytest.raises(InvalidInputError, match=r"handles\[0\]\.device_uuid"):
+        received(cuda_handle())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_ipc_between_processes():
+    """A process that knows nothing but the handles reads what this one has on the GPU."""
+    script = (
+        "import sys, json; from rollout.weights.ipc import HandleReceiver\n"
+        "lines = (json.loads(line) for line in sys.stdin)\n"
+        "for name, tensor in HandleReceiver().tensors(lines):\n"
+        "    print(name, tensor.sum().item(), flush=True)"
+    )
+    tensors = {name: tensor.cuda() for name, tensor in TENSORS.items()}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as receiver:
+        for handle in CudaIpcSender(128).handles(tensors.items()):
+            print(json.dumps(handle), file=receiver.stdin, flush=True)
+            for entry in handle["layout"]["entries"]:
+                said = receiver.stdout.readline().split()
+                assert said == [entry["name"], str(TENSORS[entry["name"]].sum().item())]
+        receiver.stdin.close()
+        assert receiver.wait(20) == 0
