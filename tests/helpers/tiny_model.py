@@ -22,10 +22,12 @@ def save_tiny_llama(
     sharpness: float = 6.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    tied: bool = False,
 ) -> Path:
     """A Llama checkpoint of random weights.
 
     ``sharpness`` scales the head: larger means fewer likely tokens, so that drafts are accepted.
+    A ``tied`` model's head is its embedding, and ``sharpness`` is not looked at.
     """
     generator = torch.Generator().manual_seed(seed)
     head_dim = hidden_size // num_heads
@@ -35,10 +37,14 @@ def save_tiny_llama(
         return values.to(dtype)
 
     tensors = {
-        "model.embed_tokens.weight": random(vocab_size, hidden_size, scale=hidden_size**0.5),
+        "model.embed_tokens.weight": random(
+            vocab_size, hidden_size, scale=1.0 if tied else hidden_size**0.5
+        ),
         "model.norm.weight": torch.ones(hidden_size, dtype=dtype),
         "lm_head.weight": random(vocab_size, hidden_size, scale=sharpness),
     }
+    if tied:
+        del tensors["lm_head.weight"]
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
         shapes = {
@@ -67,7 +73,7 @@ def save_tiny_llama(
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "eos_token_id": 2,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }

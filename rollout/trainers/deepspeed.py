@@ -1,0 +1,187 @@
+"""Weights of a DeepSpeed engine, ZeRO-0 to ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from deepspeed import DeepSpeedEngine, PipelineEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+from rollout.errors import InvalidInputError
+from rollout.trainers.layout import Slot
+from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
+from rollout.trainers.ranks import Ranks
+
+_Masters = dict[int, Callable[[], torch.Tensor]]  # by id of the parameter
+
+
+class DeepSpeedSource(ParameterSource):
+    """Gathers the parameters of one bucket at a time; every rank takes part.
+
+    ``dtype="float32"`` gives the optimizer's master copy of what is trained, and what is frozen in
+    the model's own precision, cast. ``model`` is the engine, or the module inside it.
+
+    Raises InvalidInputError for pipeline, tensor and expert parallelism, and where a master copy is
+    asked for that cannot be reached.
+    """
+
+    holds_weights_after_optimizer = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        self.engine = model if isinstance(model, DeepSpeedEngine) else None
+        if self.engine is not None:
+            _require_data_parallel_alone(self.engine)
+        super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
+        self.ranks = Ranks((self._group(),))
+        self._unsharded = _unsharded_masters(self.engine)
+        for slot in self.slots():
+            if self._wants_master(slot.parameter) and not self._has_master(slot.parameter):
+                raise InvalidInputError(
+                    "dtype", "float32",
+                    f"the optimizer's copy of {slot.name} is out of reach; ask for the model's own",
+                )  # fmt: skip
+
+    @contextmanager
+    def gathered(self, slots: Sequence[Slot]) -> Iterator[list[torch.Tensor]]:
+        parameters = [slot.parameter for slot in slots]
+        masters = [
+            self._master(parameter) if self._wants_master(parameter) else None
+            for parameter in parameters
+        ]
+        # What ZeRO-3 keeps whole is left out: a gather would leave it sharded.
+        sharded = [
+            parameter
+            for parameter, master in zip(parameters, masters, strict=True)
+            if master is None and _is_sharded(parameter)
+        ]
+        with GatheredParameters(sharded, enabled=bool(sharded)):
+            yield [
+                parameter.detach() if master is None else master
+                for parameter, master in zip(parameters, masters, strict=True)
+            ]
+
+    def gathered_dtype(self, slot: Slot) -> torch.dtype:
+        return torch.float32 if self._wants_master(slot.parameter) else slot.dtype
+
+    @property
+    def step_applied(self) -> bool:
+        return self.engine is None or self.engine.was_step_applied()
+
+    def _group(self) -> torch.distributed.ProcessGroup:
+        if self.engine is not None:
+            return self.engine.seq_data_parallel_group
+        for slot in self.slots():
+            for attribute in ("ds_process_group", "_dp_group"):
+                if hasattr(slot.parameter, attribute):
+                    return getattr(slot.parameter, attribute)
+        raise InvalidInputError("model", type(self.model).__name__, "no parameter of it is ZeRO's")
+
+    def _wants_master(self, parameter: torch.Tensor) -> bool:
+        """Whether float32 is asked for and the model holds less than its optimizer."""
+        return (
+            self.dtype is torch.float32
+            and parameter.dtype is not torch.float32
+            and parameter.requires_grad
+        )
+
+    def _has_master(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._unsharded or any(
+            hasattr(parameter, attribute) for attribute in ("_z3_optimizer", "_hp_mapping")
+        )
+
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Whole. A collective, except of ZeRO-0."""
+        if id(parameter) in self._unsharded:
+            return self._unsharded[id(parameter)]()
+        master = safe_get_full_fp32_param(parameter)
+        assert master is not None
+        return master
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) != ZeroParamStatus.AVAILABLE
+
+
+def _unsharded_masters(engine: DeepSpeedEngine | None) -> _Masters:
+    """ZeRO-0 in 16 bits keeps its master copies whole, in the optimizer alone."""
+    optimizer = None if engine is None else engine.optimizer
+    masters: _Masters = {}
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        for parameters, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for index, parameter in enumerate(parameters):
+                masters[id(parameter)] = _listed(copies, index)
+    if isinstance(optimizer, FP16_Optimizer):
+        flats = optimizer.fp32_groups_flat
+        for group, parameters in enumerate(optimizer.fp16_groups):
+            start = 0
+            for parameter in parameters:
+                masters[id(parameter)] = _flat_part(flats, group, start, parameter.shape)
+                start += parameter.numel()
+    return masters
+
+
+def _listed(copies: Sequence[torch.Tensor], index: int) -> Callable[[], torch.Tensor]:
+    return lambda: copies[index].detach()
+
+
+def _flat_part(
+    flats: Sequence[torch.Tensor], group: int, start: int, shape: torch.Size
+) -> Callable[[], torch.Tensor]:
+    return lambda: flats[group].detach().narrow(0, start, shape.numel()).view(shape)
+
+
+def _require_data_parallel_alone(engine: DeepSpeedEngine) -> None:
+    if isinstance(engine, PipelineEngine):
+        raise InvalidInputError("model", "PipelineEngine", "pipeline parallelism is not supported")
+    if engine.autotp_size() > 1:
+        raise InvalidInputError(
+            "model.autotp_size", engine.autotp_size(), "tensor parallelism is not supported"
+        )
+    if engine.has_moe_layers:
+        raise InvalidInputError(
+            "model.has_moe_layers", True, "DeepSpeed's expert parallelism is not supported"
+        )
+
+
+def after_engine_step(
+    engine: DeepSpeedEngine, callback: Callable[[], object]
+) -> Callable[[], None]:
+    """Call ``callback`` at the end of each ``engine.step()``; returns what ends that.
+
+    DeepSpeed has no callback of its own there, and hooks of the optimizer inside it run before the
+    model holds the new weights, with ZeRO-3 once per group of parameters. So ``step`` of this one
+    engine object is replaced.
+    """
+    replaced = engine.__dict__.get("step")  # by another such call
+    step = engine.step
+    attached = True
+
+    def step_and_call(*args: object, **kwargs: object) -> object:
+        result = step(*args, **kwargs)
+        if attached:
+            callback()
+        return result
+
+    def remove() -> None:
+        nonlocal attached
+        attached = False
+        if engine.__dict__.get("step") is step_and_call:
+            del engine.step
+            if replaced is not None:
+                engine.step = replaced
+
+    engine.step = step_and_call
+    return remove

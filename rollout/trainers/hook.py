@@ -1,0 +1,154 @@
+"""RolloutHook: after the optimizer's step, the engine generates with the new weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.trainers.parameter_source import BUCKET_BYTES
+from rollout.trainers.source import weight_source
+from rollout.trainers.stream import WeightStream
+
+
+class WeightReceiver(Protocol):
+    """What a hook asks of an engine, or of a handle to one elsewhere."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        weight_version: int | None = None,
+        **options: Any,
+    ) -> object:
+        """Returns when the weights serve. Each tensor is valid until the next one is asked for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSync:
+    """What one `RolloutHook.sync` did, on this rank."""
+
+    version: int  # of the weights the engines have now
+    num_tensors: int
+    num_bytes: int  # of the tensors as they were streamed
+    seconds: float
+
+
+class RolloutHook:
+    """Streams a trainer's weights into an engine after its optimizer steps.
+
+    Args:
+        engine: what generates; None on a rank that has none. With a model on several ranks
+            (DeepSpeed, FSDP, DDP) every rank makes a hook and calls it at the same points.
+        model: the trainer's: see `weight_source` for what it may be.
+        every: `step` syncs each ``every``-th optimizer step.
+        bucket_bytes, dtype: of `weight_source`. A sync takes one bucket of extra memory.
+        options: of every ``update_weights_from_tensor``: ``flush_cache``, ``check_finite``, ...
+
+    Raises InvalidInputError for a model that cannot be streamed.
+    """
+
+    def __init__(
+        self,
+        engine: WeightReceiver | None,
+        model: nn.Module,
+        every: int = 1,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: str | torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise InvalidInputError("every", every, "must be a positive integer")
+        if "weight_version" in options:
+            raise InvalidInputError(
+                "weight_version", options["weight_version"], "the hook counts versions itself"
+            )
+        self.engine = engine
+        self.every = every
+        self.source = weight_source(model, bucket_bytes=bucket_bytes, dtype=dtype)
+        self.options = options
+        self.num_steps = 0
+        self.last: WeightSync | None = None
+
+    def sync(self) -> WeightSync:
+        """Bring the engines of all ranks to the model's weights, all or none.
+
+        A collective of the ranks the model is on. If any rank fails, every rank raises: that one
+        its own error, the others WeightUpdateError; an engine already written to then refuses to
+        generate until a full sync succeeds. Versions go up by one from the highest of any engine.
+        """
+        started = time.perf_counter()
+        ranks = self.source.ranks
+        (newest,) = ranks.maximum(-1 if self.engine is None else self.engine.weight_version)
+        if newest < 0:
+            raise InvalidInputError("engine", None, "no rank has an engine to bring weights to")
+        with self.source.stream() as stream:
+            try:
+                self._take(stream, newest + 1)
+            except BaseException:
+                if stream.finished:
+                    ranks.stop()  # the others have read it all and wait for the word below
+                raise
+        ranks.go_on()
+        self.last = WeightSync(
+            newest + 1, stream.num_tensors, stream.num_bytes, time.perf_counter() - started
+        )
+        return self.last
+
+    def _take(self, stream: WeightStream, version: int) -> None:
+        if self.engine is not None:
+            self.engine.update_weights_from_tensor(stream, weight_version=version, **self.options)
+        for name, _ in stream:
+            if self.engine is not None:
+                raise WeightUpdateError(f"the engine returned before it had taken {name}")
+
+    def step(self) -> WeightSync | None:
+        """Count one optimizer step; sync if it is an ``every``-th one.
+
+        Call it on every rank after ``optimizer.step()``, or after DeepSpeed's ``engine.step()``: of
+        that, steps between two accumulation boundaries and steps skipped for an overflow do not
+        count.
+        """
+        if not self.source.step_applied:
+            return None
+        self.num_steps += 1
+        return self.sync() if self.num_steps % self.every == 0 else None
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """For ``optimizer.register_step_post_hook(hook.after_step)``; not with DeepSpeed."""
+        if not self.source.holds_weights_after_optimizer:
+            raise InvalidInputError(
+                "optimizer", type(optimizer).__name__,
+                "this trainer writes the weights after its optimizer's step: use hook.attach(model)"
+                " or call hook.step() after model.step()",
+            )  # fmt: skip
+        self.step()
+
+    def attach(self, stepper: torch.optim.Optimizer | nn.Module) -> Callable[[], None]:
+        """Have `step` called after each step of a torch optimizer or a DeepSpeed engine.
+
+        Returns what ends that. Raises InvalidInputError for DeepSpeed's optimizers, inside which no
+        callback would find the new weights.
+        """
+        if isinstance(stepper, torch.optim.Optimizer) and self.source.holds_weights_after_optimizer:
+            return stepper.register_step_post_hook(self.after_step).remove
+        if stepper is self.source.model and not self.source.holds_weights_after_optimizer:
+            from rollout.trainers.deepspeed import after_engine_step
+
+            return after_engine_step(stepper, self.step)
+        raise InvalidInputError(
+            "stepper", type(stepper).__name__,
+            "must be the DeepSpeed engine the hook was made for"
+            if not self.source.holds_weights_after_optimizer
+            else "must be a torch.optim.Optimizer",
+        )  # fmt: skip

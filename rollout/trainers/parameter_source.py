@@ -1,0 +1,131 @@
+"""ParameterSource: what the sources of all trainers have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from rollout.errors import InvalidInputError
+from rollout.trainers.layout import Slot, Weight, slots_of, weights_of
+from rollout.trainers.ranks import Ranks
+from rollout.trainers.stream import WeightStream
+from rollout.weights.manifest import Manifest, TensorSpec
+
+BUCKET_BYTES = 512 * 2**20
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class ParameterSource(ABC):
+    """A model's weights by their checkpoint names, whole, a bucket at a time: a `WeightSource`.
+
+    Args:
+        model: what the trainer's forward runs.
+        bucket_bytes: at most this many bytes of parameters are gathered at once, or one tensor
+            where that alone is more (with its adapters, of a LoRA layer).
+        dtype: None or ``"model"``: as the model holds them. ``"float32"``: the most precise there
+            is, the optimizer's master copy where the trainer keeps one. Another: the model's, cast.
+
+    What is streamed is looked up anew in each pass, so adapters may be switched between two.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+            raise InvalidInputError("bucket_bytes", bucket_bytes, "must be a positive integer")
+        self.model = model
+        self.bucket_bytes = bucket_bytes
+        self.dtype = _dtype(dtype)
+        self.weights()  # refuses here what could not be streamed later
+
+    ranks = Ranks()
+    """Who must iterate together."""
+
+    holds_weights_after_optimizer = True
+    """Whether the model has its new weights when the optimizer's ``step`` returns."""
+
+    @property
+    def step_applied(self) -> bool:
+        """Whether the trainer's last step changed the weights, as far as the model can tell."""
+        return True
+
+    @abstractmethod
+    def gathered(self, slots: Sequence[Slot]) -> AbstractContextManager[list[torch.Tensor]]:
+        """The whole parameters of one bucket, detached, valid inside.
+
+        All collectives happen on entering, or in the same order on every rank on leaving.
+        """
+        ...
+
+    def slots(self) -> list[Slot]:
+        return slots_of(self.model)
+
+    def gathered_dtype(self, slot: Slot) -> torch.dtype:
+        """Of the tensor `gathered` gives for it."""
+        return slot.dtype
+
+    def weights(self) -> list[Weight]:
+        return weights_of(self.model, self.slots())
+
+    def manifest(self) -> Manifest:
+        return self.manifest_of(self.weights())
+
+    def manifest_of(self, weights: Iterable[Weight]) -> Manifest:
+        return {
+            weight.name: TensorSpec(weight.inputs[0].shape, self.dtype or weight.inputs[0].dtype)
+            for weight in weights
+        }
+
+    def buckets(self, weights: Iterable[Weight]) -> Iterator[list[Weight]]:
+        """Consecutive weights whose inputs are gathered together."""
+        bucket: list[Weight] = []
+        room = self.bucket_bytes
+        for weight in weights:
+            size = sum(slot.numel * self.gathered_dtype(slot).itemsize for slot in weight.inputs)
+            if bucket and size > room:
+                yield bucket
+                bucket, room = [], self.bucket_bytes
+            bucket.append(weight)
+            room -= size
+        if bucket:
+            yield bucket
+
+    @torch.no_grad()
+    def value(self, weight: Weight, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The checkpoint's tensor from its gathered inputs, in the dtype asked for."""
+        if weight.combine is not None:
+            if self.dtype is torch.float32:
+                inputs = [tensor.float() for tensor in inputs]
+            value = weight.combine(inputs)
+        else:
+            value = inputs[0]
+        return value if self.dtype is None else value.to(self.dtype)
+
+    def stream(self) -> WeightStream:
+        """One pass, to be closed."""
+        return WeightStream(self)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.stream()
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype == "model":
+        return None
+    known = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if known not in _DTYPES.values():
+        raise InvalidInputError("dtype", dtype, f"must be None, model, {', '.join(_DTYPES)}")
+    return known

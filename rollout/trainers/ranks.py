@@ -1,0 +1,54 @@
+"""The processes that share a sharded model, and how they come to one mind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from rollout.errors import WeightUpdateError
+
+
+class Ranks:
+    """Those that must take part in every collective of a source; none where nothing is sharded.
+
+    Of a mesh, ``groups`` holds this rank's group along each dimension: what is agreed along one
+    after the other is agreed by all.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup] = ()) -> None:
+        self.groups = tuple(groups)
+
+    def maximum(self, *values: int) -> list[int]:
+        """The largest of each value over all ranks. A collective."""
+        if not self.groups:
+            return list(values)
+        agreed = torch.tensor(values, dtype=torch.int64, device=_device(self.groups[0]))
+        for group in self.groups:
+            distributed.all_reduce(agreed, distributed.ReduceOp.MAX, group=group)
+        return agreed.tolist()
+
+    def go_on(self) -> None:
+        """Go on together. Raises WeightUpdateError where another rank called `stop` instead."""
+        (failed,) = self.maximum(0)
+        if failed:
+            raise WeightUpdateError(
+                f"the weight update failed on rank {failed - 1}, whose error says why; "
+                "it was given up on every rank"
+            )
+
+    def stop(self) -> None:
+        """Tell the others, who are at `go_on` or will be, that this rank has failed."""
+        if self.groups:
+            self.maximum(distributed.get_rank() + 1)
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    """One whose tensors this group can reduce."""
+    if "cpu" in distributed.get_backend_config(group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, f"no device for {distributed.get_backend_config(group)}"
+    return accelerator

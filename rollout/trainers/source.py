@@ -1,0 +1,71 @@
+"""From a trainer's model to the source that can stream it."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from rollout.errors import InvalidInputError
+from rollout.trainers.hf import HFSource
+from rollout.trainers.names import checkpoint_name, unwrapped
+from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
+
+
+def weight_source(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: str | torch.dtype | None = None,
+) -> ParameterSource:
+    """A `WeightSource` of the weights a trainer's forward runs with.
+
+    ``model`` may be a DeepSpeed engine, FSDP1, FSDP2 (``fully_shard``), DistributedDataParallel,
+    compiled, or plain, each with PEFT adapters inside or not. The arguments are those of
+    `ParameterSource`.
+
+    Raises InvalidInputError for what cannot be streamed: an unknown wrapper, adapters that cannot
+    be merged, quantized or offloaded weights.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError("model", type(model).__name__, "must be a torch.nn.Module")
+    if _is_deepspeed(model):
+        from rollout.trainers.deepspeed import DeepSpeedSource
+
+        return DeepSpeedSource(model, bucket_bytes=bucket_bytes, dtype=dtype)
+    _refuse_unknown_wrapper(model)
+    return HFSource(model, bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+def _is_deepspeed(model: nn.Module) -> bool:
+    """Its engine, or a module that engine has taken over."""
+    if (deepspeed := sys.modules.get("deepspeed")) is None:
+        return False
+    return isinstance(model, deepspeed.DeepSpeedEngine) or any(
+        hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+        for parameter in model.parameters()
+    )
+
+
+def _refuse_unknown_wrapper(model: nn.Module) -> None:
+    """What is around the transformers model must be something whose names are known."""
+    inner = unwrapped(model)
+    while isinstance(inner, (DistributedDataParallel, DataParallel, AveragedModel)):
+        inner = unwrapped(inner.module)
+    modeling = sys.modules.get("transformers.modeling_utils")
+    for name, module in model.named_modules():
+        if modeling is not None and isinstance(module, modeling.PreTrainedModel):
+            if checkpoint_name(name):
+                _refuse(model, name)
+            return
+    if [name for name, _ in inner.named_children()] == ["module"]:
+        _refuse(inner, "module")
+
+
+def _refuse(model: nn.Module, inner: str) -> None:
+    raise InvalidInputError(
+        "model", type(model).__name__, f"is a wrapper not known here; hand over its .{inner}"
+    )

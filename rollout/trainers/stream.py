@@ -1,0 +1,87 @@
+"""One pass over a model's weights, in which all ranks go on together or stop together.
+
+Before each bucket's collectives, and once after the last tensor, the ranks agree that none has
+failed. A rank that fails between two of these says so at the next one and the others raise there,
+so nobody waits in a collective for a rank that has left, and nobody takes the end of the stream
+for the end of a good update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from rollout.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from rollout.trainers.parameter_source import ParameterSource
+
+
+class WeightStream:
+    """A `WeightSource` for one use. Close it, or use it in ``with``, on every rank.
+
+    A closed stream that was not read to its end is a failure, which every other rank raises as
+    WeightUpdateError.
+    """
+
+    def __init__(self, source: ParameterSource) -> None:
+        self._source = source
+        self._weights = source.weights()
+        self._tensors = self._run()
+        self._awaited = True  # the other ranks wait for this one's word, or will
+        self.finished = False  # every rank has read all of it
+        self.num_tensors = 0
+        self.num_bytes = 0
+
+    def manifest(self) -> Manifest:
+        return self._source.manifest_of(self._weights)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        name, tensor = next(self._tensors)
+        self.num_tensors += 1
+        self.num_bytes += tensor.nbytes
+        return name, tensor
+
+    def _run(self) -> Iterator[tuple[str, torch.Tensor]]:
+        source = self._source
+        for bucket in source.buckets(self._weights):
+            self._agree()
+            # A rank that fails inside the gather's own collectives cannot tell the others.
+            self._awaited = False
+            with source.gathered([slot for weight in bucket for slot in weight.inputs]) as tensors:
+                self._awaited = True
+                given = iter(tensors)
+                for weight in bucket:
+                    yield weight.name, source.value(weight, [next(given) for _ in weight.inputs])
+        self._agree()
+        self._awaited = False
+        self.finished = True
+
+    def _agree(self) -> None:
+        self._awaited = False
+        self._source.ranks.go_on()
+        self._awaited = True
+
+    def close(self) -> None:
+        """Let go of what is gathered; tell the other ranks where they still count on this one."""
+        self._tensors.close()  # type: ignore[attr-defined]
+        if self._awaited:
+            self._awaited = False
+            self._source.ranks.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

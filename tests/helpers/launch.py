@@ -1,0 +1,69 @@
+"""Several ranks of one program, as a launcher starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+
+
+def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> list[Any]:
+    """Run ``python -m module out.json`` on ``ranks`` processes of one gloo group.
+
+    Returns what each wrote to its file, as JSON. A rank that fails, or all of them taking longer
+    than ``timeout`` seconds, is an AssertionError with what they printed; none is left running.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outputs = [folder / f"{module}-{ranks}-{rank}.json" for rank in range(ranks)]
+    logs = [output.with_suffix(".log") for output in outputs]
+    processes = []
+    for rank, (output, log) in enumerate(zip(outputs, logs, strict=True)):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        with log.open("w") as stream:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, str(output)],
+                    cwd=_ROOT,
+                    env=environment,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        _wait(processes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    codes = [process.returncode for process in processes]
+    printed = "\n".join(f"rank {rank}:\n{log.read_text()[-4000:]}" for rank, log in enumerate(logs))
+    assert codes == [0] * ranks, f"exit codes {codes}\n{printed}"
+    return [json.loads(output.read_text()) for output in outputs]
+
+
+def _wait(processes: list[subprocess.Popen], timeout: float) -> None:
+    """Until all have ended, one has failed, or time is up."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(code not in (None, 0) for code in codes):
+            return
+        time.sleep(0.05)

@@ -1,0 +1,78 @@
+"""DeepSpeed's weights in the engine: ZeRO-0 to 3, one rank and two, real engines over gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.launch import launch
+
+pytest.importorskip("deepspeed")
+
+BUCKET_BYTES = 24 * 1024  # as in deepspeed_ranks.py
+FLOAT32_BYTES = {"untied": 179_520, "tied": 160_896}
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def by_rank(request, tmp_path_factory):
+    """What each rank measured."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    return launch("tests.trainers.deepspeed_ranks", folder, ranks=request.param, timeout=280)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", ["0", "1", "2", "3", "2-tied", "3-tied"])
+def test_the_engine_has_the_trainers_weights(by_rank, case):
+    for rank, results in enumerate(by_rank):
+        result = results[f"follows-{case}"]
+        tied = case.endswith("tied")
+        assert result["num_tensors"] == 21 - tied
+        assert result["num_bytes"] == FLOAT32_BYTES["tied" if tied else "untied"]
+        assert result["version"] == 1
+        assert result["moved"] > 0.1
+        assert result["untouched"]
+        if rank == 0:
+            assert result["gap"] < 1e-5
+            assert result["same_digest"]
+
+
+def test_no_more_than_a_bucket_is_gathered(by_rank):
+    for results in by_rank:
+        assert 0 < results["follows-3"]["peak"] <= BUCKET_BYTES
+        assert results["follows-3"]["whole_after"] == 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_master_copy_comes_on_request(by_rank, stage):
+    for rank, results in enumerate(by_rank):
+        result = results[f"master-{stage}"]
+        assert result["num_bytes"] == FLOAT32_BYTES["untied"] // 2
+        assert result["specs_hold"]
+        assert result["rounds_to_model"]
+        assert result["finer"] > 0
+        if rank == 0:
+            assert result["same_digest"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_failure_is_raised_on_every_rank(by_rank, stage):
+    if len(by_rank) == 1:
+        pytest.skip("one rank tells no other")
+    first, last = (results[f"failures-{stage}"] for results in by_rank)
+    for takes in ("0", "1", "2", "9", "20", "21", "1000"):
+        assert "failed on rank 1" in first["raised"][takes]
+        assert last["raised"][takes] == "this engine fails on purpose"
+    assert first["version"] == last["version"] == 1
+    assert first["gap"] < 1e-5
+    assert first["nobody"] == last["nobody"] == "engine"
+    assert not first["serves"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_attached_to_the_engine_it_syncs_after_whole_steps(by_rank, stage):
+    for rank, results in enumerate(by_rank):
+        result = results[f"callbacks-{stage}"]
+        # Two micro-batches make a step, two steps a sync.
+        assert rank or result["versions"] == [0, 0, 0, 1, 1, 1, 1, 2]
+        assert result["num_steps"] == 4
+        assert all(result["old_inside_the_optimizer"])
+        assert result["refused"] == ["stepper", "stepper"]
