@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -73,8 +73,9 @@ class DeepSpeedSource(ParameterSource):
                 for parameter, master in zip(parameters, masters, strict=True)
             ]
 
-    def gathered_dtype(self, slot: Slot) -> torch.dtype:
-        return torch.float32 if self._wants_master(slot.parameter) else slot.dtype
+    def piece(self, slot: Slot) -> tuple[Hashable, int]:
+        piece, size = super().piece(slot)
+        return piece, slot.numel * 4 if self._wants_master(slot.parameter) else size
 
     @property
     def step_applied(self) -> bool:

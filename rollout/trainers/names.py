@@ -17,8 +17,8 @@ def checkpoint_name(name: str) -> str:
     while parts[:1] == ["module"]:
         parts = parts[1:]
     if parts[:2] == ["base_model", "model"]:
-        parts = [part for part in parts[2:] if part != "base_layer"]
-    return ".".join(parts)
+        parts = parts[2:]
+    return ".".join(part for part in parts if part != "base_layer")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

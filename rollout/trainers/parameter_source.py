@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -73,9 +73,9 @@ class ParameterSource(ABC):
     def slots(self) -> list[Slot]:
         return slots_of(self.model)
 
-    def gathered_dtype(self, slot: Slot) -> torch.dtype:
-        """Of the tensor `gathered` gives for it."""
-        return slot.dtype
+    def piece(self, slot: Slot) -> tuple[Hashable, int]:
+        """What is gathered for a slot, by any name that tells it from others, and its bytes."""
+        return (id(slot.module), slot.attribute), slot.numel * slot.dtype.itemsize
 
     def weights(self) -> list[Weight]:
         return weights_of(self.model, self.slots())
@@ -92,14 +92,15 @@ class ParameterSource(ABC):
     def buckets(self, weights: Iterable[Weight]) -> Iterator[list[Weight]]:
         """Consecutive weights whose inputs are gathered together."""
         bucket: list[Weight] = []
-        room = self.bucket_bytes
+        held: dict[Hashable, int] = {}
         for weight in weights:
-            size = sum(slot.numel * self.gathered_dtype(slot).itemsize for slot in weight.inputs)
-            if bucket and size > room:
+            pieces = dict(self.piece(slot) for slot in weight.inputs)
+            own, *_ = pieces
+            if bucket and own not in held and sum((held | pieces).values()) > self.bucket_bytes:
                 yield bucket
-                bucket, room = [], self.bucket_bytes
+                bucket, held = [], {}
             bucket.append(weight)
-            room -= size
+            held |= pieces
         if bucket:
             yield bucket
 

@@ -6,10 +6,13 @@ import sys
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from rollout.errors import InvalidInputError
+from rollout.trainers.fsdp import FSDP1Source, FSDP2Source
 from rollout.trainers.hf import HFSource
 from rollout.trainers.names import checkpoint_name, unwrapped
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
@@ -35,8 +38,13 @@ def weight_source(
     if _is_deepspeed(model):
         from rollout.trainers.deepspeed import DeepSpeedSource
 
+        _refuse_unknown_wrapper(getattr(model, "module", model))
         return DeepSpeedSource(model, bucket_bytes=bucket_bytes, dtype=dtype)
     _refuse_unknown_wrapper(model)
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return FSDP1Source(model, bucket_bytes=bucket_bytes, dtype=dtype)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return FSDP2Source(model, bucket_bytes=bucket_bytes, dtype=dtype)
     return HFSource(model, bucket_bytes=bucket_bytes, dtype=dtype)
 
 
@@ -58,7 +66,8 @@ def _refuse_unknown_wrapper(model: nn.Module) -> None:
     modeling = sys.modules.get("transformers.modeling_utils")
     for name, module in model.named_modules():
         if modeling is not None and isinstance(module, modeling.PreTrainedModel):
-            if checkpoint_name(name):
+            # Prompt tuning leaves a base_model: refused, by its own name, with the other tuners.
+            if checkpoint_name(name) not in ("", "base_model"):
                 _refuse(model, name)
             return
     if [name for name, _ in inner.named_children()] == ["module"]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +47,15 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> 
                     env=environment,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             )
     try:
         _wait(processes, timeout)
     finally:
         for process in processes:
-            process.kill()
+            with suppress(ProcessLookupError):  # it has ended, and so has what it started
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     codes = [process.returncode for process in processes]
     printed = "\n".join(f"rank {rank}:\n{log.read_text()[-4000:]}" for rank, log in enumerate(logs))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from rollout import RolloutEngine
@@ -42,6 +44,13 @@ def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def with_lora(model: nn.Module, **options: Any) -> nn.Module:
+    """Adapters of random values, the same each time."""
+    torch.manual_seed(5)
+    options = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 8} | options
+    return get_peft_model(model, LoraConfig(init_lora_weights=False, **options))
+
+
 def digest_of_plain_update(folder: Path, tensors: Mapping[str, torch.Tensor], dtype: str) -> str:
     """What the engine's digest must be, from tensors gathered another way."""
     engine = engine_of(folder, dtype)
@@ -52,7 +61,8 @@ def digest_of_plain_update(folder: Path, tensors: Mapping[str, torch.Tensor], dt
 def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        values = tensor.detach().contiguous().reshape(-1)
+        # A copy: numpy() makes a storage unresizable, and FSDP resizes its own.
+        values = tensor.detach().clone().contiguous().reshape(-1)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(values.view(torch.uint8).numpy().data if values.numel() else b"")
     return digest.hexdigest()

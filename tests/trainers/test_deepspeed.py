@@ -20,7 +20,7 @@ def by_rank(request, tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["0", "1", "2", "3", "2-tied", "3-tied"])
+@pytest.mark.parametrize("case", ["0", "1", "2", "3", "3-tied"])
 def test_the_engine_has_the_trainers_weights(by_rank, case):
     for rank, results in enumerate(by_rank):
         result = results[f"follows-{case}"]
@@ -53,11 +53,22 @@ def test_the_master_copy_comes_on_request(by_rank, stage):
             assert result["same_digest"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_failure_is_raised_on_every_rank(by_rank, stage):
+def test_adapters_are_gathered_with_their_base_and_merged(by_rank):
+    if len(by_rank) == 1:
+        pytest.skip("run on two ranks")
+    for rank, results in enumerate(by_rank):
+        result = results["lora-3"]
+        assert result["num_tensors"] == 21
+        assert result["num_bytes"] == FLOAT32_BYTES["untied"]
+        if rank == 0:
+            assert result["gap"] < 1e-5
+            assert result["same_digest"]
+
+
+def test_a_failure_is_raised_on_every_rank(by_rank):
     if len(by_rank) == 1:
         pytest.skip("one rank tells no other")
-    first, last = (results[f"failures-{stage}"] for results in by_rank)
+    first, last = (results["failures-3"] for results in by_rank)
     for takes in ("0", "1", "2", "9", "20", "21", "1000"):
         assert "failed on rank 1" in first["raised"][takes]
         assert last["raised"][takes] == "this engine fails on purpose"
@@ -69,6 +80,8 @@ def test_a_failure_is_raised_on_every_rank(by_rank, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_attached_to_the_engine_it_syncs_after_whole_steps(by_rank, stage):
+    if stage == 2 and len(by_rank) == 2:
+        pytest.skip("run on one rank")
     for rank, results in enumerate(by_rank):
         result = results[f"callbacks-{stage}"]
         # Two micro-batches make a step, two steps a sync.

@@ -1,0 +1,133 @@
+"""Weights of models sharded by torch: FSDP2 (``fully_shard``) and FSDP1."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from rollout.trainers.layout import Slot, Weight, slots_of
+from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
+from rollout.trainers.ranks import Ranks
+
+
+class FSDP2Source(ParameterSource):
+    """Gathers each DTensor of a bucket, however its mesh shards it; every rank takes part.
+
+    Parameters come in the dtype in which they are sharded: the master copy where FSDP computes in
+    a lower one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        self.ranks = Ranks(mesh.get_all_groups())
+
+    def slots(self) -> list[Slot]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward leaves parameters unsharded
+        return slots_of(self.model)
+
+    def gathered(self, slots: Sequence[Slot]) -> AbstractContextManager[list[torch.Tensor]]:
+        return nullcontext([_whole(slot.parameter.detach()) for slot in slots])
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    device = parameter.device_mesh.device_type
+    if parameter.device.type != device:  # offloaded: the group reduces tensors of its own device
+        return parameter.to(device).full_tensor()  # type: ignore[attr-defined]
+    return parameter.full_tensor()
+
+
+class FSDP1Source(ParameterSource):
+    """Summons one FSDP unit after another, as many at a time as a bucket holds.
+
+    A unit larger than a bucket is a bucket. Every rank takes part. Parameters come in the dtype in
+    which they are sharded, as with FSDP2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        self._units: dict[tuple[int, str], FullyShardedDataParallel] = {}
+        super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
+        roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+        groups = [roots[0].process_group, getattr(roots[0], "_inter_node_pg", None)]
+        self.ranks = Ranks([group for group in groups if group is not None])
+        # An inner unit summoned before its root has ever run would take itself for a root.
+        for root in roots:
+            with _summoned(root):
+                pass
+
+    def slots(self) -> list[Slot]:
+        """By unit. Shapes and places come from the flat parameters: nothing is gathered."""
+        slots: list[Slot] = []
+        taken: set[tuple[int, str]] = set()
+        self._units.clear()
+        for prefix, module in self.model.named_modules():
+            if not isinstance(module, FullyShardedDataParallel):
+                continue
+            if (handle := module._handle) is None:
+                continue  # a unit whose parameters are all in units inside it
+            flat = handle.flat_param
+            taken |= {(id(info.module), info.param_name) for info in flat._shared_param_infos}
+            for info, shape, name in zip(flat._param_infos, flat._shapes, flat._fqns, strict=True):
+                place = (id(info.module), info.param_name)
+                taken.add(place)
+                self._units[place] = module
+                full_name = f"{prefix}.{name}" if prefix else name
+                slots.append(
+                    Slot(full_name, info.module, info.param_name, tuple(shape), flat.dtype)
+                )
+        unmanaged = [
+            slot
+            for slot in slots_of(self.model)
+            if (id(slot.module), slot.attribute) not in taken and slot.attribute != "_flat_param"
+        ]
+        return slots + unmanaged
+
+    def piece(self, slot: Slot) -> tuple[Hashable, int]:
+        unit = self._units.get((id(slot.module), slot.attribute))
+        if unit is None or unit._handle is None:
+            return super().piece(slot)
+        flat = unit._handle.flat_param
+        return id(unit), flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize
+
+    @contextmanager
+    def gathered(self, slots: Sequence[Slot]) -> Iterator[list[torch.Tensor]]:
+        units = {
+            id(unit): unit
+            for slot in slots
+            if (unit := self._units.get((id(slot.module), slot.attribute))) is not None
+        }
+        with ExitStack() as stack:
+            for unit in units.values():
+                stack.enter_context(_summoned(unit))
+            yield [slot.parameter.detach() for slot in slots]
+
+    def value(self, weight: Weight, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        value = super().value(weight, inputs)
+        # A consumer's numpy() makes a storage unresizable, and the unit frees its own by resizing.
+        return value.clone() if value.device.type == "cpu" else value
+
+
+def _summoned(unit: FullyShardedDataParallel) -> AbstractContextManager[None]:
+    return FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)

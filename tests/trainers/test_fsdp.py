@@ -1,0 +1,57 @@
+"""FSDP1, FSDP2 and DDP weights in the engine: two ranks over gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.launch import launch
+
+pytest.importorskip("peft")
+
+BUCKET_BYTES = 24 * 1024  # as in fsdp_ranks.py
+UNIT_BYTES = 71_040  # a decoder layer
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory):
+    """What each rank measured."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    return launch("tests.trainers.fsdp_ranks", folder, ranks=2, timeout=180)
+
+
+@pytest.mark.parametrize("kind", ["", "-tied", "-lora"])
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "fsdp1-flat", "ddp"])
+def test_the_engine_has_the_trainers_weights(by_rank, wrapper, kind):
+    if (wrapper, kind) == ("fsdp1-flat", "-lora"):
+        pytest.skip("one flat parameter cannot be trained in part")
+    for rank, results in enumerate(by_rank):
+        result = results[wrapper + kind]
+        assert result["num_tensors"] == 21 - (kind == "-tied")
+        assert result["num_bytes"] == (160_896 if kind == "-tied" else 179_520)
+        assert result["version"] == 1
+        assert result["moved"] > 0.1
+        assert result["untouched"]
+        if rank == 0:
+            assert result["gap"] < 1e-5
+            assert result["same_digest"]
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "fsdp1-flat"])
+def test_no_more_than_a_bucket_or_a_unit_is_gathered(by_rank, wrapper):
+    allowed = BUCKET_BYTES if wrapper == "fsdp2" else UNIT_BYTES
+    for results in by_rank:
+        assert allowed * 0.7 < results[wrapper]["peak"] <= allowed + 1024  # torch pads shards
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "fsdp1-flat", "ddp"])
+def test_a_failure_is_raised_on_every_rank(by_rank, wrapper):
+    first, last = (results[f"{wrapper}-failures"] for results in by_rank)
+    for takes in ("0", "1", "9", "21", "1000"):
+        assert "failed on rank 1" in first["raised"][takes]
+        assert last["raised"][takes] == "this engine fails on purpose"
+    assert first["gap"] < 1e-5
+
+
+def test_mixed_precision_streams_the_masters(by_rank):
+    for results in by_rank:
+        assert results["mixed"] == {"masters": True, "halves": True}

@@ -1,0 +1,158 @@
+"""Plain models into the engine, and what `weight_source` refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.trainers import RolloutHook, weight_source
+from rollout.trainers.names import checkpoint_name
+from rollout.weights.manifest import TensorSpec, WeightSource
+from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.trainer_checks import (
+    FailingEngine,
+    digest_of_plain_update,
+    engine_of,
+    gap,
+    hash_of,
+    logprobs_of,
+    loss_of,
+)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return save_tiny_llama(path, tied=request.param, sharpness=1.0)
+
+
+@pytest.fixture
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_the_engine_has_the_trainers_weights(folder, model):
+    engine = engine_of(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    hook = RolloutHook(engine, model)
+    before = logprobs_of(model)
+    loss_of(model).backward()
+    optimizer.step()
+    held = hash_of(model.state_dict())
+    sync = hook.sync()
+    expected = logprobs_of(model)
+    assert gap(engine, before) > 0.1
+    assert gap(engine, expected) < 1e-5
+    assert held == hash_of(model.state_dict())
+    tensors = dict(model.named_parameters())
+    assert engine.weights_digest() == digest_of_plain_update(folder, tensors, "float32")
+    assert (sync.version, sync.num_tensors) == (1, len(tensors))
+    assert sync.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert hook.last is sync
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel], ids=["compile", "DataParallel"])
+def test_names_are_the_checkpoints_own(model, wrap):
+    model.register_buffer("running", torch.zeros(3))
+    source = weight_source(wrap(model))
+    assert isinstance(source, WeightSource)
+    assert list(source.manifest()) == [name for name, _ in model.named_parameters()]
+    assert all(source.manifest()[name] == TensorSpec.of(tensor) for name, tensor in source)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "plain"),
+    [
+        ("module.lm_head.weight", "lm_head.weight"),
+        ("module.module._orig_mod.lm_head.weight", "lm_head.weight"),
+        ("_fsdp_wrapped_module.model.layers.1._fsdp_wrapped_module.mlp._checkpoint_wrapped_module"
+         ".up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+        ("module.base_model.model.model.norm.weight", "model.norm.weight"),
+        ("base_model.model.lm_head.base_layer.weight", "lm_head.weight"),
+        ("model.module.weight", "model.module.weight"),
+    ],
+)  # fmt: skip
+def test_wrappers_leave_no_trace_in_names(wrapped, plain):
+    assert checkpoint_name(wrapped) == plain
+
+
+def test_dtypes_are_as_asked(model):
+    half = copy.deepcopy(model).bfloat16()
+    assert {tensor.dtype for _, tensor in weight_source(half)} == {torch.bfloat16}
+    whole = dict(weight_source(half, dtype="float32"))
+    assert all(torch.equal(whole[n], t.float()) for n, t in half.named_parameters())
+    assert {spec.dtype for spec in weight_source(half, dtype="float16").manifest().values()} == {
+        torch.float16
+    }
+
+
+def test_every_nth_step_syncs(folder, model):
+    engine = engine_of(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    hook = RolloutHook(engine, model, every=3)
+    remove = hook.attach(optimizer)
+    versions = []
+    for _ in range(7):
+        optimizer.step()
+        versions.append(engine.weight_version)
+    remove()
+    optimizer.step()
+    optimizer.step()
+    assert versions == [0, 0, 1, 1, 1, 2, 2]
+    assert hook.step() is None
+    assert hook.step() is not None
+    assert engine.weight_version == 3
+    handle = optimizer.register_step_post_hook(hook.after_step)
+    optimizer.step()
+    handle.remove()
+    assert hook.num_steps == 10
+
+
+@pytest.mark.parametrize("takes", [0, 5, 1000])
+def test_a_failing_engine_is_heard(folder, model, takes):
+    with pytest.raises(WeightUpdateError, match="on purpose"):
+        RolloutHook(FailingEngine(takes), model).sync()
+
+
+def test_an_engine_that_leaves_early_is_an_error(model):
+    class Careless(FailingEngine):
+        def update_weights_from_tensor(self, named_tensors, **options):
+            next(iter(named_tensors))
+
+    with pytest.raises(WeightUpdateError, match="returned before it had taken"):
+        RolloutHook(Careless(1), model).sync()
+
+
+class Actor(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.policy = model
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+
+def test_what_cannot_be_streamed_is_refused_by_name(model):
+    def refused(match, *arguments, **options):
+        with pytest.raises(InvalidInputError, match=match):
+            RolloutHook(FailingEngine(1), *arguments, **options)
+
+    refused("Actor.*hand over its .policy", Actor(model))
+    refused("Wrapper.*hand over its .module", Wrapper(nn.Linear(2, 2)))
+    refused("must be a torch.nn.Module", {"weight": 1})
+    refused("every=0", model, every=0)
+    refused("dtype='int8'", model, dtype="int8")
+    refused("bucket_bytes=0", model, bucket_bytes=0)
+    refused("weight_version=3", model, weight_version=3)
+    with torch.device("meta"):
+        refused("lm_head.weight.device='meta'", nn.ModuleDict({"lm_head": nn.Linear(2, 2)}))
+    model.model.norm.weight = nn.Parameter(torch.ones(48, dtype=torch.int8), requires_grad=False)
+    refused("model.model.norm.weight.dtype=torch.int8", model)

@@ -1,0 +1,137 @@
+"""LoRA merged into the stream: bitwise what PEFT's own merge of a copy gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("peft")
+
+from peft import LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
+
+from rollout.errors import InvalidInputError
+from rollout.trainers import RolloutHook, weight_source
+from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.trainer_checks import engine_of, gap, hash_of, logprobs_of, loss_of, with_lora
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), sharpness=1.0)
+
+
+@pytest.fixture
+def base(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def merged_by_peft(model):
+    return dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+
+
+def is_merged_bitwise(model) -> None:
+    held = hash_of(model.state_dict())
+    streamed = {name: tensor.clone() for name, tensor in weight_source(model)}
+    assert hash_of(streamed) == hash_of(merged_by_peft(model))
+    assert held == hash_of(model.state_dict())
+    specs = weight_source(model).manifest()
+    assert {name: spec.shape for name, spec in specs.items()} == {
+        name: tuple(tensor.shape) for name, tensor in streamed.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True, "target_modules": "all-linear"},
+        {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"modules_to_save": ["norm"], "rank_pattern": {"q_proj": 2}},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
+    ids=["float32", "bfloat16-with-float32-adapters", "bfloat16"],
+)
+def test_the_stream_is_the_merged_model(base, options, dtype, autocast):
+    model = with_lora(base.to(dtype), **options)
+    if not autocast:
+        model.to(dtype)
+    is_merged_bitwise(model)
+
+
+def test_several_active_adapters(base):
+    model = with_lora(base)
+    torch.manual_seed(6)
+    other = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    model.add_adapter("other", other)
+    alone = hash_of(dict(weight_source(model)))
+    source = weight_source(model)
+    model.base_model.set_adapter(["default", "other"])
+    is_merged_bitwise(model)
+    both = hash_of({name: tensor.clone() for name, tensor in source})
+    assert both == hash_of(merged_by_peft(model)) != alone
+    model.merge_adapter(["default"])  # one is in the base already
+    is_merged_bitwise(model)
+
+
+def test_biases_of_adapters(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(folder, attention_bias=True)
+    torch.manual_seed(1)
+    is_merged_bitwise(
+        with_lora(LlamaForCausalLM(config), target_modules=["q_proj"], lora_bias=True)
+    )
+
+
+def test_the_engine_has_the_trainers_weights(folder, base):
+    model = with_lora(base)
+    engine = engine_of(folder)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    hook = RolloutHook(engine, model)
+    hook.attach(optimizer)
+    before = logprobs_of(model)
+    loss_of(model).backward()
+    optimizer.step()
+    assert gap(engine, before) > 0.1
+    assert gap(engine, logprobs_of(model)) < 1e-5
+
+
+def test_in_float32_nothing_is_rounded_on_the_way(base):
+    model = with_lora(base.bfloat16())  # adapters in float32
+    exact = dict(weight_source(model, dtype="float32"))
+    rounded = dict(weight_source(model))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(exact[name], rounded[name].float())
+    assert torch.equal(exact[name].bfloat16(), rounded[name])
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (LoraConfig(target_modules=["q_proj"], use_dora=True), "q_proj: DoraLinearVariant"),
+        (LoHaConfig(target_modules=["q_proj"]), "q_proj: "),
+        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3]), "TrainableTokens"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PromptTuningConfig"),
+    ],
+    ids=["dora", "loha", "tokens", "prompt"],
+)
+def test_other_tuners_are_refused_by_name(base, config, says):
+    with pytest.raises(InvalidInputError, match=says):
+        weight_source(get_peft_model(base, config))
+
+
+def test_disabled_adapters_and_tied_targets_are_refused(tmp_path, base):
+    model = with_lora(base)
+    with model.disable_adapter(), pytest.raises(InvalidInputError, match="disabled"):
+        weight_source(model)
+    tied = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path, tied=True))
+    with pytest.raises(InvalidInputError, match="tied to another"):
+        weight_source(with_lora(tied, target_modules=["embed_tokens"]))
