@@ -89,21 +89,33 @@ class RolloutHook:
         """
         started = time.perf_counter()
         ranks = self.source.ranks
-        (newest,) = ranks.maximum(-1 if self.engine is None else self.engine.weight_version)
-        if newest < 0:
-            raise InvalidInputError("engine", None, "no rank has an engine to bring weights to")
+        version = self._next_version()
         with self.source.stream() as stream:
             try:
-                self._take(stream, newest + 1)
+                self._take(stream, version)
             except BaseException:
                 if stream.finished:
                     ranks.stop()  # the others have read it all and wait for the word below
                 raise
         ranks.go_on()
         self.last = WeightSync(
-            newest + 1, stream.num_tensors, stream.num_bytes, time.perf_counter() - started
+            version, stream.num_tensors, stream.num_bytes, time.perf_counter() - started
         )
         return self.last
+
+    def _next_version(self) -> int:
+        """The same on every rank."""
+        ranks = self.source.ranks
+        try:
+            version = -1 if self.engine is None else self.engine.weight_version
+        except BaseException:
+            ranks.stop()
+            raise
+        ranks.go_on()
+        (newest,) = ranks.maximum(version)
+        if newest < 0:
+            raise InvalidInputError("engine", None, "no rank has an engine to bring weights to")
+        return newest + 1
 
     def _take(self, stream: WeightStream, version: int) -> None:
         if self.engine is not None:

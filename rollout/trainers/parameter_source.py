@@ -104,7 +104,6 @@ class ParameterSource(ABC):
         if bucket:
             yield bucket
 
-    @torch.no_grad()
     def value(self, weight: Weight, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The checkpoint's tensor from its gathered inputs, in the dtype asked for."""
         if weight.combine is not None:

@@ -8,7 +8,7 @@ for the end of a good update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -43,12 +43,14 @@ class WeightStream:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        name, tensor = next(self._tensors)
+        # A consumer's inference mode would make inference tensors of the trainer's parameters.
+        with torch.inference_mode(False), torch.no_grad():
+            name, tensor = next(self._tensors)
         self.num_tensors += 1
         self.num_bytes += tensor.nbytes
         return name, tensor
 
-    def _run(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _run(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         source = self._source
         for bucket in source.buckets(self._weights):
             self._agree()
@@ -70,7 +72,8 @@ class WeightStream:
 
     def close(self) -> None:
         """Let go of what is gathered; tell the other ranks where they still count on this one."""
-        self._tensors.close()  # type: ignore[attr-defined]
+        with torch.inference_mode(False), torch.no_grad():
+            self._tensors.close()
         if self._awaited:
             self._awaited = False
             self._source.ranks.stop()

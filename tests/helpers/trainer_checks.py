@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from rollout import RolloutEngine
@@ -46,6 +45,8 @@ def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
 
 def with_lora(model: nn.Module, **options: Any) -> nn.Module:
     """Adapters of random values, the same each time."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(5)
     options = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 8} | options
     return get_peft_model(model, LoraConfig(init_lora_weights=False, **options))

@@ -94,7 +94,9 @@ def whole_bytes(engine: nn.Module) -> int:
 
 def peak(engine: nn.Module) -> int:
     """The most of them while any tensor is streamed."""
-    with weight_source(engine, bucket_bytes=BUCKET_BYTES).stream() as stream:
+    source = weight_source(engine, bucket_bytes=BUCKET_BYTES)
+    # As a consumer may be; the trainer goes on training afterwards.
+    with torch.inference_mode(), source.stream() as stream:
         return max(whole_bytes(engine) for _ in stream)
 
 

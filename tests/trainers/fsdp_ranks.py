@@ -134,8 +134,9 @@ def peak(model: nn.Module) -> int:
             yield tensors
 
     source.gathered = counted  # type: ignore[method-assign]
-    for _ in source:
-        pass
+    with torch.inference_mode():  # as a consumer may be; the trainer goes on training afterwards
+        for _ in source:
+            pass
     return max(gathered)
 
 

@@ -113,6 +113,16 @@ def test_every_nth_step_syncs(folder, model):
     assert hook.num_steps == 10
 
 
+def test_an_engine_out_of_reach_is_heard(model):
+    class Gone(FailingEngine):
+        @property
+        def weight_version(self):
+            raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        RolloutHook(Gone(1), model).sync()
+
+
 @pytest.mark.parametrize("takes", [0, 5, 1000])
 def test_a_failing_engine_is_heard(folder, model, takes):
     with pytest.raises(WeightUpdateError, match="on purpose"):
