@@ -1,0 +1,230 @@
+"""The states of an update over a target and drafts, by themselves: no engine, plain tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.layers.destination import Destination
+from rollout.weights.manifest import TensorSpec
+from rollout.weights.options import UpdateOptions
+from rollout.weights.transaction import WeightState, WeightTransaction
+
+
+class Part:
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self.finished = 0
+
+    def destinations(self) -> dict[str, Destination]:
+        return {name: Destination.of(tensor) for name, tensor in self.tensors.items()}
+
+    def finish_loading(self) -> None:
+        self.finished += 1
+
+    def release(self) -> int:
+        return 0
+
+    def allocate(self) -> None:
+        pass
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+EMBEDDING = ("embedding", torch.full((3,), 7.0))
+LAYER = ("layer", torch.full((2,), 8.0))
+DRAFT = ("draft_layer", torch.full((2,), 9.0))
+ALL = [EMBEDDING, LAYER, DRAFT]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def weights(clock: Clock) -> WeightTransaction:
+    """A target, and a draft that shares its embedding."""
+    embedding = torch.zeros(3)
+    target = Part(embedding=embedding, layer=torch.zeros(2))
+    draft = Part(embedding=embedding, draft_layer=torch.zeros(2))
+    return WeightTransaction({"target": target, "draft": draft}, clock)
+
+
+def values(weights: WeightTransaction) -> list[float]:
+    target, draft = weights.parts["target"], weights.parts["draft"]
+    return [t.mean().item() for t in (*target.tensors.values(), *draft.tensors.values())]
+
+
+def update(weights: WeightTransaction, pairs, **options) -> None:
+    weights.begin(UpdateOptions(**options))
+    weights.load(pairs)
+    weights.commit()
+
+
+@pytest.mark.parametrize(
+    ("selector", "pairs", "expected", "finished"),
+    [
+        ("all", ALL, [7, 8, 7, 9], (1, 1)),
+        ("target", [EMBEDDING, LAYER], [7, 8, 7, 0], (1, 0)),
+        ("draft", [EMBEDDING, DRAFT], [7, 0, 7, 9], (0, 1)),
+    ],
+)
+def test_an_update_reaches_what_its_selector_names(weights, selector, pairs, expected, finished):
+    update(weights, pairs, selector=selector)
+    assert values(weights) == expected
+    assert weights.version == 1
+    assert tuple(part.finished for part in weights.parts.values()) == finished
+
+
+def test_a_frozen_draft_is_never_touched(weights):
+    before = weights.digest("draft")
+    with pytest.raises(InvalidInputError, match="draft_layer"):
+        update(weights, ALL, selector="target")
+    assert weights.digest("draft") == before
+    assert weights.serves
+    assert weights.version == 0
+
+
+def test_an_update_that_misses_a_draft_is_refused_whole(weights):
+    """The draft's tensors are announced to be missing before the target's first byte moves."""
+    manifest = {name: TensorSpec.of(tensor) for name, tensor in (EMBEDDING, LAYER)}
+    with pytest.raises(InvalidInputError, match="missing: draft_layer"):
+        weights.begin(UpdateOptions(), manifest)
+    assert weights.state is WeightState.WHOLE
+    assert values(weights) == [0, 0, 0, 0]
+
+
+def test_an_unknown_selector_lists_those_there_are(weights):
+    with pytest.raises(InvalidInputError, match="all, draft, target"):
+        weights.begin(UpdateOptions(selector="draft_step_0"))
+    assert not weights.is_under_way
+
+
+def test_the_states(weights):
+    weights.begin(UpdateOptions())
+    assert weights.state is WeightState.OPEN
+    assert weights.serves, "no byte has moved"
+    weights.load([EMBEDDING])
+    assert weights.state is WeightState.LOADING
+    assert not weights.serves
+    with pytest.raises(WeightUpdateError, match="under way"):
+        weights.begin(UpdateOptions())
+    weights.load([LAYER])
+    weights.load([DRAFT])
+    weights.commit()
+    assert weights.state is WeightState.WHOLE
+    assert weights.serves
+    with pytest.raises(WeightUpdateError, match="no update is under way"):
+        weights.load([LAYER])
+    with pytest.raises(WeightUpdateError, match="no update is under way"):
+        weights.commit()
+
+
+def test_given_up_before_a_byte_nothing_has_happened(weights):
+    weights.begin(UpdateOptions())
+    weights.abandon("never mind")
+    assert weights.state is WeightState.WHOLE
+    update(weights, ALL)
+    assert weights.version == 1
+
+
+def test_what_is_torn_is_healed_by_a_full_update_of_it_alone(weights):
+    weights.begin(UpdateOptions(selector="target"))
+    weights.load([LAYER])
+    weights.abandon("the trainer died")
+    assert weights.state is WeightState.TORN
+    assert "the trainer died" in weights.reason
+    for options in ({"partial": True}, {"selector": "draft"}):
+        with pytest.raises(WeightUpdateError, match="cannot heal"):
+            weights.begin(UpdateOptions(**options))
+    # An attempt that fails before a byte moves leaves it torn.
+    with pytest.raises(InvalidInputError, match="unexpected"):
+        weights.begin(UpdateOptions(selector="target"), {"nonsense": TensorSpec((1,), torch.float)})
+    weights.begin(UpdateOptions(selector="target"))
+    assert not weights.serves
+    weights.abandon("again")
+    assert weights.state is WeightState.TORN
+    update(weights, [EMBEDDING, LAYER], selector="target")
+    assert weights.serves
+    assert not weights.reason
+
+
+def test_two_failures_tear_both_parts(weights):
+    for selector, pair in (("target", LAYER), ("all", DRAFT)):
+        weights.begin(UpdateOptions(selector=selector))
+        weights.load([pair])
+        weights.abandon("died")
+    with pytest.raises(WeightUpdateError, match="cannot heal"):
+        weights.begin(UpdateOptions(selector="target"))
+    update(weights, ALL)
+    assert weights.serves
+
+
+def test_silence_tears_and_talk_does_not(weights, clock):
+    weights.begin(UpdateOptions(timeout=10))
+    for pair in ALL:
+        clock.now += 9
+        weights.load([pair])
+    weights.commit()
+    weights.begin(UpdateOptions(timeout=10))
+    weights.load([LAYER])
+    clock.now += 11
+    assert not weights.is_under_way
+    with pytest.raises(WeightUpdateError, match="nothing came for 10 seconds"):
+        weights.require_whole()
+    with pytest.raises(WeightUpdateError, match="nothing came for 10 seconds"):
+        weights.load([EMBEDDING])
+    update(weights, ALL)
+    weights.require_whole()
+
+
+def test_silence_before_the_first_byte_leaves_the_old_weights_serving(weights, clock):
+    weights.begin(UpdateOptions(timeout=10))
+    clock.now += 11
+    weights.require_whole()
+    update(weights, ALL)
+
+
+def test_what_was_announced_must_come_as_announced(weights):
+    manifest = {name: TensorSpec.of(tensor) for name, tensor in ALL}
+    for pair, message in (
+        (("layer", torch.zeros(2, dtype=torch.bfloat16)), "not as announced: layer"),
+        (("layer", torch.zeros(4)), "wrong shape: layer"),
+    ):
+        weights.begin(UpdateOptions(), manifest)
+        with pytest.raises(InvalidInputError, match=message):
+            weights.load([pair])
+        assert not weights.is_under_way
+    weights.begin(UpdateOptions(), manifest)
+    weights.load([EMBEDDING])
+    with pytest.raises(InvalidInputError, match="came twice: embedding"):
+        weights.load([EMBEDDING])
+    assert weights.state is WeightState.TORN
+
+
+def test_partial_updates_keep_the_rest(weights):
+    update(weights, ALL)
+    update(weights, [("layer", torch.full((2,), 5.0))], partial=True)
+    assert values(weights) == [7, 5, 7, 9]
+    with pytest.raises(InvalidInputError, match="must bring a tensor"):
+        update(weights, [], partial=True)
+    assert weights.version == 2
+
+
+@pytest.mark.parametrize("version", ["7", True, 1.0])
+def test_a_version_is_an_integer(version):
+    with pytest.raises(InvalidInputError, match="weight_version"):
+        UpdateOptions(weight_version=version)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    with pytest.raises(InvalidInputError, match="timeout"):
+        UpdateOptions(timeout=timeout)
