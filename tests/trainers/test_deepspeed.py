@@ -19,7 +19,6 @@ def by_rank(request, tmp_path_factory):
     return launch("tests.trainers.deepspeed_ranks", folder, ranks=request.param, timeout=280)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["0", "1", "2", "3", "3-tied"])
 def test_the_engine_has_the_trainers_weights(by_rank, case):
     for rank, results in enumerate(by_rank):
