@@ -150,8 +150,15 @@ class WeightTransaction:
                 _check_collection(update, named_tensors)
             elif isinstance(named_tensors, WeightSource):
                 _check_incoming(update, named_tensors.manifest())
-            for name, tensor in named_tensors:
-                self._write(update, name, tensor, direct)
+            tensors = iter(named_tensors)
+            try:
+                for name, tensor in tensors:
+                    self._write(update, name, tensor, direct)
+            finally:
+                # A sharded source has other ranks waiting in its collectives: tell them at once.
+                close = getattr(tensors, "close", None)
+                if close is not None:
+                    close()
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise

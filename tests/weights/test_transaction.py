@@ -209,6 +209,27 @@ def test_what_was_announced_must_come_as_announced(weights):
     assert weights.state is WeightState.TORN
 
 
+def test_a_source_is_closed_however_it_ends(weights):
+    closed = []
+
+    def source(pairs):
+        try:
+            yield from pairs
+        finally:
+            closed.append(True)
+
+    for pairs in (ALL, [("nonsense", torch.zeros(1)), *ALL]):
+        weights.begin(UpdateOptions())
+        tensors = source(pairs)  # kept alive: collecting it must not be what closes it
+        if pairs is ALL:
+            weights.load(tensors)
+        else:
+            with pytest.raises(InvalidInputError, match="nonsense"):
+                weights.load(tensors)
+        assert closed.pop()
+        weights.abandon("seen enough")
+
+
 def test_partial_updates_keep_the_rest(weights):
     update(weights, ALL)
     update(weights, [("layer", torch.full((2,), 5.0))], partial=True)
