@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.weights.bucket import DEFAULT_BUCKET_BYTES, buckets
+from rollout.weights.bucket import CACHED_BUCKET_BYTES, buckets
 from rollout.weights.bucket_layout import checked_bucket_bytes, layouts
 from rollout.weights.distributed import manifest_digest, outcome
 from rollout.weights.dtype_names import dtype_name
@@ -16,7 +16,7 @@ from rollout.weights.manifest import Manifest, WeightSource
 class DistributedSender:
     """Streams weight sources from rank 0 of a group to all its receivers."""
 
-    def __init__(self, group: WeightGroup, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(self, group: WeightGroup, bucket_bytes: int = CACHED_BUCKET_BYTES) -> None:
         if group.rank != 0:
             raise InvalidInputError("group.rank", group.rank, "the sender must be rank 0")
         self._group = group

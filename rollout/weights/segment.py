@@ -113,25 +113,22 @@ class MappedSegment(_Mapped):
         return os.fstat(self._descriptor).st_nlink == 0
 
 
-def remove_orphans() -> list[str]:
-    """Remove the segments whose owner has died; their names."""
-    removed: list[str] = []
+def remove_orphans() -> None:
+    """Remove the segments whose owner has died."""
     for path in _FOLDER.glob("specrollout-*"):
         if not _NAME.fullmatch(path.name):
             continue
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # just removed, or another user's
+        except OSError:  # just removed, another user's, or none that this wrote
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
-            removed.append(path.name)
         except BlockingIOError:  # its owner lives
             continue
         finally:
             os.close(descriptor)
-    return removed
 
 
 def _create() -> tuple[str, int]:

@@ -18,7 +18,7 @@ import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import (
-    DEFAULT_BUCKET_BYTES,
+    CACHED_BUCKET_BYTES,
     FlattenedBucket,
     buckets,
 )
@@ -73,7 +73,7 @@ class SharedMemorySender:
     its own.
     """
 
-    def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, num_segments: int = 1) -> None:
+    def __init__(self, bucket_bytes: int = CACHED_BUCKET_BYTES, *, num_segments: int = 2) -> None:
         count = checked_int(num_segments, "num_segments", least=1, most=64)
         self._segment_bytes = checked_bucket_bytes(checked_bucket_bytes(bucket_bytes) // count)
         self._segments: list[OwnedSegment | None] = [None] * count
