@@ -23,7 +23,13 @@ inline void store_line(uint32_t* to, __m512i line, bool stream) {
 inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t* to,
                             int64_t to_stride, bool stream) {
   __m512i a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * from_stride);
+  for (int i = 0; i < 16; ++i) {
+    a[i] = _mm512_loadu_si512(from + i * from_stride);
+    // The same place of the next panel: rows are too short for the processor's own guesses. An
+    // address beyond the tensor is no fault.
+    _mm_prefetch(reinterpret_cast<const char*>(from + (i + kPanelLanes) * from_stride),
+                 _MM_HINT_T1);
+  }
   for (int i = 0; i < 8; ++i) {
     b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
     b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
@@ -85,29 +91,28 @@ inline void move_panel(const PanelArgs& args, int64_t panel) {
   const bool words = args.row_stride % kElements == 0 &&
                      reinterpret_cast<uintptr_t>(args.rows) % sizeof(uint32_t) == 0;
   const int64_t block_units = words ? args.inputs / kElements / kBlock * kBlock : 0;
-  int64_t row = begin;
-  for (; row + kBlock <= end; row += kBlock) {
-    T* row_start = rows + (row - args.first_row) * args.row_stride;
-    T* lane = packed + row % kPanelLanes * kElements;
-    uint32_t* from = reinterpret_cast<uint32_t*>(row_start);
-    uint32_t* to = reinterpret_cast<uint32_t*>(lane);
-    const int64_t stride = args.row_stride / kElements;
-    const bool stream = reinterpret_cast<uintptr_t>(to) % (kBlock * sizeof(uint32_t)) == 0;
-    for (int64_t unit = 0; unit < block_units; unit += kBlock) {
+  // Whole lines of a panel's units one after the other, so that memory sees long runs.
+  const int64_t blocks = (end - begin) / kBlock;
+  uint32_t* from = reinterpret_cast<uint32_t*>(rows + (begin - args.first_row) * args.row_stride);
+  uint32_t* to = reinterpret_cast<uint32_t*>(packed + begin % kPanelLanes * kElements);
+  const int64_t stride = args.row_stride / kElements;
+  const bool stream = reinterpret_cast<uintptr_t>(to) % (kBlock * sizeof(uint32_t)) == 0;
+  for (int64_t unit = 0; unit < block_units; unit += kBlock) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      uint32_t* plain = from + block * kBlock * stride + unit;
+      uint32_t* lanes = to + block * kBlock + unit * kPanelLanes;
       if (kRead) {
-        transpose_block(to + unit * kPanelLanes, kPanelLanes, from + unit, stride, false);
+        transpose_block(lanes, kPanelLanes, plain, stride, false);
       } else {
-        transpose_block(from + unit, stride, to + unit * kPanelLanes, kPanelLanes, stream);
+        transpose_block(plain, stride, lanes, kPanelLanes, stream);
       }
     }
-    for (int64_t i = 0; i < kBlock; ++i) {
-      move_row<T, kRead>(args, row_start + i * args.row_stride, lane + i * kElements,
-                         block_units * kElements);
-    }
   }
-  for (; row < end; ++row) {
+  for (int64_t row = begin; row < end; ++row) {
+    const bool in_block = row < begin + blocks * kBlock;
     move_row<T, kRead>(args, rows + (row - args.first_row) * args.row_stride,
-                       packed + row % kPanelLanes * kElements, 0);
+                       packed + row % kPanelLanes * kElements,
+                       in_block ? block_units * kElements : 0);
   }
   finish_streaming();
 }
