@@ -130,10 +130,10 @@ def in_buckets(
     sharing = stack.enter_context(Sender("share", options, bucket_bytes))
     port = free_port()
     sending = stack.enter_context(Sender("send", options, bucket_bytes, port))
+    assert sharing.hear("num_bytes") == sending.hear("num_bytes") == weights.num_bytes
     engine.init_weights_update_group("127.0.0.1", port, 1, 2, "bench", timeout=120)
     stack.callback(engine.destroy_weights_update_group, "bench")
     call = sending.hear("arguments")
-    assert sharing.hear("ready")
 
     def flattened() -> None:
         stream = buckets(weights, bucket_bytes)

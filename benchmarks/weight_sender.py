@@ -44,7 +44,6 @@ def say(**what: Any) -> None:
 def share(weights: HeldWeights, bucket_bytes: int) -> None:
     """An update for each line that says so, a handle for each line after it."""
     with SharedMemorySender(bucket_bytes, num_segments=2) as sender:
-        say(ready=True)
         for _ in sys.stdin:
             for handle in sender.handles(weights):
                 say(handle=handle)
@@ -67,6 +66,7 @@ def main() -> None:
     what, folder, threads, bucket_bytes, port = sys.argv[1:]
     torch.set_num_threads(int(threads))
     weights = HeldWeights(Path(folder))
+    say(num_bytes=weights.num_bytes)
     if what == "share":
         share(weights, int(bucket_bytes))
     else:

@@ -148,7 +148,7 @@ class WeightCalls(ABC):
         Raises InvalidInputError before anything is written, WeightUpdateError where the sender
         fails or is silent for ``timeout`` seconds.
         """
-        timeout = options.get("timeout", UpdateOptions().timeout)
+        timeout = options.get("timeout", self.worker.weights.options.timeout)
         with self.weight_groups.source(
             names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
         ) as source:

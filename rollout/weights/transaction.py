@@ -83,6 +83,11 @@ class WeightTransaction:
         self._abandon_if_silent()
         return self._update is not None
 
+    @property
+    def options(self) -> UpdateOptions:
+        """Those of the update under way; else what they are by default."""
+        return UpdateOptions() if self._update is None else self._update.options
+
     def require_whole(self) -> None:
         """Raises WeightUpdateError unless the weights are those of one version, EngineStateError
         while they are released."""

@@ -49,8 +49,16 @@ def test_segments_are_reused_and_removed(sender):
     assert len(names) == 2
     assert all((SHM / name).stat().st_mode & 0o777 == 0o600 for name in names)
     assert {handle["segment"] for handle in sender.handles(TENSORS.items())} == names
+    header = 64
+    assert sum((SHM / name).stat().st_size - header for name in names) <= 128, "one bucket in all"
     sender.close()
     assert not any((SHM / name).exists() for name in names)
+
+
+def test_a_receiver_that_dies_leaves_the_sender_as_it_was(sender):
+    next(sender.handles(TENSORS.items()))
+    found = received(sender.handles(TENSORS.items()))
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
 
 def test_a_tensor_larger_than_a_segment_makes_it_grow(sender):

@@ -259,6 +259,35 @@ def test_a_sender_that_says_nothing(engine, policies):
         assert_serves(engine, policies[0])
 
 
+def test_an_open_update_has_its_own_timeout(engine, policies):
+    with group_of(engine) as (group, _):
+        call = DistributedSender(group, 8192).arguments(TensorSource(policies[1].tensors))
+        engine.begin_weight_update(timeout=0.5)
+        with pytest.raises(WeightUpdateError, match=r"announced nothing in 0\.5 seconds"):
+            engine.update_weights_from_distributed(**call)
+        assert_serves(engine, policies[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("names", "w", "names"), ("names", ["w", ""], "names[1]"), ("names", ["w", "w"], "names"),
+        ("names", ["w"], "dtypes"), ("dtypes", ["float32"], "dtypes"),
+        ("dtypes", ["float32", "float31"], "dtypes[1]"), ("shapes", [[2]], "shapes"),
+        ("shapes", [[2], 2], "shapes[1]"), ("shapes", [[2], [-2]], "shapes[1][0]"),
+        ("load_format", "pickle", "load_format"), ("timeout", 0, "timeout"),
+        ("group_name", "other", "group_name"),
+    ],
+)  # fmt: skip
+def test_arguments_of_an_update_are_refused_by_field(engine, policies, field, value, named):
+    call = {"names": ["v", "w"], "dtypes": ["float32"] * 2, "shapes": [[2], [2]]}
+    call |= {"group_name": "weights", "load_format": None}
+    with group_of(engine), pytest.raises(InvalidInputError) as error:
+        engine.update_weights_from_distributed(**call | {field: value})
+    assert error.value.field == named
+    assert_serves(engine, policies[0])
+
+
 def test_receivers_that_say_nothing(engine, policies):
     with group_of(engine) as (group, threads):
         sender = DistributedSender(group, 8192)
