@@ -18,7 +18,7 @@ from rollout.weights.bucket_layout import (
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, manifest_of
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
-CACHED_BUCKET_BYTES = 64 * 2**20
+CACHED_BUCKET_BYTES = 32 * 2**20
 """For buckets on the CPU: larger ones cost up to twice the time, for memory touched anew each time
 and missed by the caches, and leave sender and receiver less to do at once."""
 

@@ -66,7 +66,8 @@ class SharedMemorySender:
     """Packs weights into segments, used again for every bucket and every update.
 
     Args:
-        bucket_bytes: of all segments together; a tensor larger than its segment makes it grow.
+        bucket_bytes: of all segments together. A tensor larger than its segment makes that one
+            grow, so the most they hold is this, or the largest tensors one a segment.
         num_segments: with two, one can be filled while the other is read.
 
     Making one removes the segments of senders that have died. A context manager; `close` removes
