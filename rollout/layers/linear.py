@@ -116,10 +116,15 @@ class Linear:
             assert self._weight_OI is not None
             fill(self._weight_OI[start : start + len(values_MI)], values_MI)
             return
+        values_MI = values_MI.detach()
+        as_is = values_MI.dtype is self.dtype and values_MI.device == self.device
+        if as_is and self._table_OI is None and values_MI.is_contiguous():
+            self._packed.write(start, values_MI)
+            return
         chunk = max(1, _IN_CACHE // max(1, self.in_features))
-        for index, part_MI in enumerate(values_MI.detach().split(chunk)):
+        for index, part_MI in enumerate(values_MI.split(chunk)):
             first = start + index * chunk
             plain_MI = part_MI.to(self.device, self.dtype).contiguous()
-            if self._weight_OI is not None:
-                self._weight_OI[first : first + len(plain_MI)] = plain_MI
+            if self._table_OI is not None:
+                self._table_OI[first : first + len(plain_MI)] = plain_MI
             self._packed.write(first, plain_MI)

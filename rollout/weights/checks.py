@@ -46,6 +46,18 @@ def refuse_incoming(
     _refuse(lines)
 
 
+def refuse_conversion(destinations: Mapping[str, Destination], incoming: Manifest) -> None:
+    """What is written as it is must be of the model's dtype."""
+    _refuse(
+        [
+            f"wrong dtype: {name} is {spec.dtype}, the model has {destinations[name].dtype} and "
+            "load_format='direct' converts nothing"
+            for name, spec in incoming.items()
+            if spec.dtype is not destinations[name].dtype
+        ]
+    )
+
+
 def refuse_untied(
     destinations: Mapping[str, Destination], tensors: Mapping[str, torch.Tensor]
 ) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -23,7 +21,7 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+        return TensorSpec(tensor.shape, tensor.dtype)
 
 
 Manifest = Mapping[str, TensorSpec]

@@ -49,6 +49,7 @@ class _Update:
     manifest: Manifest | None
     before: WeightState
     last_call: float  # seconds, by the transaction's clock
+    checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
     loaded: dict[str, TensorSpec] = field(default_factory=dict)
 
 
@@ -152,9 +153,9 @@ class WeightTransaction:
         update = self._under_way()
         try:
             if isinstance(named_tensors, Collection):
-                _check_collection(update, named_tensors)
+                _check_collection(update, named_tensors, direct)
             elif isinstance(named_tensors, WeightSource):
-                _check_incoming(update, named_tensors.manifest())
+                _check_incoming(update, named_tensors.manifest(), direct)
             tensors = iter(named_tensors)
             try:
                 for name, tensor in tensors:
@@ -225,20 +226,14 @@ class WeightTransaction:
         return digest.hexdigest()
 
     def _write(self, update: _Update, name: str, tensor: torch.Tensor, direct: bool) -> None:
-        checks.refuse_incoming(
-            update.destinations, update.manifest, update.loaded, {name: TensorSpec.of(tensor)}
-        )
-        destination = update.destinations[name]
-        if direct and tensor.dtype is not destination.dtype:
-            raise InvalidInputError(
-                f"named_tensors[{name!r}].dtype", tensor.dtype,
-                f"load_format='direct' converts nothing: the model has {destination.dtype}",
-            )  # fmt: skip
+        spec = TensorSpec.of(tensor)
+        if update.checked.get(name) != spec or name in update.loaded:
+            _check_incoming(update, {name: spec}, direct)
         if update.options.check_finite:
             checks.refuse_not_finite(name, tensor)
         self.state, self.reason = WeightState.LOADING, "an update is under way"
-        destination.write(tensor)
-        update.loaded[name] = TensorSpec.of(tensor)
+        update.destinations[name].write(tensor)
+        update.loaded[name] = spec
 
     def _selected(self, selector: str) -> frozenset[str]:
         if selector == "all":
@@ -261,19 +256,25 @@ class WeightTransaction:
             self.abandon(f"nothing came for {update.options.timeout:g} seconds")
 
 
-def _check_collection(update: _Update, named_tensors: Collection[tuple[str, torch.Tensor]]) -> None:
+def _check_collection(
+    update: _Update, named_tensors: Collection[tuple[str, torch.Tensor]], direct: bool
+) -> None:
     tensors = dict(named_tensors)
     if len(tensors) < len(named_tensors):
         raise InvalidInputError("named_tensors", len(named_tensors), "holds a name twice")
-    _check_incoming(update, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+    incoming = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    _check_incoming(update, incoming, direct)
     checks.refuse_untied(update.destinations, tensors)
     if update.options.check_finite:
         for name, tensor in tensors.items():
             checks.refuse_not_finite(name, tensor)
 
 
-def _check_incoming(update: _Update, incoming: Manifest) -> None:
+def _check_incoming(update: _Update, incoming: Manifest, direct: bool) -> None:
     checks.refuse_incoming(update.destinations, update.manifest, update.loaded, incoming)
+    if direct:
+        checks.refuse_conversion(update.destinations, incoming)
+    update.checked.update(incoming)
 
 
 def _shown(names: Collection[str]) -> str:

@@ -230,6 +230,16 @@ def test_a_source_is_closed_however_it_ends(weights):
         weights.abandon("seen enough")
 
 
+def test_direct_converts_nothing(weights):
+    wrong = [EMBEDDING, LAYER, ("draft_layer", DRAFT[1].bfloat16())]
+    weights.begin(UpdateOptions())
+    with pytest.raises(InvalidInputError, match="draft_layer is torch.bfloat16, the model has"):
+        weights.load(wrong, direct=True)
+    assert weights.serves, "found before a byte moved"
+    update(weights, wrong)
+    assert values(weights) == [7, 8, 7, 9]
+
+
 def test_partial_updates_keep_the_rest(weights):
     update(weights, ALL)
     update(weights, [("layer", torch.full((2,), 5.0))], partial=True)
