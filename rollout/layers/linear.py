@@ -110,7 +110,6 @@ class Linear:
         assert self.bias_O is not None
         return Destination.of(self.bias_O[start:stop])
 
-    @torch.inference_mode()
     def _write(self, start: int, values_MI: torch.Tensor) -> None:
         if self._packed is None:
             assert self._weight_OI is not None
@@ -126,5 +125,5 @@ class Linear:
             first = start + index * chunk
             plain_MI = part_MI.to(self.device, self.dtype).contiguous()
             if self._table_OI is not None:
-                self._table_OI[first : first + len(plain_MI)] = plain_MI
+                fill(self._table_OI[first : first + len(plain_MI)], plain_MI)
             self._packed.write(first, plain_MI)
