@@ -294,11 +294,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
 
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None:
         """No later request may meet KV of the old weights; running ones may, unless retracted."""
-        if abort:
-            self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
+        aborted = self.scheduler.abort_all() if abort else []
         if retract:
             self.scheduler.retract_all()
         self.worker.memory.reset()
+        self._hand_out([self._end(request) for request in aborted])
 
     def _end(self, request: Request) -> Rollout:
         self.worker.release(request)

@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import torch
 
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, RolloutError
 from rollout.weights.bucket import FlattenedBucket, unflattened
+from rollout.weights.checks import manifest_of, pairs_of
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
-from rollout.weights.manifest import Manifest, NamedTensors, manifest_of
+from rollout.weights.manifest import Manifest, NamedTensors
 from rollout.weights.options import UpdateOptions
+from rollout.weights.transaction import WeightState
 from rollout.worker import Worker
 
 
@@ -44,7 +46,7 @@ class WeightCalls(ABC):
         first byte to `end_weight_update` no step runs. Raises InvalidInputError, and
         WeightUpdateError while another update is under way.
         """
-        self.worker.weights.begin(UpdateOptions(**options), manifest)
+        self.worker.weights.begin(UpdateOptions.of(options), manifest)
 
     def end_weight_update(self) -> None:
         """Commit: the next step samples from the new weights.
@@ -53,9 +55,19 @@ class WeightCalls(ABC):
         their KV recomputed; with ``flush_cache=False`` they keep it.
         """
         weights = self.worker.weights
-        options = weights.commit()
+        if weights.state is WeightState.LOADING:
+            # Before they serve: nothing the old weights computed may be met by the new ones,
+            # whatever happens in between.
+            options = weights.options
+            try:
+                self._leave_old_weights(
+                    retract=options.flush_cache, abort=options.abort_all_requests
+                )
+            except BaseException as error:
+                weights.abandon(f"leaving the old weights failed: {error}")
+                raise
+        weights.commit()
         self.worker.weights_changed()
-        self._leave_old_weights(retract=options.flush_cache, abort=options.abort_all_requests)
 
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
         """Give up the open update, if there is one: refused until a full one if it had begun."""
@@ -63,7 +75,7 @@ class WeightCalls(ABC):
 
     def update_weights_from_tensor(
         self,
-        named_tensors: NamedTensors | Iterable[FlattenedBucket],
+        named_tensors: NamedTensors | Mapping[str, torch.Tensor] | Iterable[FlattenedBucket],
         *,
         load_format: str | None = None,
         **options: Any,
@@ -71,9 +83,9 @@ class WeightCalls(ABC):
         """Take weights that are in this process.
 
         Args:
-            named_tensors: pairs of checkpoint name and tensor, on any device, of any floating
-                dtype. A collection or a `WeightSource` is checked through before a byte moves, of
-                a generator each tensor as it comes.
+            named_tensors: pairs of checkpoint name and tensor, or a mapping, on any device, of any
+                floating dtype. A collection or a `WeightSource` is checked through before a byte
+                moves, of a generator each tensor as it comes.
             load_format: ``direct``: nothing is converted; a dtype that is not the model's is
                 refused. ``flattened_bucket``: ``named_tensors`` are buckets, as `buckets` makes.
 
@@ -85,7 +97,7 @@ class WeightCalls(ABC):
             )
         if load_format == "flattened_bucket":
             named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
-        self._load(cast(NamedTensors, named_tensors), options, direct=load_format == "direct")
+        self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
 
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
         """Take the weights of a safetensors folder, sharded or not.
@@ -160,6 +172,8 @@ class WeightCalls(ABC):
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
+        if truncate_size < 1:
+            raise InvalidInputError("truncate_size", truncate_size, "must be >= 1")
         self.worker.weights.require_resident()
         for part in self.worker.weights.parts.values():
             destination = part.destinations().get(name)
@@ -178,9 +192,15 @@ class WeightCalls(ABC):
                 raise InvalidInputError("options", names, "are set by begin_weight_update alone")
             weights.load(named_tensors, direct=direct)
             return
-        self.begin_weight_update(manifest_of(named_tensors), **options)
-        weights.load(named_tensors, direct=direct)
-        self.end_weight_update()
+        expired = weights.expired
+        try:
+            self.begin_weight_update(manifest_of(named_tensors), **options)
+            weights.load(named_tensors, direct=direct)
+            self.end_weight_update()
+        except RolloutError as error:
+            if expired and not options:
+                error.add_note(f"an update that was begun before has ended: {expired}")
+            raise
 
     @abstractmethod
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...

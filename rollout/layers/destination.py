@@ -22,17 +22,20 @@ class Destination:
     dtype: torch.dtype
     write: Callable[[torch.Tensor], None]
     read: Callable[[], torch.Tensor]
+    place: tuple[int, int]  # the object that holds it, by id(), and its first row there
     alias_of: str | None = None  # this is a second name of that tensor
+    is_borrowed: bool = False  # another model's: writing checks that the values are those it has
 
     @property
     def required(self) -> bool:
         """Whether a full load must name it; one name of a tied pair is enough."""
-        return self.alias_of is None
+        return self.alias_of is None and not self.is_borrowed
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Destination:
-        """A plain tensor, written in place."""
+    def of(tensor: torch.Tensor, place: tuple[int, int] | None = None) -> Destination:
+        """A plain tensor, written in place; ``place`` where it is a view of what is kept."""
         return Destination(
+            place=place or (id(tensor), 0),
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             write=lambda values: fill(tensor, values),
@@ -45,6 +48,12 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copy in place, converting dtype and device. Inference mode lets any tensor be the target."""
     assert values.shape == target.shape, f"{tuple(values.shape)} into {tuple(target.shape)}"
     target.copy_(values)
+
+
+def same_values(values: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether ``values`` are what is held, once converted; NaN equals NaN."""
+    converted = values.to(held)
+    return bool(((converted == held) | (converted.isnan() & held.isnan())).all())
 
 
 def with_alias(name: str, alias: str, destination: Destination) -> dict[str, Destination]:
@@ -60,8 +69,7 @@ def with_alias(name: str, alias: str, destination: Destination) -> dict[str, Des
             written_as.append(name_written)
             destination.write(values)
             return
-        filled = destination.read()
-        if not torch.equal(values.to(filled), filled):
+        if not same_values(values, destination.read()):
             raise CheckpointError(
                 f"{name} and {alias} are tied by the config but differ in value; "
                 "set tie_word_embeddings to false or send one of them"
@@ -73,6 +81,7 @@ def with_alias(name: str, alias: str, destination: Destination) -> dict[str, Des
             dtype=destination.dtype,
             write=lambda values: write(which, values),
             read=destination.read,
+            place=destination.place,
             alias_of=alias_of,
         )
 

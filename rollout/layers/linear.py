@@ -104,11 +104,12 @@ class Linear:
             dtype=self.dtype,
             write=lambda values: self._write(start, values),
             read=read,
+            place=(id(self if self._table_OI is None else self._table_OI), start),
         )
 
     def bias_rows(self, start: int, stop: int) -> Destination:
         assert self.bias_O is not None
-        return Destination.of(self.bias_O[start:stop])
+        return Destination.of(self.bias_O[start:stop], (id(self.bias_O), start))
 
     def _write(self, start: int, values_MI: torch.Tensor) -> None:
         if self._packed is None:

@@ -15,7 +15,8 @@ from rollout.weights.bucket_layout import (
     BucketPacker,
     manifest_of_layouts,
 )
-from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, manifest_of
+from rollout.weights.checks import manifest_of
+from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 CACHED_BUCKET_BYTES = 32 * 2**20

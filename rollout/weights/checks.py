@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.layers.destination import Destination, mismatches
-from rollout.weights.manifest import Manifest
+from rollout.layers.destination import Destination, mismatches, same_values
+from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LISTED = 8
+
+
+def pairs_of(named_tensors: object) -> NamedTensors:
+    """What a caller handed over as names and tensors: a mapping's items, or as it is."""
+    if isinstance(named_tensors, Mapping):
+        return named_tensors.items()
+    if isinstance(named_tensors, str | bytes) or not isinstance(named_tensors, Iterable):
+        raise InvalidInputError(
+            "named_tensors", named_tensors, "must be pairs of name and tensor, or a mapping"
+        )
+    if isinstance(named_tensors, Collection):
+        for pair in named_tensors:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise InvalidInputError("named_tensors", pair, "must be a pair of name and tensor")
+    return named_tensors
+
+
+def manifest_of(named_tensors: NamedTensors) -> Manifest | None:
+    """What is known of them now: all of a source or a collection, nothing of a generator."""
+    if isinstance(named_tensors, WeightSource):
+        return named_tensors.manifest()
+    if not isinstance(named_tensors, Collection):
+        return None
+    for name, tensor in named_tensors:
+        refuse_unreadable(name, tensor)
+    return {name: TensorSpec.of(tensor) for name, tensor in named_tensors}
 
 
 def refuse_mismatches(
@@ -58,13 +84,26 @@ def refuse_conversion(destinations: Mapping[str, Destination], incoming: Manifes
     )
 
 
+def refuse_unreadable(name: str, tensor: object) -> None:
+    """A tensor whose values cannot simply be copied."""
+    remedy = ""
+    if not isinstance(tensor, torch.Tensor):
+        remedy = "must be a torch.Tensor"
+    elif hasattr(tensor, "full_tensor"):
+        remedy = "is a shard: send full_tensor(), or rollout.trainers.weight_source(model)"
+    elif tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        remedy = "must be a dense tensor with values of its own"
+    if remedy:
+        raise InvalidInputError(f"named_tensors[{name!r}]", type(tensor).__name__, remedy)
+
+
 def refuse_untied(
     destinations: Mapping[str, Destination], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Two names of one tensor must carry one value."""
     for name, tensor in tensors.items():
         other = tensors.get(destinations[name].alias_of or name)
-        if other is not None and other is not tensor and not torch.equal(other, tensor):
+        if other is not None and other is not tensor and not same_values(tensor, other):
             raise InvalidInputError(
                 "named_tensors", name, f"differs from {destinations[name].alias_of}, its tied twin"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -39,12 +39,3 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor is valid until the next one is asked for."""
         ...
-
-
-def manifest_of(named_tensors: NamedTensors) -> Manifest | None:
-    """What is known of them now: all of a source or a collection, nothing of a generator."""
-    if isinstance(named_tensors, WeightSource):
-        return named_tensors.manifest()
-    if isinstance(named_tensors, Collection):
-        return {name: TensorSpec.of(tensor) for name, tensor in named_tensors}
-    return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from rollout.errors import InvalidInputError
 
@@ -21,8 +23,25 @@ class UpdateOptions:
     timeout: float = 300.0  # seconds without a call after which an open update counts as abandoned
 
     def __post_init__(self) -> None:
-        version = self.weight_version
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-            raise InvalidInputError("weight_version", version, "must be an integer")
-        if not (math.isfinite(self.timeout) and self.timeout > 0):
-            raise InvalidInputError("timeout", self.timeout, "must be a number of seconds > 0")
+        def require(name: str, ok: bool, remedy: str) -> None:
+            if not ok:
+                raise InvalidInputError(name, getattr(self, name), remedy)
+
+        version, timeout = self.weight_version, self.timeout
+        require("selector", isinstance(self.selector, str), "must be all or the name of a part")
+        for name in ("flush_cache", "abort_all_requests", "partial", "check_finite"):
+            require(name, isinstance(getattr(self, name), bool), "must be True or False")
+        is_version = type(version) is int and 0 <= version < 2**63
+        require("weight_version", version is None or is_version, "must be an integer >= 0")
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        ok = is_number and math.isfinite(timeout) and timeout > 0
+        require("timeout", ok, "must be a number of seconds > 0")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Raises InvalidInputError, also for a keyword there is not."""
+        known = [field.name for field in fields(cls)]
+        for name, value in options.items():
+            if name not in known:
+                raise InvalidInputError(name, value, f"is no option; there are {', '.join(known)}")
+        return cls(**options)

@@ -16,7 +16,6 @@ Every transport ends in begin, load, commit, abandon.
 from __future__ import annotations
 
 import enum
-import hashlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from rollout.weights import checks
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
 from rollout.weights.options import UpdateOptions
 from rollout.weights.part import WeightPart
+from rollout.weights.parts import WeightParts
 
 
 class WeightState(enum.Enum):
@@ -56,14 +56,13 @@ class _Update:
 class WeightTransaction:
     """Owns the weight version of a worker's models and whether they may serve.
 
-    ``parts``: by the names selectors use. A checkpoint name that several parts have is one tensor
-    they share.
+    ``parts``: by the names selectors use, the target first; see `WeightParts`.
     """
 
     def __init__(
         self, parts: Mapping[str, WeightPart], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.parts = dict(parts)
+        self.parts = WeightParts(parts)
         self.version = 0
         self.state = WeightState.WHOLE
         self.reason = ""  # why it does not serve
@@ -71,6 +70,7 @@ class WeightTransaction:
         self._clock = clock
         self._update: _Update | None = None
         self._torn: frozenset[str] = frozenset()
+        self.expired = ""  # why the last update ended, if it was for silence
 
     @property
     def serves(self) -> bool:
@@ -120,15 +120,13 @@ class WeightTransaction:
         version = self.version + 1 if options.weight_version is None else options.weight_version
         if version == self.version:
             raise InvalidInputError("weight_version", version, "must differ from the one in use")
-        parts = self._selected(options.selector)
+        parts = self.parts.selected(options.selector)
         if self._torn and (options.partial or not self._torn <= parts):
             raise WeightUpdateError(
                 f"the weights are torn: {self.reason}; partial={options.partial} and "
                 f"selector={options.selector!r} cannot heal them"
             )
-        destinations: dict[str, Destination] = {}
-        for part in sorted(parts):
-            destinations |= self.parts[part].destinations()
+        destinations = self.parts.destinations(parts)
         if manifest is not None:
             checks.refuse_mismatches(destinations, manifest, partial=options.partial)
         self._update = _Update(
@@ -140,7 +138,7 @@ class WeightTransaction:
             before=self.state,
             last_call=self._clock(),
         )
-        self.state = WeightState.OPEN
+        self.state, self.expired = WeightState.OPEN, ""
 
     def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
         """Write tensors of the open update; called as often as they come.
@@ -216,50 +214,40 @@ class WeightTransaction:
     def digest(self, selector: str = "all") -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
         self.require_resident()
-        digest = hashlib.sha256()
-        for part in sorted(self._selected(selector)):
-            for name, destination in sorted(self.parts[part].destinations().items()):
-                if destination.required:
-                    digest.update(f"{part} {name} {destination.dtype} {destination.shape}".encode())
-                    values = destination.read().contiguous().cpu().reshape(-1)
-                    digest.update(values.view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return self.parts.digest(selector)
 
     def _write(self, update: _Update, name: str, tensor: torch.Tensor, direct: bool) -> None:
         spec = TensorSpec.of(tensor)
         if update.checked.get(name) != spec or name in update.loaded:
             _check_incoming(update, {name: spec}, direct)
+            checks.refuse_unreadable(name, tensor)
         if update.options.check_finite:
             checks.refuse_not_finite(name, tensor)
         self.state, self.reason = WeightState.LOADING, "an update is under way"
         update.destinations[name].write(tensor)
         update.loaded[name] = spec
 
-    def _selected(self, selector: str) -> frozenset[str]:
-        if selector == "all":
-            return frozenset(self.parts)
-        if selector not in self.parts:
-            known = ", ".join(["all", *sorted(self.parts)])
-            raise InvalidInputError("selector", selector, f"this worker has: {known}")
-        return frozenset([selector])
-
     def _under_way(self) -> _Update:
         self._abandon_if_silent()
         if self._update is None:
-            raise WeightUpdateError(f"no update is under way{self.reason and ': ' + self.reason}")
+            why = self.reason or self.expired
+            raise WeightUpdateError(f"no update is under way{why and ': ' + why}")
         self._update.last_call = self._clock()
         return self._update
 
     def _abandon_if_silent(self) -> None:
         update = self._update
         if update is not None and self._clock() - update.last_call > update.options.timeout:
-            self.abandon(f"nothing came for {update.options.timeout:g} seconds")
+            self.expired = f"nothing came for {update.options.timeout:g} seconds"
+            self.abandon(self.expired)
 
 
 def _check_collection(
     update: _Update, named_tensors: Collection[tuple[str, torch.Tensor]], direct: bool
 ) -> None:
     tensors = dict(named_tensors)
+    for name, tensor in tensors.items():
+        checks.refuse_unreadable(name, tensor)
     if len(tensors) < len(named_tensors):
         raise InvalidInputError("named_tensors", len(named_tensors), "holds a name twice")
     incoming = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}

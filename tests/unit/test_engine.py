@@ -213,6 +213,38 @@ def test_a_torn_update_serves_nothing_until_a_full_one(engine):
     assert {v for r in mended for v in r.weight_versions} == {1}
 
 
+def test_nothing_of_the_old_weights_is_met_when_leaving_them_fails(
+    engine, tiny_model_path, monkeypatch
+):
+    """Whatever breaks between two policies, no prefix of one is continued by the other."""
+    new = random_weights(engine, 3)
+    fresh = RolloutEngine.from_pretrained(tiny_model_path, spec="none")
+    fresh.update_weights_from_tensor(new)
+    expected = outcome(fresh.generate(PROMPTS, PARAMS))
+    engine.generate(PROMPTS, PARAMS)
+    engine.submit(PROMPTS[0], PARAMS)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._requests, "rollout", lambda request: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.update_weights_from_tensor(new, abort_all_requests=True)
+    assert not engine.can_run
+    engine.update_weights_from_tensor(new)
+    assert outcome(engine.generate(PROMPTS, PARAMS)) == expected
+
+
+@pytest.mark.parametrize("tensors", [None, "weights", [1, 2], [("name",)], [(1, torch.zeros(1))]])
+def test_what_is_no_named_tensor_is_refused(engine, tensors):
+    with pytest.raises(InvalidInputError, match="named_tensors"):
+        engine.update_weights_from_tensor(tensors)
+    assert engine.can_run
+
+
+def test_a_state_dict_is_taken_as_it_is(engine):
+    engine.update_weights_from_tensor(dict(random_weights(engine, 3)))
+    assert engine.weight_version == 1
+
+
 def test_a_fresh_engine_with_the_same_weights_gives_the_same(engine, tiny_model_path):
     weights = random_weights(engine, 5)
     engine.generate(PROMPTS, PARAMS)

@@ -291,7 +291,7 @@ def two_models(engine, tmp_path):
             draft.allocate()
             engine.worker.target.model.head.allocate()
 
-    engine.worker.weights.parts["draft"] = Draft()
+    engine.worker.weights.parts.add("draft", Draft())
     return engine
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.layers.destination import Destination
+from rollout.layers.destination import Destination, with_alias
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.options import UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
@@ -73,7 +73,7 @@ def update(weights: WeightTransaction, pairs, **options) -> None:
     [
         ("all", ALL, [7, 8, 7, 9], (1, 1)),
         ("target", [EMBEDDING, LAYER], [7, 8, 7, 0], (1, 0)),
-        ("draft", [EMBEDDING, DRAFT], [7, 0, 7, 9], (0, 1)),
+        ("draft", [DRAFT], [0, 0, 0, 9], (0, 1)),
     ],
 )
 def test_an_update_reaches_what_its_selector_names(weights, selector, pairs, expected, finished):
@@ -81,6 +81,27 @@ def test_an_update_reaches_what_its_selector_names(weights, selector, pairs, exp
     assert values(weights) == expected
     assert weights.version == 1
     assert tuple(part.finished for part in weights.parts.values()) == finished
+
+
+def test_what_a_draft_borrows_is_the_targets_alone(weights):
+    """A draft's trainer may send the embedding along; it cannot change it."""
+    same = ("embedding", torch.zeros(3))
+    update(weights, [same, DRAFT], selector="draft")
+    assert values(weights) == [0, 0, 0, 9]
+    before = weights.digest("target")
+    weights.begin(UpdateOptions(selector="draft"))
+    weights.load([DRAFT])
+    with pytest.raises(InvalidInputError, match="is the target's"):
+        weights.load([EMBEDDING])
+    assert weights.digest("target") == before
+    assert "every tensor of draft" in weights.reason
+    update(weights, [DRAFT], selector="draft")
+    assert weights.serves
+
+
+def test_parts_with_a_name_in_common_and_nothing_else_are_refused():
+    with pytest.raises(InvalidInputError, match="both have a norm of their own"):
+        WeightTransaction({"target": Part(norm=torch.zeros(2)), "draft": Part(norm=torch.zeros(2))})
 
 
 def test_a_frozen_draft_is_never_touched(weights):
@@ -249,13 +270,55 @@ def test_partial_updates_keep_the_rest(weights):
     assert weights.version == 2
 
 
-@pytest.mark.parametrize("version", ["7", True, 1.0])
+@pytest.mark.parametrize("version", ["7", True, 1.0, -1, 2**63])
 def test_a_version_is_an_integer(version):
     with pytest.raises(InvalidInputError, match="weight_version"):
         UpdateOptions(weight_version=version)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5", True])
 def test_a_timeout_is_a_number_of_seconds(timeout):
     with pytest.raises(InvalidInputError, match="timeout"):
         UpdateOptions(timeout=timeout)
+
+
+@pytest.mark.parametrize("name", ["partial", "flush_cache", "check_finite", "abort_all_requests"])
+def test_a_switch_is_a_switch(name):
+    with pytest.raises(InvalidInputError, match=name):
+        UpdateOptions(**{name: "no"})
+
+
+def test_an_unknown_option_lists_those_there_are():
+    with pytest.raises(InvalidInputError, match=r"version=.*weight_version, partial"):
+        UpdateOptions.of({"version": 3})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2).numpy(),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2).to_sparse(),
+    ],
+)
+def test_what_cannot_be_copied_is_refused_before_a_byte_moves(weights, tensor):
+    weights.begin(UpdateOptions())
+    with pytest.raises(InvalidInputError, match="layer"):
+        weights.load([EMBEDDING, ("layer", tensor), DRAFT])
+    assert weights.serves
+    assert values(weights) == [0, 0, 0, 0]
+
+
+def test_tied_names_may_both_bring_the_same_nan():
+    tied = torch.zeros(2)
+    destination = Destination.of(tied)
+
+    class Tied(Part):
+        def destinations(self) -> dict[str, Destination]:
+            return with_alias("embedding", "head", destination)
+
+    weights = WeightTransaction({"target": Tied()})
+    broken = torch.tensor([float("nan"), 1.0])
+    update(weights, [("embedding", broken), ("head", broken.clone())])
+    with pytest.raises(InvalidInputError, match="tied twin"):
+        update(weights, [("embedding", broken), ("head", torch.zeros(2))])
