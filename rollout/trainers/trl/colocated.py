@@ -1,0 +1,102 @@
+"""An engine in the trainer's own process, whose weights follow the trainer's model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import nn
+
+from rollout.engine import RolloutEngine
+from rollout.errors import InvalidInputError
+from rollout.trainers.hook import RolloutHook
+from rollout.trainers.trl.seeds import SampleSeeds
+from rollout.types import FinishReason, Rollout, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+class ColocatedEngine:
+    """One engine per process, beside one trainer.
+
+    With ``sleep`` its weights and KV give their memory back after each batch; the weights come
+    back with the next `sync`.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, model: nn.Module, seeds: SampleSeeds, *, sleep: bool = False
+    ) -> None:
+        self.engine = engine
+        self._model = model
+        self._seeds = seeds
+        self._sleep = sleep
+        self._hook: RolloutHook | None = None
+        self._weights_released = False
+
+    def sync(self) -> None:
+        """Take the model's weights. A collective: every process of the trainer calls it."""
+        if self._hook is None:  # not before: the trainer shards and wraps the model after it is made
+            self._hook = RolloutHook(self.engine, self._model)
+        if self._weights_released:
+            self.engine.resume_memory(("weights",))
+        self._hook.sync()
+        self._weights_released = False
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        samples_per_prompt: int,
+        step: int,
+        training: bool,
+    ) -> list[Rollout]:
+        """One rollout for each prompt, in their order; a prompt's samples follow one another.
+
+        Raises InvalidInputError or OutOfMemoryError, naming the prompt, before anything is run.
+        """
+        seeds = self._seeds.next_batch(
+            len(prompts), samples_per_prompt, step=step, training=training
+        )
+        if self._weights_released:
+            self.sync()
+        if self._sleep:
+            self.engine.resume_memory(("kv_cache",))
+        rollouts = self._run(prompts, params, seeds, samples_per_prompt)
+        if self._sleep:
+            self.engine.release_memory(("kv_cache", "weights"), keep_weights=False)
+            self._weights_released = True
+        for rollout in rollouts:
+            if rollout.finish_reason is FinishReason.ERROR:
+                _log.warning("a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error)
+        return rollouts
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        samples_per_prompt: int,
+    ) -> list[Rollout]:
+        engine = self.engine
+        if engine.has_unfinished:
+            raise InvalidInputError(
+                "engine", "busy", "requests of others are in it; give the trainer one of its own"
+            )
+        places: dict[int, int] = {}
+        try:
+            for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                index, sample = divmod(place, samples_per_prompt)
+                request = engine.submit(
+                    prompt, params, prompt_index=index, sample_index=sample, request_seed=seed
+                )
+                places[request.request_id] = place
+            ended: dict[int, Rollout] = {}
+            while len(ended) < len(places):
+                ended |= {places[rollout.request_id]: rollout for rollout in engine.step()}
+        except BaseException:
+            for request_id in places:
+                engine.abort(request_id)
+            engine.step()  # nothing runs: it hands out what was aborted
+            raise
+        return [ended[place] for place in range(len(places))]

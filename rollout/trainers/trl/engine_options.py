@@ -1,0 +1,88 @@
+"""From what TRL says about vLLM's engine to the options of ours."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from rollout.config import SchedulerConfig
+from rollout.errors import InvalidInputError
+
+
+def model_folder(model: Any) -> str:
+    """The folder a transformers model was loaded from, a hub snapshot included; nothing is fetched."""
+    name = model.name_or_path
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    commit = getattr(model.config, "_commit_hash", None)
+    try:
+        return snapshot_download(name, revision=commit, local_files_only=True)
+    except (ValueError, LocalEntryNotFoundError) as error:
+        raise InvalidInputError(
+            "model.name_or_path", name, "is no folder and not in the hub's cache; give model_path"
+        ) from error
+
+
+def engine_overrides(
+    own: dict[str, Any],
+    *,
+    model: Any,
+    accelerator: Any,
+    gpu_memory_utilization: float,
+    max_model_length: int | None,
+    max_num_seqs: int | None,
+) -> dict[str, Any]:
+    """Overrides for `RolloutEngine.from_pretrained`: TRL's, and over them the caller's ``own``.
+
+    The engine computes in the dtype the trainer's forward does.
+    """
+    if not 0 < gpu_memory_utilization < 1:
+        raise InvalidInputError(
+            "vllm_gpu_memory_utilization", gpu_memory_utilization, "must be in (0, 1)"
+        )
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    chosen: dict[str, Any] = {
+        "dtype": mixed.get(accelerator.mixed_precision, model.dtype),
+        "device": str(accelerator.device),
+        "kv_fraction": gpu_memory_utilization,
+        "max_context_len": max_model_length,
+    }
+    if max_num_seqs is not None:
+        chosen["max_running"] = min(max_num_seqs, SchedulerConfig().max_running)
+    return chosen | own
+
+
+def require_supported(
+    *,
+    processing_class: Any,
+    mode: str,
+    structured_outputs_regex: str | None,
+    tensor_parallel_size: int,
+    model_impl: str,
+) -> None:
+    """Raises InvalidInputError, by the name TRL's config has for it, for what we do not have."""
+    if mode != "colocate":
+        raise InvalidInputError(
+            "vllm_mode", mode, "must be colocate: the engine runs in the trainer's process"
+        )
+    if structured_outputs_regex is not None:
+        raise InvalidInputError(
+            "vllm_structured_outputs_regex", structured_outputs_regex, "is not supported; leave it out"
+        )
+    if tensor_parallel_size != 1:
+        raise InvalidInputError(
+            "vllm_tensor_parallel_size",
+            tensor_parallel_size,
+            "must be 1: each process has a whole engine",
+        )
+    if model_impl not in ("auto", "vllm"):
+        raise InvalidInputError("vllm_model_impl", model_impl, "must be left alone: models are our own")
+    if hasattr(processing_class, "image_processor"):
+        raise InvalidInputError(
+            "processing_class", type(processing_class).__name__, "images are not supported; give a tokenizer"
+        )

@@ -1,0 +1,177 @@
+"""Stands where TRL's trainers have a VLLMGeneration: `use_vllm=True`, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rollout.engine import RolloutEngine
+from rollout.errors import InvalidInputError
+from rollout.trainers.trl.colocated import ColocatedEngine
+from rollout.trainers.trl.completion import completion_of
+from rollout.trainers.trl.engine_options import engine_overrides, model_folder, require_supported
+from rollout.trainers.trl.sampling import sampling_params
+from rollout.trainers.trl.seeds import SampleSeeds
+from rollout.types import Rollout
+
+
+class SpecGeneration:
+    """Made by the trainer, with the arguments of trl.generation.vllm_generation.VLLMGeneration.
+
+    ``spec``, ``spec_options``, ``model_path`` and ``overrides`` come from `specrollout_generation`.
+    Arguments that are about a vLLM server (``server_*``, ``group_port``) say nothing here, nor does
+    ``trust_remote_code``: no code of a checkpoint is ever run. Those that cannot be honoured raise
+    InvalidInputError.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        accelerator: Any,
+        processing_class: Any,
+        mode: str = "colocate",
+        structured_outputs_regex: str | None = None,
+        server_base_url: str | None = None,
+        server_host: str = "0.0.0.0",
+        server_port: int = 8000,
+        server_timeout: float = 240.0,
+        group_port: int = 51216,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_length: int | None = None,
+        max_num_seqs: int | None = None,
+        enable_sleep_mode: bool = False,
+        model_impl: str = "auto",
+        trust_remote_code: bool = False,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float | None = 0.0,
+        max_completion_length: int = 16,
+        logprobs: int | None = 0,
+        generation_kwargs: dict[str, Any] | None = None,
+        *,
+        spec: str,
+        spec_options: dict[str, Any] | None,
+        model_path: str | None,
+        overrides: dict[str, Any],
+    ) -> None:
+        require_supported(
+            processing_class=processing_class,
+            mode=mode,
+            structured_outputs_regex=structured_outputs_regex,
+            tensor_parallel_size=tensor_parallel_size,
+            model_impl=model_impl,
+        )
+        self._model = model
+        self._with_logprobs = logprobs is not None
+        self._filler_id = _eos_token_ids(model, processing_class)[0]
+        self._params = sampling_params(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            max_completion_length=max_completion_length,
+            eos_token_ids=_eos_token_ids(model, processing_class),
+            top_logprobs=logprobs or 0,
+            generation_kwargs=generation_kwargs,
+        )
+        self.engine = RolloutEngine.from_pretrained(
+            model_path or model_folder(model),
+            spec,
+            spec_options=spec_options,
+            **engine_overrides(
+                overrides,
+                model=model,
+                accelerator=accelerator,
+                gpu_memory_utilization=gpu_memory_utilization,
+                max_model_length=max_model_length,
+                max_num_seqs=max_num_seqs,
+            ),
+        )
+        rank = accelerator.process_index
+        # The trainer has seeded torch with its own seed plus the rank just before.
+        run_seed = (generation_kwargs or {}).get("seed", torch.initial_seed() - rank)
+        self._colocated = ColocatedEngine(
+            self.engine, model, SampleSeeds(run_seed, rank), sleep=enable_sleep_mode
+        )
+        self._num_syncs = 0
+        # Where TRL's tool loop looks up how long a conversation may become.
+        limit = self.engine.worker.max_context_len
+        self.llm = SimpleNamespace(
+            llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit))
+        )
+
+    def sync_weights(self) -> None:
+        """Take the trainer's weights. A collective: every process calls it."""
+        self._colocated.sync()
+        self._num_syncs += 1
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[Any] | None,
+        num_generations: int,
+        profiler: Any = None,
+    ) -> tuple[
+        list[list[int]],
+        list[list[int]],
+        list[list[list[float | None]]] | None,
+        list[list[list[int]]] | None,
+    ]:
+        """A completion for each prompt; a prompt's samples follow one another.
+
+        Returns prompts, completions, and for each completion and token the logprobs and ids of
+        the sampled token and of those asked for beside it, the most likely first. The last two are
+        None where the trainer wants none.
+        """
+        if images is not None:
+            raise InvalidInputError("images", images, "are not supported; give text")
+        # TRL's profiler knows the global step, which a resumed run goes on counting.
+        with profiler or nullcontext():
+            rollouts = self._colocated.generate(
+                prompts,
+                self._params,
+                samples_per_prompt=num_generations,
+                step=self._num_syncs if profiler is None else profiler.step,
+                training=self._model.training,
+            )
+        completions = [completion_of(rollout, self._filler_id) for rollout in rollouts]
+        completion_ids = [each.token_ids for each in completions]
+        if not self._with_logprobs:
+            return prompts, completion_ids, None, None
+        ranked = [
+            _ranked(rollout, each.token_ids, each.logprobs)
+            for rollout, each in zip(rollouts, completions, strict=True)
+        ]
+        logprobs = [[[logprob for _, logprob in token] for token in each] for each in ranked]
+        token_ids = [[[token_id for token_id, _ in token] for token in each] for each in ranked]
+        return prompts, completion_ids, logprobs, token_ids
+
+
+def _ranked(
+    rollout: Rollout, token_ids: Sequence[int], logprobs: Sequence[float | None]
+) -> list[list[tuple[int, float | None]]]:
+    """Per token: (id, logprob) of the sampled one and of the most likely ones, those first."""
+    sampled = list(zip(token_ids, logprobs, strict=True))
+    if not rollout.extras.top_logprobs:
+        return [[token] for token in sampled]
+    ranked: list[list[tuple[int, float | None]]] = []
+    for token, likely in zip(sampled, rollout.extras.top_logprobs, strict=True):
+        among_them = any(token_id == token[0] for token_id, _ in likely)
+        ranked.append([*likely] if among_them else [*likely, token])
+    return ranked
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens TRL's trainers take for the end of a completion, the tokenizer's first."""
+    declared = model.generation_config.eos_token_id
+    ids = [declared] if isinstance(declared, int) else list(declared or ())
+    others = [token_id for token_id in ids if token_id != tokenizer.eos_token_id]
+    return [tokenizer.eos_token_id, *others]
