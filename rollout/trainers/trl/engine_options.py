@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError
@@ -16,16 +17,13 @@ def model_folder(model: Any) -> str:
     name = model.name_or_path
     if os.path.isdir(name):
         return name
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     commit = getattr(model.config, "_commit_hash", None)
-    try:
-        return snapshot_download(name, revision=commit, local_files_only=True)
-    except (ValueError, LocalEntryNotFoundError) as error:
+    cached = try_to_load_from_cache(name, "config.json", revision=commit) if name else None
+    if not isinstance(cached, str):
         raise InvalidInputError(
             "model.name_or_path", name, "is no folder and not in the hub's cache; give model_path"
-        ) from error
+        )
+    return os.path.dirname(cached)
 
 
 def engine_overrides(

@@ -1,0 +1,300 @@
+"""AsyncGRPOTrainer with our rollout worker and weight transfer."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+from rollout import SamplingParams
+from rollout.engine_loop import EngineLoop
+from rollout.errors import InvalidInputError
+from rollout.trainers.trl import RolloutWorker, WeightTransfer
+from tests.helpers.text_model import save_text_model
+from tests.helpers.trl_runs import WordReward, conversations, small_engine
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant> ",
+    "fields": {"content": {"close_pattern": r"</s>|$", "content": "text"}},
+}
+
+
+class TreeAttention:
+    """What the trainer's GPU kernel computes, where there is no GPU."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: torch.Tensor,  # [T, heads, D]
+        k: torch.Tensor,  # [S, kv_heads, D]
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        *_: object,
+        softmax_scale: float,
+        **__: object,
+    ) -> torch.Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (tensor.repeat_interleave(repeats, 1).transpose(0, 1) for tensor in (k, v))
+        parts = []
+        for index in range(len(cu_seqlens_q) - 1):
+            rows = slice(cu_seqlens_q[index], cu_seqlens_q[index + 1])
+            keys = slice(cu_seqlens_k[index], cu_seqlens_k[index + 1])
+            num_rows, num_keys = rows.stop - rows.start, keys.stop - keys.start
+            mask = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(int(num_keys - num_rows))
+            part = scaled_dot_product_attention(
+                q[rows].transpose(0, 1), k[:, keys], v[:, keys], mask, scale=softmax_scale
+            )
+            parts.append(part.transpose(0, 1))
+        return torch.cat(parts)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_flash_attn", lambda: TreeAttention)
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_text_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def loop(model: Path) -> Iterator[EngineLoop]:
+    with EngineLoop(small_engine(model)) as loop:
+        yield loop
+
+
+def config(folder: Path, **options: Any) -> AsyncGRPOConfig:
+    defaults: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "max_inflight_tasks": 8,
+        "token_budget": -1,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "dtype": "float32",
+    }
+    return AsyncGRPOConfig(str(folder), **defaults | options)
+
+
+def tokenizer_of(model: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    return tokenizer
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_run(model: Path, loop: EngineLoop, tmp_path: Path, mode: str) -> None:
+    args, reward, tokenizer = config(tmp_path), WordReward(), tokenizer_of(model)
+    worker = RolloutWorker(loop, args, conversations(), reward, tokenizer)
+    trainer = AsyncGRPOTrainer(
+        model=str(model),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=conversations(),
+        processing_class=tokenizer,
+        rollout_worker=worker,
+        weight_transfer=WeightTransfer(loop, mode=mode),
+    )
+    trainer.train()
+    # One sync before the first rollout, one after each step; and all of them arrived.
+    assert trainer.model_version == 5
+    assert loop.call(lambda engine: engine.weight_version).result() == 5
+    served = loop.call(lambda engine: engine.get_weights_by_name("lm_head.weight", 100)).result()
+    assert served == trainer.model.lm_head.weight.flatten()[:100].tolist()
+    steps = [entry for entry in trainer.state.log_history if "ratio" in entry]
+    assert len(steps) == 4
+    fresh = [step for step in steps if step["sample/staleness_max"] == 0]
+    assert fresh
+    assert fresh[0]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert fresh[0]["kl"] < 1e-8
+    assert any("rollout/accept_length" in step for step in steps)
+    assert loop.num_unfinished == 0
+    loop.call(lambda engine: engine.check_integrity()).result()
+
+
+def test_adapters_are_merged_before_they_are_sent(
+    model: Path, loop: EngineLoop, tmp_path: Path
+) -> None:
+    from peft import LoraConfig
+
+    args, reward, tokenizer = config(tmp_path, max_steps=2), WordReward(), tokenizer_of(model)
+    trainer = AsyncGRPOTrainer(
+        model=str(model),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=conversations(),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False),
+        rollout_worker=RolloutWorker(loop, args, conversations(), reward, tokenizer),
+        weight_transfer=WeightTransfer(loop),
+    )
+    trainer.train()
+    first = next(entry for entry in trainer.state.log_history if "ratio" in entry)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5)
+
+
+class Echo:
+    """An environment that adds to the prompt and knows the reward itself."""
+
+    def reset(self, **_: Any) -> str:
+        return " nine"
+
+    def get_reward(self) -> float:
+        return 0.5
+
+
+def test_environments_are_the_trainers_own(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
+    worker = RolloutWorker(
+        loop, config(tmp_path), conversations(), [], tokenizer_of(model), environment_factory=Echo
+    )
+    worker.start()
+    sample = worker.rollout_buffer.get(timeout=60)
+    worker.stop()
+    assert sample.prompt[-1]["content"].endswith(" nine")
+    assert sample.metrics["rewards/Echo"] == 0.5
+
+
+def test_rollouts_in_flight_go_on_under_the_new_weights(model: Path, loop: EngineLoop) -> None:
+    transfer = WeightTransfer(loop)
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    weights = loop.call(_weights).result()
+    tickets = [loop.submit([7, 8], params, sample_index=index) for index in range(4)]
+    deadline = time.monotonic() + 60
+    while loop.call(lambda engine: engine.metrics().output_tokens).result() < 8:
+        assert time.monotonic() < deadline
+    transfer.init_weight_transfer()
+    transfer.pause()
+    assert loop.call(lambda engine: engine.is_paused).result()
+    transfer.send_weights(iter(weights))
+    transfer.resume()
+    rollouts = [ticket.future.result(timeout=60) for ticket in tickets]
+    assert {len(rollout.token_ids) for rollout in rollouts} == {100}
+    assert any([version for version, *_ in each.weight_version_spans] == [0, 1] for each in rollouts)
+    transfer.destroy()
+
+
+def test_a_failed_transfer_is_raised_and_nothing_is_served_from_it(
+    model: Path, loop: EngineLoop
+) -> None:
+    transfer = WeightTransfer(loop)
+    weights = loop.call(_weights).result()
+
+    def breaking() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights[:3]
+        raise ConnectionError("the trainer went away")
+
+    transfer.pause()
+    with pytest.raises(ConnectionError):
+        transfer.send_weights(breaking())
+    transfer.resume()
+    ticket = loop.submit([7, 8], SamplingParams(max_new_tokens=4))
+    assert not loop.call(lambda engine: engine.can_run).result()
+    assert not ticket.future.done()
+    transfer.send_weights(iter(weights))
+    assert len(ticket.future.result(timeout=60).token_ids) > 0
+
+
+def test_what_is_trained_alone_can_be_sent(loop: EngineLoop) -> None:
+    some = loop.call(_weights).result()[2:5]
+    with pytest.raises(InvalidInputError, match="model"):
+        WeightTransfer(loop).send_weights(iter(some))
+    with EngineLoop(small_engine(Path(loop.call(_folder).result()))) as other:
+        WeightTransfer(other, partial=True).send_weights(iter(some))
+        assert other.call(lambda engine: engine.weight_version).result() == 1
+
+
+def _folder(engine: Any) -> str:
+    return engine.config.model.path
+
+
+def _weights(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    parts = engine.worker.weights.parts["target"].destinations()
+    return [(name, destination.read().clone()) for name, destination in parts.items()]
+
+
+def test_a_failing_reward_is_told_to_the_trainer(
+    model: Path, loop: EngineLoop, tmp_path: Path
+) -> None:
+    def broken(**_: Any) -> list[float]:
+        raise ArithmeticError("no reward today")
+
+    args = config(tmp_path, heartbeat_stale_after_s=20.0)
+    worker = RolloutWorker(loop, args, conversations(), broken, tokenizer_of(model))
+    worker.check_health(60)
+    worker.start()
+    deadline = time.monotonic() + 60
+    with pytest.raises(RuntimeError, match="no reward today"):
+        while time.monotonic() < deadline:
+            worker.check_health(60)
+            time.sleep(0.02)
+    worker.stop()
+    assert loop.num_unfinished == 0
+
+
+def test_stop_aborts_what_is_in_flight(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
+    args = config(tmp_path, queue_maxsize=4)
+    worker = RolloutWorker(loop, args, conversations(), WordReward(), tokenizer_of(model))
+    worker.update_model_version(3)
+    worker.start()
+    sample = worker.rollout_buffer.get(timeout=60)
+    assert sample.model_version == 3
+    assert len(sample.old_log_probs) == len(sample.input_ids)
+    worker.stop()
+    worker.stop()
+    assert loop.call(lambda engine: engine.has_unfinished).result() is False
+    assert not [each for each in threading.enumerate() if each.name == "trl-rollouts"]
+
+
+def test_silence_is_told(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
+    worker = RolloutWorker(
+        loop, config(tmp_path), conversations(), WordReward(), tokenizer_of(model)
+    )
+    time.sleep(0.02)
+    with pytest.raises(RuntimeError, match="said nothing"):
+        worker.check_health(0.01)
+    assert isinstance(worker.metrics_queue, queue.Queue)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"token_budget": None}, "token_budget"), ({"temperature": 0.0}, "temperature")],
+)
+def test_what_cannot_be_honoured_is_refused_when_the_worker_is_made(
+    model: Path, loop: EngineLoop, tmp_path: Path, options: dict[str, Any], field: str
+) -> None:
+    args = SimpleNamespace(**vars(config(tmp_path)) | options)
+    with pytest.raises(InvalidInputError, match=field):
+        RolloutWorker(loop, args, conversations(), WordReward(), tokenizer_of(model))
+    with pytest.raises(InvalidInputError, match="mode"):
+        WeightTransfer(loop, mode="abort")
+    worker = RolloutWorker(
+        loop, config(tmp_path, max_inflight_tasks=-1), conversations(), WordReward(),
+        tokenizer_of(model),
+    )  # fmt: skip
+    with pytest.raises(InvalidInputError, match="max_inflight_tasks"):
+        worker.start()

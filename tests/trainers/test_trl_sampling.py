@@ -1,0 +1,112 @@
+"""What TRL's options become, and which of them are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout.errors import InvalidInputError
+from rollout.trainers.trl.sampling import sampling_params
+from rollout.trainers.trl.seeds import SampleSeeds
+from rollout.types import SamplingParams
+
+pytest.importorskip("trl")
+
+OPTIONS: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.1,
+    "max_completion_length": 12,
+    "eos_token_ids": [2, 5],
+}
+
+
+def test_options_keep_their_meaning() -> None:
+    assert sampling_params(**OPTIONS) == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=0,
+        repetition_penalty=1.1,
+        max_new_tokens=12,
+        stop_token_ids=[2, 5],
+        ignore_eos=True,  # the engine's own; the trainer's are stop tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "changed"),
+    [
+        ("temperature", 0.5, {"temperature": 0.5}),
+        ("min_tokens", 3, {"min_new_tokens": 3}),
+        ("max_new_tokens", 7, {"max_new_tokens": 7}),
+        ("stop", "three", {"stop": ["three"]}),
+        ("stop_strings", ["three"], {"stop": ["three"]}),
+        ("stop_token_ids", [9], {"stop_token_ids": [9, 2, 5]}),
+        ("ignore_eos", True, {"stop_token_ids": []}),
+        ("frequency_penalty", 0.2, {"frequency_penalty": 0.2}),
+        ("logit_bias", {4: 1.0}, {"logit_bias": {4: 1.0}}),
+        ("top_k", None, {"top_k": -1}),
+        ("n", 1, {}),
+        ("do_sample", True, {}),
+        ("skip_special_tokens", False, {}),
+    ],
+)
+def test_generation_kwargs_go_over_the_others(
+    name: str, value: object, changed: dict[str, Any]
+) -> None:
+    plain = sampling_params(**OPTIONS)
+    expected = {field: getattr(plain, field) for field in SamplingParams.__slots__} | changed
+    assert sampling_params(**OPTIONS, generation_kwargs={name: value}) == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("structured_outputs", {"regex": "a"}),
+        ("bad_words", ["x"]),
+        ("logprobs", 5),
+        ("num_beams", 2),
+        ("n", 2),
+        ("do_sample", False),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidInputError, match=rf"generation_kwargs\['{name}'\]"):
+        sampling_params(**OPTIONS, generation_kwargs={name: value})
+
+
+def test_greedy_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="temperature=0"):
+        sampling_params(**OPTIONS | {"temperature": 0.0})
+
+
+def test_seeds_do_not_depend_on_the_number_of_processes() -> None:
+    alone = SampleSeeds(7, 0)
+    pair = [SampleSeeds(7, rank) for rank in range(2)]
+    for step, training in ((0, True), (0, True), (0, False), (1, True)):
+        whole = alone.next_batch(8, 4, step=step, training=training)
+        halves = [seeds.next_batch(4, 4, step=step, training=training) for seeds in pair]
+        assert whole == halves[0] + halves[1]
+
+
+def test_no_two_samples_share_a_seed() -> None:
+    """Later turns of a conversation come in numbers that differ from process to process."""
+    seen: list[int] = []
+    ranks = [SampleSeeds(7, rank) for rank in range(3)]
+    for step in range(3):
+        for training in (True, False):
+            for sizes in ((4, 4, 4), (3, 1, 2), (1, 3, 1)):
+                for seeds, size in zip(ranks, sizes, strict=True):
+                    seen += seeds.next_batch(size, 2, step=step, training=training)
+    assert len(seen) == len(set(seen))
+
+
+def test_a_resumed_run_goes_on_with_the_seeds_it_would_have_had() -> None:
+    whole, resumed = SampleSeeds(7, 0), SampleSeeds(7, 0)
+    for step in range(3):
+        expected = whole.next_batch(4, 2, step=step, training=True)
+        whole.next_batch(6, 2, step=step, training=False)
+    assert resumed.next_batch(4, 2, step=2, training=True) == expected
