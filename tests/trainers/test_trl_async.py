@@ -185,7 +185,7 @@ def test_rollouts_in_flight_go_on_under_the_new_weights(model: Path, loop: Engin
     weights = loop.call(_weights).result()
     tickets = [loop.submit([7, 8], params, sample_index=index) for index in range(4)]
     deadline = time.monotonic() + 60
-    while loop.call(lambda engine: engine.metrics().output_tokens).result() < 8:
+    while loop.call(lambda engine: engine.metrics().steps).result() < 8:
         assert time.monotonic() < deadline
     transfer.init_weight_transfer()
     transfer.pause()
