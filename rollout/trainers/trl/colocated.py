@@ -11,7 +11,7 @@ from rollout.engine import RolloutEngine
 from rollout.errors import InvalidInputError
 from rollout.trainers.hook import RolloutHook
 from rollout.trainers.trl.seeds import SampleSeeds
-from rollout.types import FinishReason, Rollout, SamplingParams
+from rollout.types import FinishReason, MemoryTag, Rollout, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 class ColocatedEngine:
     """One engine per process, beside one trainer.
 
-    With ``sleep`` its weights and KV give their memory back after each batch; the weights come
-    back with the next `sync`.
+    With ``sleep`` its weights and KV have memory only from a `sync` to the end of the next batch.
+    Their values are not kept: the trainer's model has them.
     """
 
     def __init__(
@@ -31,16 +31,15 @@ class ColocatedEngine:
         self._seeds = seeds
         self._sleep = sleep
         self._hook: RolloutHook | None = None
-        self._weights_released = False
+        self._fall_asleep()
 
     def sync(self) -> None:
         """Take the model's weights. A collective: every process of the trainer calls it."""
         if self._hook is None:  # not before: the trainer shards and wraps the model after it is made
             self._hook = RolloutHook(self.engine, self._model)
-        if self._weights_released:
-            self.engine.resume_memory(("weights",))
+        if MemoryTag.WEIGHTS in self.engine.released_tags:
+            self.engine.resume_memory([MemoryTag.WEIGHTS])
         self._hook.sync()
-        self._weights_released = False
 
     def generate(
         self,
@@ -53,23 +52,24 @@ class ColocatedEngine:
     ) -> list[Rollout]:
         """One rollout for each prompt, in their order; a prompt's samples follow one another.
 
-        Raises InvalidInputError or OutOfMemoryError, naming the prompt, before anything is run.
+        Raises InvalidInputError or OutOfMemoryError, showing the prompt, before anything is run.
         """
         seeds = self._seeds.next_batch(
             len(prompts), samples_per_prompt, step=step, training=training
         )
-        if self._weights_released:
+        if MemoryTag.WEIGHTS in self.engine.released_tags:
             self.sync()
-        if self._sleep:
-            self.engine.resume_memory(("kv_cache",))
+        self.engine.resume_memory()  # the rest; nothing where nothing is released
         rollouts = self._run(prompts, params, seeds, samples_per_prompt)
-        if self._sleep:
-            self.engine.release_memory(("kv_cache", "weights"), keep_weights=False)
-            self._weights_released = True
+        self._fall_asleep()
         for rollout in rollouts:
             if rollout.finish_reason is FinishReason.ERROR:
                 _log.warning("a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error)
         return rollouts
+
+    def _fall_asleep(self) -> None:
+        if self._sleep:
+            self.engine.release_memory(keep_weights=False)
 
     def _run(
         self,
@@ -97,6 +97,6 @@ class ColocatedEngine:
         except BaseException:
             for request_id in places:
                 engine.abort(request_id)
-            engine.step()  # nothing runs: it hands out what was aborted
+            engine.take_ended()  # nobody wants them
             raise
         return [ended[place] for place in range(len(places))]
