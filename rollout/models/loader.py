@@ -63,7 +63,8 @@ def resolve_device(name: str) -> torch.device:
     available = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
     if (device.index or 0) >= available:
         raise InvalidInputError("model.device", name, f"there are {available} such devices here")
-    return device
+    # To torch cpu:0 is another device than cpu: tensors would be copied where arrays are shared.
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None = None) -> None:

@@ -289,6 +289,7 @@ def test_both_ways_to_ask_the_processor_agree(monkeypatch):
 
 def test_device():
     assert resolve_device("cpu") == CPU
+    assert resolve_device("cpu:0") == CPU
     assert resolve_device("auto").type in ("cpu", "cuda")
     for name in ("gpu", "cuda:99", "mps"):
         with pytest.raises(InvalidInputError, match=r"model\.device"):
