@@ -1,13 +1,14 @@
-"""One of several processes of a GRPO run; writes what it saw to a file.
+"""One of several processes of a GRPO run, started by test_trl_processes.py.
 
-torchrun-like variables come with the environment.
+Beside its output file there are the model's folder and ``options.json``: how to generate and
+whether to shard.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +23,25 @@ ZERO3 = {
     "gradient_accumulation_steps": "auto",
     "zero_allow_untested_optimizer": True,
 }
+# Two steps of one prompt, half of its samples on each process.
+SHARES: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 8, "max_steps": 2}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--way", choices=["func", "class"])
-    parser.add_argument("--zero3", action="store_true")
-    options = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    # Two prompts of four samples: each prompt's samples are on both processes.
-    more: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 8, "max_steps": 2}
-    if options.zero3:
-        more |= {"deepspeed": ZERO3}
-    build = by_rollout_func if options.way == "func" else by_generation
-    trainer = build(options.model, options.output / "run", **more)
+def main(output: Path) -> None:
+    folder = output.parent
+    options = json.loads((folder / "options.json").read_text())
+    build = {"rollout_func": by_rollout_func, "generation": by_generation}[options["way"]]
+    sharding = {"deepspeed": ZERO3} if options["zero3"] else {}
+    trainer = build(folder / "model", folder / "run", **SHARES, **sharding)
     record = run(trainer)
     engine = engine_of(trainer)
-    (options.output / f"rank{rank}.json").write_text(
+    output.write_text(
         json.dumps(
             {
                 "completion_ids": record.completion_ids,
                 "digest": engine.weights_digest(),
                 "version": engine.weight_version,
-                "logs": record.logs,
+                "logp_differences": record.column("sampling/sampling_logp_difference/max"),
             }
         )
     )
@@ -56,4 +51,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    main(Path(sys.argv[1]))
