@@ -137,7 +137,9 @@ def run(trainer: Any, resume_from_checkpoint: str | None = None) -> RunRecord:
         completion_ids=reward.completion_ids,
         logprobs=watcher.logprobs,
         rewards=reward.rewards,
-        weights={name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()},
+        weights={
+            name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()
+        },
         logs=trainer.state.log_history,
         accepted=engine_of(trainer).metrics().accepted,
     )

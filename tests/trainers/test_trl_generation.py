@@ -171,24 +171,41 @@ def test_what_cannot_be_honoured_is_refused_when_the_trainer_is_made(
         by_generation(model, tmp_path, **options)
 
 
-def alone(model: Path, **options: Any) -> SpecGeneration:
+OURS: dict[str, Any] = {
+    "spec": "ngram",
+    "spec_options": spec_options("ngram"),
+    "model_path": None,
+    "overrides": {},
+}
+
+
+def alone(model: Path, *, fsdp_version: int | None = None, **options: Any) -> SpecGeneration:
     """As a trainer makes it, without the trainer."""
+    plugin = None if fsdp_version is None else SimpleNamespace(fsdp_version=fsdp_version)
     accelerator = SimpleNamespace(
-        process_index=0, mixed_precision="no", device=torch.device("cpu"), num_processes=1
+        process_index=0,
+        mixed_precision="no",
+        device=torch.device("cpu"),
+        state=SimpleNamespace(fsdp_plugin=plugin),
     )
     return SpecGeneration(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         accelerator,
         AutoTokenizer.from_pretrained(model),
-        **{"spec": "ngram", "spec_options": spec_options("ngram"), "model_path": None}
-        | {"overrides": {}, "gpu_memory_utilization": 0.3}
-        | options,
+        **OURS | {"gpu_memory_utilization": 0.3} | options,
     )
 
 
-def test_tensor_parallelism_and_images_are_refused(model: Path) -> None:
+def test_what_takes_several_gpus_to_ask_for_is_refused(model: Path) -> None:
     with pytest.raises(InvalidInputError, match="vllm_tensor_parallel_size=2"):
         alone(model, tensor_parallel_size=2)
+    with pytest.raises(InvalidInputError, match="fsdp_version=1"):
+        alone(model, fsdp_version=1)
+
+
+def test_images_are_refused(model: Path) -> None:
+    with pytest.raises(InvalidInputError, match="processing_class"):
+        SpecGeneration(None, None, SimpleNamespace(image_processor=1), **OURS)
     generation = alone(model)
     with pytest.raises(InvalidInputError, match="images"):
         generation.generate([[3, 4]], [["an image"]], 1)

@@ -62,7 +62,9 @@ def test_the_engine_generates_with_the_weights_of_the_step(model: Path, tmp_path
                         trainer.model, ids, mask, batch["completion_ids"].shape[1]
                     )
                 kept = batch["completion_mask"].bool()
-                differences.append((own - batch["sampling_per_token_logps"])[kept].abs().max().item())
+                differences.append(
+                    (own - batch["sampling_per_token_logps"])[kept].abs().max().item()
+                )
 
     trainer.add_callback(Compare())
     run(trainer)
@@ -165,7 +167,7 @@ def test_what_cannot_be_honoured_is_refused_before_anything_runs(
     with pytest.raises(InvalidInputError, match="num_beams"):
         trainer.train()
     trainer.tools = [print]
-    with pytest.raises(InvalidInputError, match="tools.*specrollout_generation"):
+    with pytest.raises(InvalidInputError, match=r"tools.*specrollout_generation"):
         trainer.rollout_func(["one two"], trainer)
     assert trainer.rollout_func.engine.metrics().steps == 0
 

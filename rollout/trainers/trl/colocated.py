@@ -35,7 +35,9 @@ class ColocatedEngine:
 
     def sync(self) -> None:
         """Take the model's weights. A collective: every process of the trainer calls it."""
-        if self._hook is None:  # not before: the trainer shards and wraps the model after it is made
+        if (
+            self._hook is None
+        ):  # not before: the trainer shards and wraps the model after it is made
             self._hook = RolloutHook(self.engine, self._model)
         if MemoryTag.WEIGHTS in self.engine.released_tags:
             self.engine.resume_memory([MemoryTag.WEIGHTS])
@@ -64,7 +66,9 @@ class ColocatedEngine:
         self._fall_asleep()
         for rollout in rollouts:
             if rollout.finish_reason is FinishReason.ERROR:
-                _log.warning("a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error)
+                _log.warning(
+                    "a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error
+                )
         return rollouts
 
     def _fall_asleep(self) -> None:

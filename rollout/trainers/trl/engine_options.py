@@ -13,7 +13,10 @@ from rollout.errors import InvalidInputError
 
 
 def model_folder(model: Any) -> str:
-    """The folder a transformers model was loaded from, a hub snapshot included; nothing is fetched."""
+    """The folder a transformers model was loaded from, maybe in the hub's cache.
+
+    Nothing is fetched. Raises InvalidInputError where there is none.
+    """
     name = model.name_or_path
     if os.path.isdir(name):
         return name
@@ -57,6 +60,7 @@ def engine_overrides(
 
 def require_supported(
     *,
+    accelerator: Any,
     processing_class: Any,
     mode: str,
     structured_outputs_regex: str | None,
@@ -70,7 +74,9 @@ def require_supported(
         )
     if structured_outputs_regex is not None:
         raise InvalidInputError(
-            "vllm_structured_outputs_regex", structured_outputs_regex, "is not supported; leave it out"
+            "vllm_structured_outputs_regex",
+            structured_outputs_regex,
+            "is not supported; leave it out",
         )
     if tensor_parallel_size != 1:
         raise InvalidInputError(
@@ -78,9 +84,20 @@ def require_supported(
             tensor_parallel_size,
             "must be 1: each process has a whole engine",
         )
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.fsdp_version == 1:
+        raise InvalidInputError(
+            "fsdp_version",
+            1,
+            "must be 2: FSDP1 wraps what the trainer hands over later; or use rollout_func",
+        )
     if model_impl not in ("auto", "vllm"):
-        raise InvalidInputError("vllm_model_impl", model_impl, "must be left alone: models are our own")
+        raise InvalidInputError(
+            "vllm_model_impl", model_impl, "must be left alone: models are our own"
+        )
     if hasattr(processing_class, "image_processor"):
         raise InvalidInputError(
-            "processing_class", type(processing_class).__name__, "images are not supported; give a tokenizer"
+            "processing_class",
+            type(processing_class).__name__,
+            "images are not supported; give a tokenizer",
         )

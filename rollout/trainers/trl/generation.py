@@ -62,6 +62,7 @@ class SpecGeneration:
         overrides: dict[str, Any],
     ) -> None:
         require_supported(
+            accelerator=accelerator,
             processing_class=processing_class,
             mode=mode,
             structured_outputs_regex=structured_outputs_regex,

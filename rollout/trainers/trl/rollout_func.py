@@ -53,7 +53,9 @@ class SpecRollout:
         rollouts = self._colocated.generate(
             prompt_ids,
             self._params,
-            samples_per_prompt=trainer.num_generations if training else trainer.num_generations_eval,
+            samples_per_prompt=trainer.num_generations
+            if training
+            else trainer.num_generations_eval,
             step=step,
             training=training,
         )
@@ -100,7 +102,9 @@ def _refuse_what_needs_more_turns(trainer: Any) -> None:
             raise InvalidInputError(name, getattr(trainer, name), remedy)
     if hasattr(trainer.processing_class, "image_processor"):
         raise InvalidInputError(
-            "processing_class", trainer.processing_class, "images are not supported; give a tokenizer"
+            "processing_class",
+            trainer.processing_class,
+            "images are not supported; give a tokenizer",
         )
 
 

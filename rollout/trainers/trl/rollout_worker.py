@@ -194,10 +194,16 @@ class _GenerationLoop(_AsyncRolloutLoop):
         ticket = self._engine_loop.submit(prompt_ids, self._params, request_seed=seed)
         rollout = await asyncio.wrap_future(ticket.future)
         if rollout.finish_reason is FinishReason.ERROR:
-            _log.warning("a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error)
+            _log.warning(
+                "a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error
+            )
         if not rollout.token_ids:  # TRL has no way to leave a conversation out
             raise RolloutError(f"a rollout failed before its first token: {rollout.error}")
-        self._rate("rollout/accept_length", rollout.stats.verify_steps + rollout.stats.accepted, rollout.stats.verify_steps)
+        self._rate(
+            "rollout/accept_length",
+            rollout.stats.verify_steps + rollout.stats.accepted,
+            rollout.stats.verify_steps,
+        )
         self._rate("rollout/weight_versions_mean", len(rollout.weight_version_spans), 1)
         return rollout.token_ids, rollout.logprobs
 

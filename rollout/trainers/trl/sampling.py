@@ -68,7 +68,9 @@ def sampling_params(
             chosen[_HONOURED[name]] = value
     if not chosen["temperature"] > 0:
         raise InvalidInputError(
-            "temperature", chosen["temperature"], "must be > 0: the trainer divides its logits by it"
+            "temperature",
+            chosen["temperature"],
+            "must be > 0: the trainer divides its logits by it",
         )
     defaults = {field.name for field in fields(SamplingParams)}
     chosen = {name: value for name, value in chosen.items() if value is not None}
@@ -88,4 +90,6 @@ def _refuse_unless_known(name: str, value: object) -> None:
             raise InvalidInputError(field, value, f"can only be {_FIXED[name]}")
     elif name not in _HONOURED and name not in _HARMLESS:
         known = ", ".join(sorted(_HONOURED))
-        raise InvalidInputError(field, value, f"is nothing this engine can honour; there are {known}")
+        raise InvalidInputError(
+            field, value, f"is nothing this engine can honour; there are {known}"
+        )
