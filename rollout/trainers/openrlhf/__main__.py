@@ -1,0 +1,66 @@
+"""``python -m rollout.trainers.openrlhf [--specrollout.<name> <value> ...] [OpenRLHF's arguments]``
+
+Runs `openrlhf.cli.train_ppo_ray` as it is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from rollout.errors import EngineStateError
+from rollout.trainers.openrlhf import stand_ins
+from rollout.trainers.openrlhf.arguments import TrainerArguments, read_arguments
+from rollout.trainers.openrlhf.options import OwnOptions, split_arguments
+from rollout.trainers.openrlhf.weight_group import BACKEND_VARIABLE, TIMEOUT_VARIABLE
+
+_OPENRLHF_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+}
+"""What OpenRLHF hands to Ray's workers, unless it is set, where it starts Ray itself."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Raises InvalidInputError before anything starts; and whatever the trainer raises."""
+    options, rest = split_arguments(arguments)
+    trainer = read_arguments(
+        rest,
+        has_vllm=stand_ins.is_installed("vllm"),
+        has_flash_attn=stand_ins.is_installed("flash_attn"),
+    )
+    stand_ins.install()
+    _start_ray(options, trainer)
+    import openrlhf.trainer.ray as place
+
+    from rollout.trainers.openrlhf.engines import create_engines
+
+    # OpenRLHF has no extension point for engines. train_ppo_ray takes this name from this module
+    # when it is run, below; nothing else of OpenRLHF is replaced.
+    place.create_vllm_engines = partial(create_engines, options, trainer)
+    sys.argv = ["openrlhf.cli.train_ppo_ray", *rest]
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
+
+
+def _start_ray(options: OwnOptions, trainer: TrainerArguments) -> None:
+    """As OpenRLHF would, with the stand-ins in every worker."""
+    import ray
+
+    if ray.is_initialized():
+        raise EngineStateError("the launcher starts Ray, or joins RAY_ADDRESS: call it before that")
+    environment = {
+        name: os.environ.get(name, default) for name, default in _OPENRLHF_ENVIRONMENT.items()
+    }
+    environment[BACKEND_VARIABLE] = trainer.sync_backend
+    environment[TIMEOUT_VARIABLE] = str(options.sync_timeout)
+    ray.init(
+        runtime_env={"env_vars": environment, "worker_process_setup_hook": stand_ins.SETUP_HOOK}
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Which of OpenRLHF's arguments the engine must know, and which it cannot honour.
+
+OpenRLHF makes its parser inside its main, after which it is too late to refuse: engines would be
+loading. So the arguments that matter are read here first. Names and defaults are those of 0.11.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rollout.errors import InvalidInputError
+
+_VALUES: dict[str, tuple[type, object]] = {
+    "vllm.num_engines": (int, None),
+    "vllm.tensor_parallel_size": (int, 1),
+    "vllm.sync_backend": (str, "nccl"),
+    "data.max_images_per_prompt": (int, 0),
+    "ds.param_dtype": (str, "bf16"),
+    "ds.attn_implementation": (str, "flash_attention_2"),
+    "ds.ring_attn_size": (int, 1),
+    "ds.lora.rank": (int, 0),
+}
+_FLAGS = (
+    "vllm.sync_with_ray",
+    "train.colocate_all",
+    "train.async_enable",
+    "train.dynamic_batch_enable",
+    "ds.packing_samples",
+    "ds.load_in_4bit",
+)
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("vllm.num_engines", lambda n: (n or 0) > 0, "must be >= 1"),
+    ("vllm.tensor_parallel_size", lambda n: n == 1, "must be 1: give more engines instead"),
+    ("vllm.sync_backend", lambda name: name in ("nccl", "gloo"), "must be nccl or gloo"),
+    ("vllm.sync_with_ray", lambda on: not on, "is not implemented: leave it out"),
+    ("data.max_images_per_prompt", lambda n: n == 0, "must be 0: images are not implemented"),
+    ("ds.lora.rank", lambda n: n == 0, "must be 0: OpenRLHF sends adapters unmerged"),
+    ("ds.load_in_4bit", lambda on: not on, "is not implemented: leave it out"),
+    ("ds.param_dtype", lambda name: name in _DTYPES, f"must be one of {', '.join(_DTYPES)}"),
+)
+_RULES_WITHOUT_FLASH_ATTN: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("ds.attn_implementation", lambda name: "flash_attention" not in name, "give sdpa or eager"),
+    ("ds.packing_samples", lambda on: not on, "leave it out"),
+    ("train.dynamic_batch_enable", lambda on: not on, "leave it out"),
+    ("ds.ring_attn_size", lambda n: n == 1, "leave it out"),
+)
+"""Argument, whether its value can be honoured, what to do where it cannot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerArguments:
+    """What the engine takes from OpenRLHF's command line and does not get from its trainer."""
+
+    sync_backend: str  # nccl or gloo: how parameters are broadcast
+    dtype: str  # the trainer's parameters'
+
+
+def read_arguments(
+    arguments: Sequence[str], *, has_vllm: bool, has_flash_attn: bool
+) -> TrainerArguments:
+    """Check OpenRLHF's arguments. ``has_...``: whether these packages are installed.
+
+    Raises InvalidInputError, naming the argument, for what this engine or the missing packages
+    cannot honour; leaves by SystemExit for a value of the wrong type, as OpenRLHF does.
+    """
+    parser = argparse.ArgumentParser(prog="openrlhf.cli.train_ppo_ray", add_help=False)
+    for name, (kind, default) in _VALUES.items():
+        parser.add_argument(f"--{name}", type=kind, default=default)
+    for name in _FLAGS:
+        parser.add_argument(f"--{name}", action="store_true")
+    given = vars(parser.parse_known_args(list(arguments))[0])
+
+    def refuse(name: str, remedy: str) -> NoReturn:
+        raise InvalidInputError(f"--{name}", given[name], remedy)
+
+    for name, is_fine, remedy in _RULES:
+        if not is_fine(given[name]):
+            refuse(name, remedy)
+    if given["train.colocate_all"] and not given["train.async_enable"]:
+        # OpenRLHF hands over CUDA IPC handles where it may use nccl, and vLLM's group is nccl's.
+        if has_vllm:
+            refuse("train.colocate_all", "is not implemented beside an installed vllm")
+        if given["vllm.sync_backend"] != "gloo":
+            refuse("vllm.sync_backend", "must be gloo with --train.colocate_all: CUDA IPC is not "
+                   "implemented")  # fmt: skip
+    if not has_flash_attn:
+        for name, is_fine, remedy in _RULES_WITHOUT_FLASH_ATTN:
+            if not is_fine(given[name]):
+                refuse(name, f"needs flash_attn, which is not installed; {remedy}")
+    return TrainerArguments(
+        sync_backend=given["vllm.sync_backend"], dtype=_DTYPES[given["ds.param_dtype"]]
+    )

@@ -1,0 +1,90 @@
+"""Ray actors in place of OpenRLHF's vLLM engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollout.errors import InvalidInputError
+from rollout.trainers.openrlhf.actor import ActorSettings, RolloutActor
+from rollout.trainers.openrlhf.arguments import TrainerArguments
+from rollout.trainers.openrlhf.executor import load_executor
+from rollout.trainers.openrlhf.options import OwnOptions
+
+_CALLS_AT_ONCE = 100_000
+"""Of one actor. A prompt occupies one until it is done, and an update must not wait behind them."""
+
+_SHARED_GPU = 0.2
+"""What OpenRLHF reserves of a GPU for each of those that share it."""
+
+
+def create_engines(
+    options: OwnOptions,
+    trainer: TrainerArguments,
+    num_engines: int,
+    tensor_parallel_size: int,
+    pretrain: str,
+    seed: int,
+    full_determinism: bool,
+    enable_prefix_caching: bool,
+    enforce_eager: bool,
+    max_model_len: int,
+    shared_pg: Any = None,
+    gpu_memory_utilization: float | None = None,
+    vllm_enable_sleep: bool = False,
+    logprobs_mode: str | None = None,
+    agent_func_path: str | None = None,
+    remote_rm_url: Sequence[str] | None = None,
+    max_images_per_prompt: int = 0,
+) -> list[Any]:
+    """`openrlhf.trainer.ray.create_vllm_engines` after the first two arguments: Ray actor handles.
+
+    What has no meaning here: ``full_determinism`` (always), ``enforce_eager`` (there are no
+    graphs), ``logprobs_mode`` (always those the trainer recomputes). Raises InvalidInputError.
+    """
+    if tensor_parallel_size != 1 or max_images_per_prompt:
+        raise InvalidInputError(
+            "tensor_parallel_size, max_images_per_prompt",
+            (tensor_parallel_size, max_images_per_prompt),
+            "must be 1 and 0",
+        )
+    on_gpu = options.device != "cpu"
+    num_gpus = 0.0 if not on_gpu else 1.0 if shared_pg is None else _SHARED_GPU
+    num_cpus = 1.0 if shared_pg is None else _SHARED_GPU
+    if shared_pg is None:
+        bundle = {"CPU": num_cpus, "GPU": num_gpus} if on_gpu else {"CPU": num_cpus}
+        shared_pg = placement_group([dict(bundle) for _ in range(num_engines)], strategy="PACK")
+        ray.get(shared_pg.ready())
+    actor = ray.remote(RolloutActor)
+    engines = []
+    for index in range(num_engines):
+        settings = ActorSettings(
+            model=pretrain,
+            seed=seed + index,
+            max_context_len=max_model_len,
+            prefix_cache=enable_prefix_caching,
+            dtype=trainer.dtype,
+            options=options,
+        )
+        placement = PlacementGroupSchedulingStrategy(
+            placement_group=shared_pg,
+            placement_group_capture_child_tasks=True,
+            placement_group_bundle_index=index,
+        )
+        resources = actor.options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            scheduling_strategy=placement,
+            max_concurrency=_CALLS_AT_ONCE,
+        )
+        engines.append(
+            resources.remote(settings, partial(load_executor, agent_func_path, remote_rm_url))
+        )
+    if vllm_enable_sleep:
+        ray.get([engine.sleep.remote() for engine in engines])
+    return engines

@@ -1,0 +1,92 @@
+"""Our own arguments on OpenRLHF's command line: ``--specrollout.<name> <value>``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import yaml
+
+from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.errors import InvalidInputError
+from rollout.overrides import engine_config
+from rollout.specs import worker_factory
+
+PREFIX = "--specrollout."
+
+_ENGINE_FIELDS = {
+    each.name
+    for part in (ModelConfig, MemoryConfig, SchedulerConfig, EngineConfig)
+    for each in fields(part)
+} - {"model", "memory", "scheduler"}
+_GIVEN_BY_OPENRLHF = {
+    "path": "--actor.model_name_or_path",
+    "max_context_len": "--data.max_len",
+    "prefix_cache": "--vllm.enable_prefix_caching",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnOptions:
+    """Checked when made; nothing is loaded for it."""
+
+    spec: str = "ngram"  # a name in conf/spec
+    spec_options: dict[str, Any] = field(default_factory=dict)  # over that file's own
+    overrides: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig's parts
+    sync_timeout: float = 300.0  # seconds the next parameter of an update may take to come
+    keep_kv: bool = False  # requests in flight keep the KV of older weights over an update
+
+    def __post_init__(self) -> None:
+        timeout = self.sync_timeout
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, (int, float))
+            or not (0 < timeout < math.inf)
+        ):
+            raise InvalidInputError(f"{PREFIX}sync_timeout", timeout, "must be seconds > 0")
+        if not isinstance(self.keep_kv, bool):
+            raise InvalidInputError(f"{PREFIX}keep_kv", self.keep_kv, "must be true or false")
+        for name, argument in _GIVEN_BY_OPENRLHF.items():
+            if name in self.overrides:
+                raise InvalidInputError(
+                    f"{PREFIX}{name}", self.overrides[name], f"is set by {argument}"
+                )
+        engine_config("", self.overrides)
+        worker_factory(self.spec, **self.spec_options)
+
+    @property
+    def device(self) -> str:
+        return str(self.overrides.get("device", "auto"))
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
+    """Ours, and the rest for OpenRLHF. ``--specrollout.a 1`` and ``--specrollout.a=1`` are one.
+
+    A name of the engine's configuration goes there, ``spec``, ``sync_timeout`` and ``keep_kv`` to
+    `OwnOptions`, any other to the worker that ``spec`` names. Values are read as YAML scalars.
+    Raises InvalidInputError for an unknown name, a missing value, or one given twice.
+    """
+    given: dict[str, Any] = {}
+    rest: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        if not argument.startswith(PREFIX):
+            rest.append(argument)
+            continue
+        name, equals, value = argument.removeprefix(PREFIX).partition("=")
+        if not equals:
+            value = next(left, "")
+            if not value or value.startswith("--"):
+                raise InvalidInputError(f"{PREFIX}{name}", value, "needs a value")
+        if name in given:
+            raise InvalidInputError(f"{PREFIX}{name}", value, "is given twice")
+        given[name] = yaml.safe_load(value)
+    own = {"spec", "sync_timeout", "keep_kv"} & given.keys()
+    options = OwnOptions(
+        **{name: given[name] for name in own},
+        overrides={name: given[name] for name in given.keys() & _ENGINE_FIELDS},
+        spec_options={name: given[name] for name in given.keys() - _ENGINE_FIELDS - own},
+    )
+    return options, rest

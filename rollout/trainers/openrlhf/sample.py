@@ -1,0 +1,53 @@
+"""What an executor is handed as its engine: the calls of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from rollout.errors import InvalidInputError
+from rollout.sampling.noise import derive_seed
+from rollout.trainers.openrlhf.outputs import RequestOutput
+from rollout.types import Rollout
+
+Generate = Callable[[Sequence[int], Any, int], Awaitable[tuple[RequestOutput, Rollout]]]
+
+
+class Sample:
+    """Seeds each call of one sample, and counts what they took."""
+
+    def __init__(self, generate: Generate, seed: int) -> None:
+        """``generate(prompt_token_ids, sampling_params, request_seed)``."""
+        self._generate = generate
+        self._seed = seed
+        self._calls = 0
+        self._verify_steps = 0
+        self._accepted = 0
+        self._weight_versions: list[int] = []
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Any,
+        multi_modal_data: object = None,
+    ) -> RequestOutput:
+        """One continuation. Raises InvalidInputError for images, RolloutError where none came."""
+        if multi_modal_data:
+            raise InvalidInputError("multi_modal_data", multi_modal_data, "is not implemented")
+        own = getattr(sampling_params, "seed", None)
+        seed = derive_seed(self._seed if own is None else own, 0, self._calls)
+        self._calls += 1
+        output, rollout = await self._generate(prompt_token_ids, sampling_params, seed)
+        self._verify_steps += rollout.stats.verify_steps
+        self._accepted += rollout.stats.accepted
+        self._weight_versions += rollout.weight_versions
+        return output
+
+    def metrics(self) -> dict[str, float]:
+        """For OpenRLHF's ``extra_logs``, which its trainer averages over samples."""
+        steps, versions = self._verify_steps, self._weight_versions
+        return {
+            "specrollout/accept_length": (steps + self._accepted) / steps if steps else 0.0,
+            "specrollout/weight_version_min": float(min(versions, default=0)),
+            "specrollout/weight_version_max": float(max(versions, default=0)),
+        }

@@ -1,0 +1,93 @@
+"""What OpenRLHF imports of vllm and flash_attn, where they are not installed.
+
+`openrlhf.trainer.ray` imports vllm and `openrlhf.models` flash_attn when they are imported, used or
+not. The names they ask for, and no other, are put into `sys.modules` of each process: those that
+the trainer really uses work, the rest raise MissingPackageError when called. A package that is
+installed is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+from rollout.errors import RolloutError
+from rollout.trainers.openrlhf.sampling import VllmSamplingParams
+from rollout.trainers.openrlhf.weight_group import PyNcclCommunicator, StatelessProcessGroup
+
+VLLM_VERSION = "0.29.0"  # the one OpenRLHF 0.11.2 names; it asks for the number alone
+
+SETUP_HOOK = f"{__name__}.install"
+"""For Ray: what each of its workers calls before anything of OpenRLHF is imported."""
+
+
+class MissingPackageError(RolloutError, ImportError):
+    """OpenRLHF wants a package that is not installed."""
+
+
+def is_installed(package: str) -> bool:
+    """Really installed: a stand-in does not count."""
+    module = sys.modules.get(package)
+    if module is not None:
+        return not hasattr(module, "__specrollout_stand_in__")
+    return importlib.util.find_spec(package) is not None
+
+
+def install() -> None:
+    """Put stand-ins into this process for those of the packages that are not installed."""
+    for package, modules in (("vllm", _vllm()), ("flash_attn", _flash_attn())):
+        if not is_installed(package):
+            for name, contents in modules.items():
+                _install_module(name, contents)
+
+
+def _vllm() -> dict[str, dict[str, Any]]:
+    return {
+        "vllm": {
+            "__version__": VLLM_VERSION,
+            "SamplingParams": VllmSamplingParams,
+            "AsyncEngineArgs": _missing("vllm", "AsyncEngineArgs"),
+            "AsyncLLMEngine": _missing("vllm", "AsyncLLMEngine"),
+        },
+        "vllm.inputs": {"TokensPrompt": dict},
+        "vllm.utils": {"random_uuid": lambda: uuid.uuid4().hex},
+        "vllm.distributed": {},
+        "vllm.distributed.utils": {"StatelessProcessGroup": StatelessProcessGroup},
+        "vllm.distributed.device_communicators": {},
+        "vllm.distributed.device_communicators.pynccl": {"PyNcclCommunicator": PyNcclCommunicator},
+    }
+
+
+def _flash_attn() -> dict[str, dict[str, Any]]:
+    # No version: transformers takes the package for absent then, as it should.
+    padding = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
+    return {
+        "flash_attn": {},
+        "flash_attn.bert_padding": {name: _missing("flash_attn", name) for name in padding},
+        "flash_attn.utils": {},
+        "flash_attn.utils.distributed": {"all_gather": _missing("flash_attn", "all_gather")},
+    }
+
+
+def _missing(package: str, name: str) -> Callable[..., NoReturn]:
+    def raise_missing(*args: object, **kwargs: object) -> NoReturn:
+        raise MissingPackageError(f"{package}.{name} was called, and {package} is not installed")
+
+    raise_missing.__name__ = name
+    return raise_missing
+
+
+def _install_module(name: str, contents: Mapping[str, Any]) -> None:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+    module.__path__ = []  # a package in which nothing else is found
+    vars(module).update(contents, __specrollout_stand_in__=True)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)

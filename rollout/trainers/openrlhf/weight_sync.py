@@ -1,0 +1,105 @@
+"""OpenRLHF's weight updates, one remote call per parameter, each as one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from rollout.engine import RolloutEngine
+from rollout.engine_loop import EngineLoop
+from rollout.errors import EngineStateError, WeightUpdateError
+
+
+class Communicator(Protocol):
+    """The receiving end of OpenRLHF's group; rank 0 sends."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None: ...
+
+
+class WeightSync:
+    """Begins an update with its first parameter and commits it with its last.
+
+    The engine serves nothing in between. An update that fails, or of which nothing comes for
+    ``timeout`` seconds, leaves it refusing: what is unfinished is aborted, and `require_serving`
+    raises until a full update has come.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, device: torch.device, *, timeout: float, keep_kv: bool
+    ) -> None:
+        """Parameters are received on ``device``."""
+        self._loop = loop
+        self._device = device
+        self._timeout = timeout
+        self._keep_kv = keep_kv
+        self._group: Communicator | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._refusal = ""
+
+    def join(self, group: Communicator) -> None:
+        self._group = group
+
+    def require_serving(self) -> None:
+        """Raises WeightUpdateError after an update that failed half-way."""
+        if self._refusal:
+            raise WeightUpdateError(self._refusal)
+
+    async def receive(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], *, is_last: bool
+    ) -> None:
+        """Take part in the broadcast of one parameter.
+
+        Raises InvalidInputError for a parameter the model has no place for, RuntimeError when the
+        sender is gone; the update has failed then.
+        """
+        group = self._group
+        if group is None:
+            raise EngineStateError("init_process_group() comes before update_weight()")
+        if self._silence is not None:
+            self._silence.cancel()
+
+        def load(engine: RolloutEngine) -> None:
+            weights = engine.worker.weights
+            if not weights.is_under_way:
+                engine.begin_weight_update(timeout=self._timeout, flush_cache=not self._keep_kv)
+            try:
+                tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+                group.broadcast(tensor, src=0)
+                engine.update_weights_from_tensor([(name, tensor)])
+                if is_last:
+                    engine.end_weight_update()
+            except BaseException as error:
+                engine.abandon_weight_update(f"{name} failed: {error}")
+                raise
+
+        try:
+            await asyncio.wrap_future(self._loop.call(load))
+        except BaseException:
+            await self._note_state()
+            raise
+        if is_last:
+            self._refusal = ""
+        else:
+            later = asyncio.get_running_loop().call_later
+            self._silence = later(self._timeout, lambda: asyncio.ensure_future(self._give_up()))
+
+    async def _give_up(self) -> None:
+        reason = f"no parameter came for {self._timeout:g} seconds"
+        await asyncio.wrap_future(
+            self._loop.call(lambda engine: engine.abandon_weight_update(reason))
+        )
+        await self._note_state()
+
+    async def _note_state(self) -> None:
+        """Remember whether the weights are torn, and leave nobody waiting for torn ones."""
+
+        def refusal(engine: RolloutEngine) -> str:
+            weights = engine.worker.weights
+            return "" if weights.serves else f"the weights are torn: {weights.reason}"
+
+        self._refusal = await asyncio.wrap_future(self._loop.call(refusal))
+        if self._refusal:
+            await asyncio.wrap_future(self._loop.abort_all())

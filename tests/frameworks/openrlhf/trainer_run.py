@@ -1,0 +1,80 @@
+"""OpenRLHF's trainer through our launcher, in a process of its own, on fake GPUs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CPU_ONLY = Path(__file__).parent / "cpu_only"
+STATUS = re.compile(r"Global step (\d+): (\{.*\})")
+
+
+@dataclass
+class TrainerRun:
+    steps: list[dict[str, float]]  # what OpenRLHF logged of each training step
+    log: str
+
+
+def run_trainer(
+    task: Path,
+    arguments: str,
+    *,
+    num_gpus: int = 2,
+    float32: bool = False,
+    timeout: float = 240,
+) -> TrainerRun:
+    """Raises AssertionError with the end of the log when the trainer fails or does not end."""
+    text = f"""
+        --actor.model_name_or_path {task}/model --actor.num_nodes 1
+        --actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.sync_backend gloo
+        --reward.remote_url {task}/reward.py --data.prompt_dataset {task}/prompts.jsonl
+        --data.input_key prompt --data.label_key label --data.max_len 64 --data.max_samples 8
+        --rollout.max_new_tokens 16 --rollout.batch_size 4 --rollout.n_samples_per_prompt 2
+        --rollout.micro_batch_size 2 --train.batch_size 8 --train.micro_batch_size 2
+        --algo.advantage.estimator reinforce --algo.kl.init_coef 0 --actor.adam.lr 1e-3
+        --algo.advantage.is_correction_level token --ds.attn_implementation eager
+        --ckpt.output_dir {task}/out --ckpt.path {task}/checkpoints
+        --specrollout.device cpu --specrollout.kv_bytes 4000000 {arguments}"""
+    with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:
+        log = Path(ray_folder) / "log.txt"
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(CPU_ONLY), os.environ.get("PYTHONPATH", "")]),
+            "RAY_OVERRIDE_RESOURCES": f'{{"CPU": 6, "GPU": {num_gpus}}}',
+            "RAY_TMPDIR": ray_folder,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS": "0",
+            "DS_ACCELERATOR": "cpu",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENRLHF_FLOAT32": "1" if float32 else "",
+        }
+        command = [sys.executable, "-m", "rollout.trainers.openrlhf", *text.split()]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _kill(process)
+        written = log.read_text(errors="replace")
+    assert code == 0, f"ended with {code} after at most {timeout} s:\n{written[-6000:]}"
+    steps = [ast.literal_eval(found[2]) for found in STATUS.finditer(written)]
+    return TrainerRun(steps, written)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Ray's processes are in the session of the driver, which ends them unless it is killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
