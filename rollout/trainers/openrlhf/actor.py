@@ -23,10 +23,12 @@ from rollout.trainers.openrlhf.outputs import RequestOutput, request_output
 from rollout.trainers.openrlhf.sample import Sample
 from rollout.trainers.openrlhf.sample_seeds import SampleSeeds
 from rollout.trainers.openrlhf.sampling import engine_params
-from rollout.trainers.openrlhf.weight_sync import WeightSync
+from rollout.trainers.openrlhf.weight_sync import Communicator, WeightSync
 from rollout.types import FinishReason, Rollout
 
 T = TypeVar("T")
+
+_TAGS = ("weights", "kv_cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +77,7 @@ class RolloutActor:
         self._seeds = SampleSeeds(settings.seed)
         options = settings.options
         self._weights = WeightSync(
-            self._loop, self._device, timeout=options.sync_timeout, keep_kv=options.keep_kv
+            self._loop, timeout=options.sync_timeout, keep_kv=options.keep_kv
         )
 
     # Generation
@@ -172,7 +174,11 @@ class RolloutActor:
             stateless_init_process_group,
             master_address, master_port, rank_offset, world_size, self._device,
         )  # fmt: skip
-        self._weights.join(await asyncio.to_thread(meet))
+        self.join_group(await asyncio.to_thread(meet))
+
+    def join_group(self, group: Communicator) -> None:
+        """Updates come through this group from now on."""
+        self._weights.join(group)
 
     async def update_weight(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False
@@ -191,12 +197,25 @@ class RolloutActor:
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back. Level 1 keeps the weights for `wake_up`; after 2 an update is due."""
-        await self._call(lambda engine: engine.release_memory(keep_weights=level == 1))
+
+        def release(engine: RolloutEngine) -> None:
+            held = [tag for tag in _TAGS if tag not in engine.released_tags]
+            engine.release_memory(held, keep_weights=level == 1)
+
+        await self._call(release)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """``tags``: of ``weights`` and ``kv_cache``; None: both."""
-        wanted = ("weights", "kv_cache") if tags is None else tuple(tags)
-        await self._call(lambda engine: engine.resume_memory(wanted))
+
+        def resume(engine: RolloutEngine) -> None:
+            wanted = _TAGS if tags is None else tags
+            engine.resume_memory([tag for tag in wanted if tag in engine.released_tags])
+
+        await self._call(resume)
+
+    def close(self) -> None:
+        """Abort what runs and end the engine's thread."""
+        self._loop.close()
 
     async def _call(self, function: Callable[[RolloutEngine], T]) -> T:
         return await asyncio.wrap_future(self._loop.call(function))

@@ -1,63 +1,64 @@
-"""The process group over which OpenRLHF broadcasts parameters, without vllm.
+"""The group over which OpenRLHF broadcasts parameters, where vllm is not installed.
 
-Two classes with the names and calls of vLLM's, which OpenRLHF makes on both sides: a store of its
-own and a torch process group over it, so the trainer's default group is not touched.
+OpenRLHF makes it of two classes of vLLM's on both sides, the trainer's rank 0 and each engine.
+These have their names and calls, over a `WeightGroup`.
 """
 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch.distributed import distributed_c10d as dist
+
+from rollout.errors import InvalidInputError
+from rollout.weights.group import WeightGroup
 
 BACKEND_VARIABLE = "SPECROLLOUT_SYNC_BACKEND"
 TIMEOUT_VARIABLE = "SPECROLLOUT_SYNC_TIMEOUT"
 """Environment of every Ray worker, set by the launcher: OpenRLHF's trainer hands neither over."""
 
 
+@dataclass(frozen=True, slots=True)
 class StatelessProcessGroup:
-    """Where ``world_size`` processes meet. Rank 0, the trainer, keeps the store."""
+    """Where ``world_size`` processes are going to meet; rank 0 is the trainer."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout = timeout
+    host: str
+    port: int
+    rank: int
+    world_size: int
 
     @classmethod
     def create(cls, host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
-        timeout = timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, "300")))
-        store = dist.TCPStore(
-            host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-        )
-        return cls(store, rank, world_size, timeout)
+        return cls(host, port, rank, world_size)
 
 
 class PyNcclCommunicator:
-    """Broadcasts among the processes of a group: nccl, or gloo where ``--vllm.sync_backend`` says.
+    """Broadcasts by ``--vllm.sync_backend``: nccl, or gloo, which goes through host memory.
 
-    Made by all of them at once: returns when they have met.
+    Made by all of them at once: returns when they have met. Raises WeightUpdateError where they do
+    not within ``--specrollout.sync_timeout``.
     """
 
-    def __init__(self, group: StatelessProcessGroup, device: Any) -> None:
-        backend = os.environ.get(BACKEND_VARIABLE, "nccl")
-        arguments = (dist.PrefixStore("weights", group.store), group.rank, group.world_size)
-        self._store = group.store  # kept open by whoever hosts it
-        self._group: Any
-        if backend == "gloo":
-            self._group = dist.ProcessGroupGloo(*arguments, group.timeout)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = group.timeout
-            self._group = dist.ProcessGroupNCCL(*arguments, options)
+    def __init__(self, group: StatelessProcessGroup, device: object) -> None:
+        """``device``: of the tensors; with nccl this process's current one."""
+        self._group = WeightGroup(
+            master_address=group.host,
+            master_port=group.port,
+            rank=group.rank,
+            world_size=group.world_size,
+            group_name="openrlhf",
+            backend=os.environ[BACKEND_VARIABLE],
+            timeout=float(os.environ[TIMEOUT_VARIABLE]),
+        )
+        self.device = self._group.device  # where a receiver's tensors must be
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: object = None) -> None:
-        """From rank ``src`` into ``tensor`` of the others. ``stream``: the current one, as torch's
-        groups take it. Raises RuntimeError when another process is gone or the time is over."""
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        options.rootTensor = 0
-        self._group.broadcast([tensor.contiguous()], options).wait()
+        """From rank 0 into ``tensor`` of the others. ``stream``: it is there on return, on any.
+
+        Raises WeightUpdateError when another process is gone or the time is over; the group is
+        closed then.
+        """
+        if src != 0:
+            raise InvalidInputError("src", src, "must be 0: the trainer sends")
+        self._group.broadcast(tensor.detach().to(self.device).contiguous())

@@ -14,7 +14,9 @@ from rollout.errors import EngineStateError, WeightUpdateError
 
 
 class Communicator(Protocol):
-    """The receiving end of OpenRLHF's group; rank 0 sends."""
+    """The receiving end of OpenRLHF's group, vLLM's or our stand-in; rank 0 sends."""
+
+    device: torch.device
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None: ...
 
@@ -27,12 +29,8 @@ class WeightSync:
     raises until a full update has come.
     """
 
-    def __init__(
-        self, loop: EngineLoop, device: torch.device, *, timeout: float, keep_kv: bool
-    ) -> None:
-        """Parameters are received on ``device``."""
+    def __init__(self, loop: EngineLoop, *, timeout: float, keep_kv: bool) -> None:
         self._loop = loop
-        self._device = device
         self._timeout = timeout
         self._keep_kv = keep_kv
         self._group: Communicator | None = None
@@ -66,7 +64,7 @@ class WeightSync:
             if not weights.is_under_way:
                 engine.begin_weight_update(timeout=self._timeout, flush_cache=not self._keep_kv)
             try:
-                tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+                tensor = torch.empty(tuple(shape), dtype=dtype, device=group.device)
                 group.broadcast(tensor, src=0)
                 engine.update_weights_from_tensor([(name, tensor)])
                 if is_last:

@@ -1,0 +1,121 @@
+"""OpenRLHF's command line and ours: what is split off, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.errors import InvalidInputError
+from rollout.trainers.openrlhf.arguments import read_arguments
+from rollout.trainers.openrlhf.options import OwnOptions, split_arguments
+from rollout.trainers.openrlhf.sampling import VllmSamplingParams, engine_params
+
+FINE = "--vllm.num_engines 2 --ds.attn_implementation sdpa --vllm.sync_backend gloo"
+
+
+def test_ours_are_split_off_and_sorted():
+    line = (
+        "--actor.adam.lr 1e-6 --specrollout.spec ngram --specrollout.num_draft_tokens=12"
+        " --specrollout.kv_bytes 1000000 --ds.packing_samples --specrollout.sync_timeout 5"
+        " --specrollout.keep_kv true"
+    )
+    options, rest = split_arguments(line.split())
+    assert rest == ["--actor.adam.lr", "1e-6", "--ds.packing_samples"]
+    assert options == OwnOptions(
+        spec="ngram",
+        spec_options={"num_draft_tokens": 12},
+        overrides={"kv_bytes": 1_000_000},
+        sync_timeout=5,
+        keep_kv=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--specrollout.kv_byte 1", "spec.kv_byte"),
+        ("--specrollout.spec nothing", "spec='nothing'"),
+        ("--specrollout.spec none --specrollout.num_draft_tokens 3", "num_draft_tokens"),
+        ("--specrollout.kv_bytes", "--specrollout.kv_bytes"),
+        ("--specrollout.kv_bytes --data.max_len 3", "--specrollout.kv_bytes"),
+        ("--specrollout.kv_bytes -3", "memory.kv_bytes"),
+        ("--specrollout.spec none --specrollout.spec=ngram", "twice"),
+        ("--specrollout.sync_timeout soon", "sync_timeout"),
+        ("--specrollout.sync_timeout 0", "sync_timeout"),
+        ("--specrollout.keep_kv maybe", "keep_kv"),
+        ("--specrollout.max_context_len 100", "--data.max_len"),
+        ("--specrollout.path here", "--actor.model_name_or_path"),
+        ("--specrollout.dtype int8", "model.dtype"),
+    ],
+)
+def test_mistakes_in_ours_are_named(arguments, named):
+    with pytest.raises(InvalidInputError, match=named):
+        split_arguments(arguments.split())
+
+
+def read(extra: str = "", *, has_vllm=False, has_flash_attn=False):
+    return read_arguments([*FINE, *extra.split()], has_vllm=has_vllm, has_flash_attn=has_flash_attn)
+
+
+def test_what_the_engine_takes():
+    assert read("--data.max_len 99 --unknown.to_us x").sync_backend == "gloo"
+    assert read().dtype == "bfloat16"
+    assert read("--ds.param_dtype fp16").dtype == "float16"
+    assert read("--train.colocate_all").sync_backend == "gloo"
+    assert read("--ds.packing_samples", has_flash_attn=True).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "--vllm.num_engines 0",
+        "--vllm.tensor_parallel_size 2",
+        "--vllm.sync_backend mpi",
+        "--vllm.sync_with_ray",
+        "--data.max_images_per_prompt 1",
+        "--ds.lora.rank 8",
+        "--ds.load_in_4bit",
+        "--ds.param_dtype fp32",
+        "--ds.attn_implementation flash_attention_2",
+        "--ds.packing_samples",
+        "--train.dynamic_batch_enable",
+        "--ds.ring_attn_size 2",
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(refused):
+    name = refused.split()[0]
+    with pytest.raises(InvalidInputError, match=f"^{name}="):
+        read(refused)
+    with pytest.raises(InvalidInputError, match=f"^{name}="):  # the other way of writing it
+        read(refused.replace(" ", "="))
+
+
+def test_cuda_ipc_is_refused_with_the_way_out():
+    with pytest.raises(InvalidInputError, match=r"^--vllm\.sync_backend='nccl': must be gloo"):
+        read("--train.colocate_all --vllm.sync_backend nccl")
+    with pytest.raises(InvalidInputError, match=r"^--train\.colocate_all"):
+        read("--train.colocate_all", has_vllm=True)
+    # Asynchronous training shares no GPU with the engines, whatever is colocated besides.
+    assert read("--train.colocate_all --train.async_enable --vllm.sync_backend nccl", has_vllm=True)
+
+
+def test_sampling_parameters_of_vllm():
+    params = VllmSamplingParams(
+        temperature=0.5, top_p=0.9, max_tokens=7, min_tokens=9, stop="x", logprobs=1
+    )
+    ours = engine_params(params)
+    assert (ours.temperature, ours.top_p, ours.max_new_tokens) == (0.5, 0.9, 7)
+    assert (ours.min_new_tokens, ours.stop) == (7, ["x"])
+
+
+@pytest.mark.parametrize("wrong", [{"n": 2}, {"logprobs": 5}, {"max_tokens": None}])
+def test_sampling_parameters_without_an_equal_are_refused(wrong):
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        engine_params(VllmSamplingParams(**wrong))
+
+
+def test_what_vllms_own_class_has_beside_is_refused():
+    class Vllm(VllmSamplingParams):
+        bad_words = ("no",)
+
+    with pytest.raises(InvalidInputError, match="bad_words"):
+        engine_params(Vllm())
