@@ -66,7 +66,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
 
     A name of the engine's configuration goes there, ``spec``, ``sync_timeout`` and ``keep_kv`` to
     `OwnOptions`, any other to the worker that ``spec`` names. Values are read as YAML scalars.
-    Raises InvalidInputError for an unknown name, a missing value, or one given twice.
+    Of one given twice the last counts. Raises InvalidInputError for an unknown name or a missing
+    value.
     """
     given: dict[str, Any] = {}
     rest: list[str] = []
@@ -80,8 +81,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
             value = next(left, "")
             if not value or value.startswith("--"):
                 raise InvalidInputError(f"{PREFIX}{name}", value, "needs a value")
-        if name in given:
-            raise InvalidInputError(f"{PREFIX}{name}", value, "is given twice")
         given[name] = yaml.safe_load(value)
     own = {"spec", "sync_timeout", "keep_kv"} & given.keys()
     options = OwnOptions(

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "openrlhf_grpo.sh"
 CPU_ONLY = Path(__file__).parent / "cpu_only"
 STATUS = re.compile(r"Global step (\d+): (\{.*\})")
 
@@ -24,30 +25,29 @@ class TrainerRun:
 
 
 def run_trainer(
-    task: Path,
-    arguments: str,
-    *,
-    num_gpus: int = 2,
-    float32: bool = False,
-    timeout: float = 240,
+    task: Path, arguments: str, *, float32: bool = False, timeout: float = 240
 ) -> TrainerRun:
-    """Raises AssertionError with the end of the log when the trainer fails or does not end."""
+    """The example's script on `tiny_task`'s files, three steps of 4 prompts x 2 samples.
+
+    ``arguments`` go over those here and over the script's. ``float32``: parameters, which
+    OpenRLHF has no argument for. Raises AssertionError with the end of the log when the trainer
+    fails or has not ended after ``timeout`` seconds.
+    """
     text = f"""
-        --actor.model_name_or_path {task}/model --actor.num_nodes 1
-        --actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.sync_backend gloo
-        --reward.remote_url {task}/reward.py --data.prompt_dataset {task}/prompts.jsonl
-        --data.input_key prompt --data.label_key label --data.max_len 64 --data.max_samples 8
-        --rollout.max_new_tokens 16 --rollout.batch_size 4 --rollout.n_samples_per_prompt 2
-        --rollout.micro_batch_size 2 --train.batch_size 8 --train.micro_batch_size 2
-        --algo.advantage.estimator reinforce --algo.kl.init_coef 0 --actor.adam.lr 1e-3
-        --algo.advantage.is_correction_level token --ds.attn_implementation eager
+        {task}/model {task}/prompts.jsonl {task}/reward.py
+        --vllm.sync_backend gloo --ds.attn_implementation eager --actor.adam.lr 1e-2
+        --data.max_len 64 --data.max_samples 12 --rollout.max_new_tokens 24
+        --rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --rollout.micro_batch_size 2
+        --train.batch_size 8 --train.micro_batch_size 2
         --ckpt.output_dir {task}/out --ckpt.path {task}/checkpoints
-        --specrollout.device cpu --specrollout.kv_bytes 4000000 {arguments}"""
+        --specrollout.device cpu --specrollout.kv_bytes 4000000
+        --specrollout.calibration_seconds 0 {arguments}"""
     with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:
         log = Path(ray_folder) / "log.txt"
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(CPU_ONLY), os.environ.get("PYTHONPATH", "")]),
-            "RAY_OVERRIDE_RESOURCES": f'{{"CPU": 6, "GPU": {num_gpus}}}',
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "RAY_OVERRIDE_RESOURCES": '{"CPU": 6, "GPU": 4}',
             "RAY_TMPDIR": ray_folder,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
@@ -56,7 +56,7 @@ def run_trainer(
             "OMP_NUM_THREADS": "1",
             "OPENRLHF_FLOAT32": "1" if float32 else "",
         }
-        command = [sys.executable, "-m", "rollout.trainers.openrlhf", *text.split()]
+        command = ["sh", str(EXAMPLE), *text.split()]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=environment, start_new_session=True
