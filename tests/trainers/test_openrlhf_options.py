@@ -15,8 +15,8 @@ FINE = "--vllm.num_engines 2 --ds.attn_implementation sdpa --vllm.sync_backend g
 def test_ours_are_split_off_and_sorted():
     line = (
         "--specrollout.spec none --actor.adam.lr 1e-6 --specrollout.spec ngram"
-        " --specrollout.num_draft_tokens=12 --specrollout.kv_bytes 1000000 --ds.packing_samples --specrollout.sync_timeout 5"
-        " --specrollout.keep_kv true"
+        " --specrollout.num_draft_tokens=12 --specrollout.kv_bytes 1000000 --ds.packing_samples"
+        " --specrollout.sync_timeout 5 --specrollout.keep_kv true"
     )
     options, rest = split_arguments(line.split())
     assert rest == ["--actor.adam.lr", "1e-6", "--ds.packing_samples"]
@@ -52,7 +52,8 @@ def test_mistakes_in_ours_are_named(arguments, named):
 
 
 def read(extra: str = "", *, has_vllm=False, has_flash_attn=False):
-    return read_arguments([*FINE, *extra.split()], has_vllm=has_vllm, has_flash_attn=has_flash_attn)
+    arguments = f"{FINE} {extra}".split()
+    return read_arguments(arguments, has_vllm=has_vllm, has_flash_attn=has_flash_attn)
 
 
 def test_what_the_engine_takes():

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, InvalidInputError
 from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.arguments import TrainerArguments, read_arguments
 from rollout.trainers.openrlhf.options import OwnOptions, split_arguments
@@ -26,13 +26,17 @@ _OPENRLHF_ENVIRONMENT = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Raises InvalidInputError before anything starts; and whatever the trainer raises."""
-    options, rest = split_arguments(arguments)
-    trainer = read_arguments(
-        rest,
-        has_vllm=stand_ins.is_installed("vllm"),
-        has_flash_attn=stand_ins.is_installed("flash_attn"),
-    )
+    """Leaves by SystemExit, naming the argument, before anything starts; raises what the trainer
+    raises."""
+    try:
+        options, rest = split_arguments(arguments)
+        trainer = read_arguments(
+            rest,
+            has_vllm=stand_ins.is_installed("vllm"),
+            has_flash_attn=stand_ins.is_installed("flash_attn"),
+        )
+    except InvalidInputError as error:
+        sys.exit(f"error: {error}")
     stand_ins.install()
     _start_ray(options, trainer)
     import openrlhf.trainer.ray as place

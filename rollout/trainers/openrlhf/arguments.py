@@ -31,6 +31,12 @@ _FLAGS = (
     "ds.packing_samples",
     "ds.load_in_4bit",
 )
+ARGUMENTS: dict[str, object] = {
+    **{name: default for name, (_, default) in _VALUES.items()},
+    **dict.fromkeys(_FLAGS, False),
+}
+"""What is read beforehand, with OpenRLHF's defaults."""
+
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (

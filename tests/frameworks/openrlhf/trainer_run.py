@@ -13,9 +13,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "openrlhf_grpo.sh"
 CPU_ONLY = Path(__file__).parent / "cpu_only"
-STATUS = re.compile(r"Global step (\d+): (\{.*\})")
+_STATUS = re.compile(r"Global step (\d+): (\{.*\})")
 
 
 @dataclass
@@ -40,8 +42,7 @@ def run_trainer(
         --rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --rollout.micro_batch_size 2
         --train.batch_size 8 --train.micro_batch_size 2
         --ckpt.output_dir {task}/out --ckpt.path {task}/checkpoints
-        --specrollout.device cpu --specrollout.kv_bytes 4000000
-        --specrollout.calibration_seconds 0 {arguments}"""
+        --specrollout.device cpu --specrollout.kv_bytes 4000000 {arguments}"""
     with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:
         log = Path(ray_folder) / "log.txt"
         environment = os.environ | {
@@ -51,6 +52,7 @@ def run_trainer(
             "RAY_TMPDIR": ray_folder,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
+            "RAY_prestart_worker_first_driver": "0",
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -69,12 +71,14 @@ def run_trainer(
                 _kill(process)
         written = log.read_text(errors="replace")
     assert code == 0, f"ended with {code} after at most {timeout} s:\n{written[-6000:]}"
-    steps = [ast.literal_eval(found[2]) for found in STATUS.finditer(written)]
+    steps = [ast.literal_eval(found[2]) for found in _STATUS.finditer(written)]
     return TrainerRun(steps, written)
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Ray's processes are in the session of the driver, which ends them unless it is killed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """End what is left of its session: Ray gives its processes groups of their own."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == process.pid:
+                os.kill(pid, signal.SIGKILL)
     process.wait(10)

@@ -1,0 +1,134 @@
+"""OpenRLHF's own trainer, as installed, with our engines in place of vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from rollout.trainers.openrlhf import stand_ins
+from rollout.trainers.openrlhf.__main__ import main
+from rollout.trainers.openrlhf.arguments import ARGUMENTS
+from tests.frameworks.openrlhf.tiny_task import write_task
+from tests.frameworks.openrlhf.trainer_run import TrainerRun, run_trainer
+
+FLOAT32 = "--specrollout.dtype float32"
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_optimizer():
+    """DeepSpeed compiles what it needs on a CPU at first use, which takes minutes."""
+    code = """
+from deepspeed.ops.op_builder.cpu import FusedAdamBuilder, ShareMemCommBuilder
+FusedAdamBuilder().load()
+ShareMemCommBuilder().load()
+"""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PATH": path}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=1200)
+
+
+def column(run: TrainerRun, name: str) -> list[float]:
+    return [step[name] for step in run.steps]
+
+
+def assert_follows_the_trainer(run: TrainerRun, *, within: float) -> None:
+    """Each step's rollouts are of the weights the step before left, and its logprobs theirs."""
+    assert len(run.steps) == 3
+    assert column(run, "specrollout/weight_version_min") == [0, 1, 2]
+    assert column(run, "specrollout/weight_version_max") == [0, 1, 2]
+    assert max(map(abs, column(run, "vllm_kl"))) < within
+
+
+def test_vllm_and_flash_attn_are_not_installed():
+    assert importlib.util.find_spec("vllm") is None
+    assert importlib.util.find_spec("flash_attn") is None
+
+
+def test_zero_2_and_speculation_cannot_be_seen(task):
+    ngram = "--specrollout.spec ngram --specrollout.budget fixed"
+    setting = f"{FLOAT32} --ds.zero_stage 2 --rollout.temperature 0.5"
+    drafting = run_trainer(task, f"{setting} {ngram}", float32=True)
+    assert_follows_the_trainer(drafting, within=1e-5)
+    assert max(column(drafting, "specrollout/accept_length")) > 1.02
+    plain = run_trainer(task, f"{setting} --specrollout.spec none", float32=True)
+    assert_follows_the_trainer(plain, within=1e-5)
+    for name in ("rollout/reward_mean", "rollout/response_length_mean", "vllm_kl", "policy_loss"):
+        assert column(drafting, name) == column(plain, name)
+
+
+def test_zero_3_two_actors_two_engines_and_evaluation(task):
+    run = run_trainer(
+        task,
+        f"{FLOAT32} --ds.zero_stage 3 --actor.num_gpus_per_node 2 --vllm.num_engines 2"
+        f" --eval.dataset {task}/prompts.jsonl --eval.steps 2",
+        float32=True,
+    )
+    assert_follows_the_trainer(run, within=1e-5)
+    assert "Evaluation completed" in run.log
+
+
+def test_bfloat16(task):
+    """Two implementations in bfloat16 differ by its rounding, token by token."""
+    assert_follows_the_trainer(run_trainer(task, "--ds.zero_stage 3"), within=0.03)
+
+
+def test_colocated_engines_sleep_and_agents_take_turns(task):
+    run = run_trainer(
+        task,
+        f"{FLOAT32} --ds.zero_stage 2 --train.colocate_all --vllm.enable_sleep"
+        f" --train.agent_func_path {task}/agent.py",
+        float32=True,
+    )
+    assert_follows_the_trainer(run, within=1e-5)
+
+
+def test_asynchronous_training_with_partial_rollouts(task):
+    run = run_trainer(
+        task,
+        f"{FLOAT32} --ds.zero_stage 2 --train.async_enable --train.partial_rollout_enable"
+        " --data.max_samples 16 --data.max_len 240 --rollout.max_new_tokens 200",
+        float32=True,
+    )
+    assert len(run.steps) == 4
+    first, last = run.steps[0], run.steps[-1]
+    assert first["specrollout/weight_version_min"] == 0
+    assert last["specrollout/weight_version_max"] >= 1
+    assert abs(first["vllm_kl"]) < 1e-5  # later ones are a step behind the trainer by design
+
+
+def test_mistakes_are_refused_before_anything_starts():
+    with pytest.raises(SystemExit, match=r"--vllm\.tensor_parallel_size=2"):
+        main(["--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "2"])
+
+
+class ParserMadeError(Exception):
+    pass
+
+
+def test_arguments_are_those_of_the_parser(monkeypatch):
+    """Names and defaults that we read beforehand, and that no abbreviation reaches ours alone."""
+    stand_ins.install()
+
+    def catch(parser, *rest):
+        raise ParserMadeError(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", catch)
+    with pytest.raises(ParserMadeError) as made:
+        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+    parser = made.value.args[0]
+    theirs = {action.dest: action.default for action in parser._actions}
+    for name, default in ARGUMENTS.items():
+        assert theirs[name] == default
+    for name in theirs.keys() - ARGUMENTS.keys():
+        assert not [ours for ours in ARGUMENTS if ours.startswith(name)]
