@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.actor import ActorSettings, RolloutActor
+from rollout.trainers.openrlhf.model_folder import model_folder
 from rollout.trainers.openrlhf.options import OwnOptions
 from rollout.trainers.openrlhf.sampling import VllmSamplingParams
 from rollout.trainers.openrlhf.weight_group import (
@@ -177,7 +178,7 @@ def test_a_trainer_that_dies_leaves_an_engine_that_refuses(model, monkeypatch, w
         trainer = Trainer(actor, monkeypatch, 1.0)
         await trainer.send(names[0], weights[names[0]])
         waiting = asyncio.ensure_future(responses(actor))
-        with pytest.raises(WeightUpdateError, match="no parameter came for 1 seconds"):
+        with pytest.raises(WeightUpdateError, match="came for 1 seconds"):
             await asyncio.wait_for(waiting, 20)
         with pytest.raises(WeightUpdateError, match="torn"):
             await responses(actor)
@@ -246,6 +247,19 @@ def test_requests_that_cannot_run_fail_alone(actor):
     wrong, right = asyncio.run(run())
     assert isinstance(wrong, RolloutError)
     assert right.outputs[0].token_ids
+
+
+def test_a_model_of_the_hub_is_its_cached_folder(tmp_path, monkeypatch):
+    cached = tmp_path / "models--some--model"
+    folder = cached / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert model_folder("some/model") == str(folder)
+    assert model_folder(str(tmp_path)) == str(tmp_path)
 
 
 @pytest.fixture

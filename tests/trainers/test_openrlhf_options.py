@@ -71,6 +71,7 @@ def test_what_the_engine_takes():
         "--vllm.tensor_parallel_size 2",
         "--vllm.sync_backend mpi",
         "--vllm.sync_with_ray",
+        "--vllm.gpu_memory_utilization 0.5",
         "--data.max_images_per_prompt 1",
         "--ds.lora.rank 8",
         "--ds.load_in_4bit",

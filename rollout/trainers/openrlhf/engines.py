@@ -10,7 +10,6 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.errors import InvalidInputError
 from rollout.trainers.openrlhf.actor import ActorSettings, RolloutActor
 from rollout.trainers.openrlhf.arguments import TrainerArguments
 from rollout.trainers.openrlhf.executor import load_executor
@@ -44,15 +43,11 @@ def create_engines(
 ) -> list[Any]:
     """`openrlhf.trainer.ray.create_vllm_engines` after the first two arguments: Ray actor handles.
 
-    What has no meaning here: ``full_determinism`` (always), ``enforce_eager`` (there are no
-    graphs), ``logprobs_mode`` (always those the trainer recomputes). Raises InvalidInputError.
+    `read_arguments` has refused what cannot be honoured. What has no meaning here:
+    ``full_determinism`` (always), ``enforce_eager`` (there are no graphs),
+    ``gpu_memory_utilization`` (its default), ``logprobs_mode`` (always those the trainer
+    recomputes).
     """
-    if tensor_parallel_size != 1 or max_images_per_prompt:
-        raise InvalidInputError(
-            "tensor_parallel_size, max_images_per_prompt",
-            (tensor_parallel_size, max_images_per_prompt),
-            "must be 1 and 0",
-        )
     on_gpu = options.device != "cpu"
     num_gpus = 0.0 if not on_gpu else 1.0 if shared_pg is None else _SHARED_GPU
     num_cpus = 1.0 if shared_pg is None else _SHARED_GPU

@@ -10,7 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 REWARD = '''
-"""The share of a response's characters that are vowels."""
+"""The share of a response's characters that are vowels. What was asked is kept in QUERIES."""
+
+import json
+import os
 
 import torch
 
@@ -20,6 +23,8 @@ def reward_func(queries, prompts, labels, **kwargs):
         sum(c in "aeiou" for c in query[len(prompt):]) / max(1, len(query) - len(prompt))
         for query, prompt in zip(queries, prompts, strict=True)
     ]
+    with open(os.environ["QUERIES"], "a") as file:
+        file.write("".join(json.dumps(query) + "\\n" for query in queries))
     rewards = torch.tensor(shares)
     return {"rewards": rewards, "scores": rewards, "extra_logs": {"vowels": rewards}}
 '''

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ _STATUS = re.compile(r"Global step (\d+): (\{.*\})")
 @dataclass
 class TrainerRun:
     steps: list[dict[str, float]]  # what OpenRLHF logged of each training step
+    queries: list[str]  # prompt and response of each sample, as they were rewarded
     log: str
 
 
@@ -44,7 +46,8 @@ def run_trainer(
         --ckpt.output_dir {task}/out --ckpt.path {task}/checkpoints
         --specrollout.device cpu --specrollout.kv_bytes 4000000 {arguments}"""
     with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:
-        log = Path(ray_folder) / "log.txt"
+        log, queries = Path(ray_folder) / "log.txt", Path(ray_folder) / "queries.jsonl"
+        queries.touch()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(CPU_ONLY), os.environ.get("PYTHONPATH", "")]),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -53,6 +56,7 @@ def run_trainer(
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
             "RAY_prestart_worker_first_driver": "0",
+            "QUERIES": str(queries),
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -70,9 +74,10 @@ def run_trainer(
             finally:
                 _kill(process)
         written = log.read_text(errors="replace")
+        asked = [json.loads(line) for line in queries.read_text().splitlines()]
     assert code == 0, f"ended with {code} after at most {timeout} s:\n{written[-6000:]}"
     steps = [ast.literal_eval(found[2]) for found in _STATUS.finditer(written)]
-    return TrainerRun(steps, written)
+    return TrainerRun(steps, asked, written)
 
 
 def _kill(process: subprocess.Popen) -> None:
