@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -16,9 +15,8 @@ from rollout.engine_loop import EngineLoop
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.loader import resolve_device
 from rollout.sampling.noise import derive_seed
+from rollout.trainers.openrlhf.actor_settings import ActorSettings
 from rollout.trainers.openrlhf.executor import Executor
-from rollout.trainers.openrlhf.model_folder import model_folder
-from rollout.trainers.openrlhf.options import OwnOptions
 from rollout.trainers.openrlhf.outputs import RequestOutput, request_output
 from rollout.trainers.openrlhf.sample import Sample
 from rollout.trainers.openrlhf.sample_seeds import SampleSeeds
@@ -29,32 +27,6 @@ from rollout.types import FinishReason, Rollout
 T = TypeVar("T")
 
 _TAGS = ("weights", "kv_cache")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActorSettings:
-    """What an actor's engine is made from. Sent to it by Ray."""
-
-    model: str  # a folder, or a name on the hub
-    seed: int
-    max_context_len: int
-    prefix_cache: bool
-    dtype: str  # the trainer's parameters'; an override of the options goes before it
-    options: OwnOptions
-
-    def make_engine(self) -> RolloutEngine:
-        options = self.options
-        given = {
-            "max_context_len": self.max_context_len,
-            "prefix_cache": self.prefix_cache,
-            "dtype": self.dtype,
-        }
-        return RolloutEngine.from_pretrained(
-            model_folder(self.model),
-            options.spec,
-            spec_options=options.spec_options,
-            **given | options.overrides,
-        )
 
 
 class RolloutActor:

@@ -10,7 +10,8 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.trainers.openrlhf.actor import ActorSettings, RolloutActor
+from rollout.trainers.openrlhf.actor import RolloutActor
+from rollout.trainers.openrlhf.actor_settings import ActorSettings
 from rollout.trainers.openrlhf.arguments import TrainerArguments
 from rollout.trainers.openrlhf.executor import load_executor
 from rollout.trainers.openrlhf.options import OwnOptions

@@ -34,7 +34,7 @@ class WeightSync:
         self._timeout = timeout
         self._keep_kv = keep_kv
         self._group: Communicator | None = None
-        self._silence: asyncio.TimerHandle | None = None
+        self._silence: asyncio.Task[None] | None = None
         self._refusal = ""
 
     def join(self, group: Communicator) -> None:
@@ -50,8 +50,8 @@ class WeightSync:
     ) -> None:
         """Take part in the broadcast of one parameter.
 
-        Raises InvalidInputError for a parameter the model has no place for, RuntimeError when the
-        sender is gone; the update has failed then.
+        Raises InvalidInputError for a parameter the model has no place for, WeightUpdateError when
+        the sender is gone; the update has failed then.
         """
         group = self._group
         if group is None:
@@ -81,10 +81,10 @@ class WeightSync:
         if is_last:
             self._refusal = ""
         else:
-            later = asyncio.get_running_loop().call_later
-            self._silence = later(self._timeout, lambda: asyncio.ensure_future(self._give_up()))
+            self._silence = asyncio.create_task(self._give_up_when_silent())
 
-    async def _give_up(self) -> None:
+    async def _give_up_when_silent(self) -> None:
+        await asyncio.sleep(self._timeout)
         reason = f"no parameter came for {self._timeout:g} seconds"
         await asyncio.wrap_future(
             self._loop.call(lambda engine: engine.abandon_weight_update(reason))

@@ -1,0 +1,35 @@
+"""From the two command lines to an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.engine import RolloutEngine
+from rollout.trainers.openrlhf.model_folder import model_folder
+from rollout.trainers.openrlhf.options import OwnOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorSettings:
+    """What an actor's engine is made from. Sent to it by Ray."""
+
+    model: str  # a folder, or a name on the hub
+    seed: int
+    max_context_len: int
+    prefix_cache: bool
+    dtype: str  # the trainer's parameters'; an override of the options goes before it
+    options: OwnOptions
+
+    def make_engine(self) -> RolloutEngine:
+        options = self.options
+        given = {
+            "max_context_len": self.max_context_len,
+            "prefix_cache": self.prefix_cache,
+            "dtype": self.dtype,
+        }
+        return RolloutEngine.from_pretrained(
+            model_folder(self.model),
+            options.spec,
+            spec_options=options.spec_options,
+            **given | options.overrides,
+        )
