@@ -1,0 +1,203 @@
+"""What a user asked of the rollout in verl's configuration: taken over, of no effect, or refused.
+
+Everything is judged before any process starts; docs/verl.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.config import EngineConfig
+from rollout.errors import InvalidInputError
+from rollout.overrides import engine_config
+from rollout.specs import WorkerFactory, worker_factory
+from rollout.trainers.verl.sampling import ResponseLimits
+
+NAME = "specrollout"
+_FIELD = "actor_rollout_ref.rollout"
+OWN = f"{_FIELD}.engine_kwargs.{NAME}"
+
+
+def server_name(replica_rank: int, suffix: str = "") -> str:
+    """Of the replica's Ray actor."""
+    return f"{NAME}_server_{replica_rank}{suffix}"
+
+
+HONOURED = frozenset({
+    "name", "prompt_length", "response_length", "seed", "dtype", "gpu_memory_utilization",
+    "standalone_gpu_memory_utilization", "ignore_eos", "free_cache_engine", "enable_sleep_mode",
+    "max_num_batched_tokens", "max_num_seqs", "max_model_len", "logprobs_mode",
+    "enable_prefix_caching", "load_format", "engine_kwargs", "calculate_log_probs",
+    "full_determinism", "checkpoint_engine",
+})  # fmt: skip
+"""Fields of verl's RolloutConfig that reach the engine or its server."""
+
+HARMLESS = frozenset({
+    "mode", "nnodes", "n_gpus_per_node", "temperature", "top_k", "top_p", "do_sample", "n",
+    "val_kwargs", "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu",
+    "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "agent", "trace", "multi_turn",
+    "server", "custom", "checkpoint_manager_class", "enforce_eager", "enable_chunked_prefill",
+    "multi_stage_wake_up", "disable_log_stats", "layered_summon", "layer_name_map",
+    "sglang_engine_mode", "skip_tokenizer_init", "moe_load_balance_metrics_interval",
+    "router_config_path", "repetition_penalty",
+})  # fmt: skip
+"""Read by verl itself, by another engine alone, or of no effect on what is generated."""
+
+_Check = Callable[[Any], bool]
+
+
+def _is_one(value: Any) -> bool:
+    return value in (None, 1)
+
+
+def _is_off(value: Any) -> bool:
+    """Nothing, an empty mapping, or a section whose switch is off."""
+    if not value:
+        return True
+    read = value.get if isinstance(value, Mapping) else lambda name: getattr(value, name, None)
+    switches = [read("enable"), read("enabled")]
+    return switches != [None, None] and not any(switches)
+
+
+REFUSED: Mapping[str, tuple[_Check, str]] = {
+    "tensor_model_parallel_size": (_is_one, "must be 1: a replica is one process; verl starts one "
+                                            "replica for each worker"),
+    "pipeline_model_parallel_size": (_is_one, "must be 1"),
+    "data_parallel_size": (_is_one, "must be 1: verl starts one replica for each worker"),
+    "expert_parallel_size": (_is_one, "must be 1"),
+    "moe_tensor_parallel_size": (_is_one, "must be 1"),
+    "cudagraph_capture_sizes": (_is_off, "must be null: specrollout captures no graphs"),
+    "over_sample_rate": (_is_off, "must be 0: ending stragglers early is not offered"),
+    "scheduling_policy": (lambda policy: policy in (None, "fcfs"),
+                          "must be fcfs: requests have no priorities"),
+    "limit_images": (_is_off, "must be null: specrollout serves text models"),
+    "quantization": (_is_off, "must be null: specrollout has no quantized models"),
+    "quantization_config_file": (_is_off, "must be null: specrollout has no quantized models"),
+    "qat": (_is_off, "must be off: specrollout has no quantized models"),
+    "enable_rollout_routing_replay": (_is_off, "must be False: no mixture-of-experts models"),
+    "mtp": (_is_off, "must be off: specrollout's own speculation is chosen by "
+                     f"+{OWN}.spec=ngram"),
+    "prometheus": (_is_off, "must be off: the servers have no HTTP endpoint to scrape"),
+    "profiler": (_is_off, f"must be off: {_FIELD}.profiler.enable=False"),
+    "disaggregation": (_is_off, "must be off"),
+}  # fmt: skip
+"""Fields of verl's RolloutConfig with a test of what can be accepted, and the remedy."""
+
+_LOGPROBS_MODES = {"processed_logprobs": False, "raw_logprobs": True}
+_LOAD_FORMATS = ("dummy", "auto", "safetensors")
+_HARMLESS_OVERRIDES = frozenset({"attn_implementation", "attention_dropout", "use_cache"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """All a server needs to know; travels to it by Ray."""
+
+    model_path: str
+    spec: str  # a name in conf/spec
+    spec_options: Mapping[str, Any]
+    engine: Mapping[str, Any]  # overrides of EngineConfig's fields
+    limits: ResponseLimits
+    run_seed: int
+    ignore_eos: bool
+    raw_logprobs: bool  # report the model's own instead of those the trainer recomputes
+    stop_token_ids: tuple[int, ...]
+    weights_come_first: bool  # serve nothing before the trainer's first update
+    frees_memory: bool  # while the trainer steps
+    keeps_weights: bool  # over sleep, in a copy
+
+    def engine_config(self) -> EngineConfig:
+        """Raises InvalidInputError."""
+        try:
+            return engine_config(self.model_path, dict(self.engine))
+        except InvalidInputError as error:
+            if not error.field.startswith("overrides["):
+                raise
+            name = error.field.removeprefix("overrides['").removesuffix("']")
+            remedy = str(error).partition(": ")[2] + ", spec, spec_options, sleep_level"
+            raise InvalidInputError(f"{OWN}.{name}", error.value, remedy) from None
+
+    def worker_factory(self) -> WorkerFactory:
+        """Raises InvalidInputError."""
+        return worker_factory(self.spec, **self.spec_options)
+
+
+def server_options(
+    rollout: Any, model: Any, own: Mapping[str, Any], *, standalone: bool
+) -> ServerOptions:
+    """From verl's RolloutConfig and HFModelConfig.
+
+    ``own``: ``engine_kwargs.specrollout`` as plain containers. Raises InvalidInputError naming the
+    field for whatever cannot be honoured.
+    """
+    for name, (accepts, remedy) in REFUSED.items():
+        value = getattr(rollout, name, None)
+        if not accepts(value):
+            raise InvalidInputError(f"{_FIELD}.{name}", value, remedy)
+    _one_of("logprobs_mode", rollout.logprobs_mode, tuple(_LOGPROBS_MODES))
+    _one_of("load_format", rollout.load_format, _LOAD_FORMATS)
+    backend = rollout.checkpoint_engine.backend
+    if backend == "delta_sharded":
+        remedy = "sends parts of tensors; choose naive, nccl or another that sends whole ones"
+        raise InvalidInputError(f"{_FIELD}.checkpoint_engine.backend", backend, remedy)
+    _refuse_model(model)
+
+    own = dict(own)
+    spec, spec_options = own.pop("spec", "ngram"), own.pop("spec_options", None) or {}
+    sleep_level = own.pop("sleep_level", 2)
+    if sleep_level not in (1, 2):
+        remedy = "1 keeps the weights in a copy, 2 drops them until the next update"
+        raise InvalidInputError(f"{OWN}.sleep_level", sleep_level, remedy)
+    fraction = rollout.gpu_memory_utilization
+    if standalone and rollout.standalone_gpu_memory_utilization is not None:
+        fraction = rollout.standalone_gpu_memory_utilization
+    engine = {
+        "tokenizer": model.local_tokenizer_path,
+        "dtype": rollout.dtype,
+        "kv_fraction": fraction,
+        "max_running": rollout.max_num_seqs,
+        "max_step_tokens": rollout.max_num_batched_tokens,
+        "max_context_len": rollout.max_model_len,
+        "prefix_cache": rollout.enable_prefix_caching,
+    } | own
+    eos = getattr(model.tokenizer, "eos_token_id", None)
+    options = ServerOptions(
+        model_path=model.local_path,
+        spec=spec,
+        spec_options=spec_options,
+        engine=engine,
+        limits=ResponseLimits(
+            prompt_length=rollout.prompt_length, response_length=rollout.response_length
+        ),
+        run_seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
+        raw_logprobs=_LOGPROBS_MODES[rollout.logprobs_mode],
+        stop_token_ids=() if eos is None else (eos,),
+        weights_come_first=rollout.load_format == "dummy",
+        frees_memory=rollout.free_cache_engine and rollout.enable_sleep_mode,
+        keeps_weights=sleep_level == 1,
+    )
+    options.engine_config()  # both raise what the server would
+    options.worker_factory()
+    return options
+
+
+def _refuse_model(model: Any) -> None:
+    lora = model.lora or {}
+    rank = model.lora_rank or lora.get("rank", 0)
+    if rank and not lora.get("merge", False):
+        remedy = "adapters are served merged: +actor_rollout_ref.model.lora.merge=True"
+        raise InvalidInputError("actor_rollout_ref.model.lora_rank", rank, remedy)
+    overrides = model.override_config.get("model_config", model.override_config)
+    for name, value in overrides.items():
+        if name not in _HARMLESS_OVERRIDES:
+            raise InvalidInputError(
+                f"actor_rollout_ref.model.override_config.{name}", value,
+                "changes the trainer's model alone; write it into the checkpoint's config.json",
+            )  # fmt: skip
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InvalidInputError(f"{_FIELD}.{name}", value, f"one of {', '.join(known)}")

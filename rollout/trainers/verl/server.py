@@ -1,0 +1,244 @@
+"""The server of one replica: an engine on its loop, as a Ray actor whose methods verl calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import safetensors.torch
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout.encoding import prompt_group
+from rollout.engine import RolloutEngine
+from rollout.engine_loop import EngineLoop
+from rollout.errors import InvalidInputError, RolloutError
+from rollout.trainers.verl.configuration import options_of
+from rollout.trainers.verl.sampling import engine_params
+from rollout.trainers.verl.seeds import RequestStart
+from rollout.types import FinishReason, Rollout
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """Between `abort_all_requests` and `resume_generation` requests wait, or are sent back."""
+
+    def __init__(
+        self, config: Any, model_config: Any, *, replica_rank: int, standalone: bool, seeds: Any
+    ) -> None:
+        """``seeds``: the handle of the run's one `RequestSeeds`."""
+        self._options = options_of(config, model_config, standalone=standalone)
+        self._replica_rank = replica_rank
+        self._standalone = standalone
+        self._seeds = seeds
+        self._sends_back = False
+        self._step = 0  # the trainer's, of the weights in use
+        self._step_of = {0: 0}  # the engine's weight versions -> the trainer's steps
+        self._counts: Counter[str] = Counter()  # of what ended under the weights in use
+
+    async def launch(self) -> None:
+        """Read the model; then requests are taken."""
+        self._loop = EngineLoop(await asyncio.to_thread(self._make_engine))
+        self._max_context_len = await self._call(lambda engine: engine.worker.max_context_len)
+
+    def _make_engine(self) -> RolloutEngine:
+        options = self._options
+        engine = RolloutEngine.from_config(options.engine_config(), options.worker_factory())
+        if options.weights_come_first:
+            engine.release_memory(("weights",), keep_weights=False)
+            engine.resume_memory(("weights",))
+        return engine
+
+    async def _call(self, function: Callable[[RolloutEngine], T]) -> T:
+        return await asyncio.wrap_future(self._loop.call(function))
+
+    # Requests
+
+    async def generate(
+        self,
+        prompt_ids: Any,
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        **others: Any,
+    ) -> TokenOutput:
+        """One response. Raises InvalidInputError, and RolloutError where the model broke."""
+        media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
+        for name, value in (media | others).items():
+            if value is not None:
+                raise InvalidInputError(name, type(value).__name__, "specrollout serves text alone")
+        if self._sends_back:
+            return self._sent_back()
+        tokens = normalize_token_ids(prompt_ids)
+        start = await self._seeds.start.remote(prompt_group(tokens), len(tokens), self._step)
+        params, wants_logprobs = engine_params(
+            sampling_params,
+            prompt_len=start.prompt_len,
+            partial_len=len(tokens) - start.prompt_len,
+            max_context_len=self._max_context_len,
+            limits=self._options.limits,
+            ignore_eos=self._options.ignore_eos,
+            stop_token_ids=self._options.stop_token_ids,
+            raw_logprobs=self._options.raw_logprobs,
+        )
+        if self._sends_back:  # meanwhile
+            await self._remember(tokens, start)
+            return self._sent_back()
+        ticket = self._loop.submit(
+            tokens[: start.prompt_len],
+            params,
+            request_seed=start.seed,
+            partial_ids=tokens[start.prompt_len :],
+        )
+        rollout = await asyncio.wrap_future(ticket.future)
+        if rollout.finish_reason is FinishReason.ERROR:
+            raise RolloutError(f"request {request_id} broke off: {rollout.error}")
+        if rollout.finish_reason is FinishReason.ABORT:
+            await self._remember([*tokens, *rollout.token_ids], start)
+        return self._output(rollout, wants_logprobs)
+
+    async def _remember(self, tokens: list[int], start: RequestStart) -> None:
+        """So that the request goes on as if never cut when it comes back, here or elsewhere."""
+        await self._seeds.cut.remote(prompt_group(tokens), start)
+
+    def _output(self, rollout: Rollout, wants_logprobs: bool) -> TokenOutput:
+        stats = rollout.stats
+        self._counts.update(
+            rollouts=1,
+            tokens=len(rollout.token_ids),
+            verify_steps=stats.verify_steps,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+        )
+        raw = self._options.raw_logprobs
+        logprobs = rollout.extras.raw_logprobs if raw else rollout.logprobs
+        steps = [self._step_of[version] for version in rollout.weight_versions] or [self._step]
+        return TokenOutput(
+            token_ids=rollout.token_ids,
+            log_probs=logprobs if wants_logprobs else None,
+            stop_reason="aborted" if rollout.finish_reason is FinishReason.ABORT else "completed",
+            num_preempted=stats.preemptions,
+            extra_fields={
+                "global_steps": steps[-1],
+                "min_global_steps": min(steps),
+                "max_global_steps": max(steps),
+                "num_cached_tokens": stats.cached_tokens,
+                "spec_num_draft_tokens": stats.drafted,
+                "spec_num_accepted_tokens": stats.accepted,
+                "spec_num_verify_steps": stats.verify_steps,
+            },
+        )
+
+    def _sent_back(self) -> TokenOutput:
+        """The client asks again, wherever the load balancer sends it then."""
+        return TokenOutput(
+            token_ids=[],
+            log_probs=[],
+            stop_reason="aborted",
+            extra_fields={"global_steps": self._step},
+        )
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """End what runs and waits with what it has; nothing runs until `resume_generation`.
+
+        ``reject_request``: those that come meanwhile are sent back instead of kept waiting.
+        """
+        self._sends_back = reject_request
+        aborted = self._loop.num_unfinished
+        await self._call(lambda engine: engine.pause_generation("abort"))
+        return {"aborted_count": aborted, "request_ids": []}
+
+    async def resume_generation(self) -> None:
+        self._sends_back = False
+        await self._call(lambda engine: engine.continue_generation())
+
+    # Weights
+
+    async def begin_weight_update(self) -> None:
+        """Raises WeightUpdateError while another update is under way."""
+        await self._call(lambda engine: engine.begin_weight_update())
+
+    async def load_weights(self, bucket: bytes) -> None:
+        """``bucket``: safetensors, of whole tensors by their checkpoint names."""
+        tensors = list(safetensors.torch.load(bucket).items())
+        await self._call(lambda engine: engine.update_weights_from_tensor(tensors))
+
+    async def end_weight_update(self, global_steps: int | None) -> None:
+        """Serve the new weights, of trainer step ``global_steps``; None: of the step before."""
+        await self._call(lambda engine: engine.end_weight_update())
+        await self.set_global_steps(self._step if global_steps is None else global_steps)
+
+    async def abandon_weight_update(self, reason: str) -> None:
+        logger.error("replica %d: a weight update stopped: %s", self._replica_rank, reason)
+        await self._call(lambda engine: engine.abandon_weight_update(reason))
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """The trainer's step of the weights in use."""
+        self._log_counts()
+        self._step = global_steps
+        version = await self._call(lambda engine: engine.weight_version)
+        self._step_of[version] = global_steps
+
+    def _log_counts(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        if verify_steps := counts["verify_steps"]:
+            logger.info(
+                "replica %d, step %d: %d rollouts, %d tokens, accept length %.2f, %d of %d draft "
+                "tokens accepted",
+                self._replica_rank,
+                self._step,
+                counts["rollouts"],
+                counts["tokens"],
+                (verify_steps + counts["accepted"]) / verify_steps,
+                counts["accepted"],
+                counts["drafted"],
+            )
+
+    # Memory. A standalone server shares its device with nobody, and stays awake.
+
+    async def sleep(self) -> None:
+        if self._frees_memory and not self._standalone:
+            keep = self._options.keeps_weights
+            await self._call(
+                lambda engine: engine.release_memory(("kv_cache", "weights"), keep_weights=keep)
+            )
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """``tags``: weights, kv_cache; None: both."""
+        if self._frees_memory and not self._standalone:
+            await self._call(
+                lambda engine: engine.resume_memory(tuple(tags or ("weights", "kv_cache")))
+            )
+
+    async def release_kv_cache(self) -> None:
+        if self._frees_memory:
+            await self._call(lambda engine: engine.release_memory(("kv_cache",)))
+
+    async def resume_kv_cache(self) -> None:
+        if self._frees_memory:
+            await self._call(lambda engine: engine.resume_memory(("kv_cache",)))
+
+    async def clear_kv_cache(self) -> None:
+        """The corpus stays."""
+        await self._call(lambda engine: engine.flush_cache())
+
+    @property
+    def _frees_memory(self) -> bool:
+        return self._options.frees_memory
+
+    # Profiling is refused at start; verl calls these all the same.
+
+    async def start_profile(self, **kwargs: Any) -> None:
+        pass
+
+    async def stop_profile(self) -> None:
+        pass
