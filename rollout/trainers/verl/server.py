@@ -15,7 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 from rollout.encoding import prompt_group
 from rollout.engine import RolloutEngine
 from rollout.engine_loop import EngineLoop
-from rollout.errors import InvalidInputError, RolloutError
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.verl.configuration import options_of
 from rollout.trainers.verl.sampling import engine_params
 from rollout.trainers.verl.seeds import RequestStart
@@ -38,6 +38,7 @@ class Server:
         self._standalone = standalone
         self._seeds = seeds
         self._sends_back = False
+        self._torn = ""  # by which failure, until an update succeeds
         self._step = 0  # the trainer's, of the weights in use
         self._step_of = {0: 0}  # the engine's weight versions -> the trainer's steps
         self._counts: Counter[str] = Counter()  # of what ended under the weights in use
@@ -78,6 +79,7 @@ class Server:
                 raise InvalidInputError(name, type(value).__name__, "specrollout serves text alone")
         if self._sends_back:
             return self._sent_back()
+        self._require_weights()
         tokens = normalize_token_ids(prompt_ids)
         start = await self._seeds.start.remote(prompt_group(tokens), len(tokens), self._step)
         params, wants_logprobs = engine_params(
@@ -103,6 +105,7 @@ class Server:
         if rollout.finish_reason is FinishReason.ERROR:
             raise RolloutError(f"request {request_id} broke off: {rollout.error}")
         if rollout.finish_reason is FinishReason.ABORT:
+            self._require_weights()
             await self._remember([*tokens, *rollout.token_ids], start)
         return self._output(rollout, wants_logprobs)
 
@@ -170,16 +173,41 @@ class Server:
     async def load_weights(self, bucket: bytes) -> None:
         """``bucket``: safetensors, of whole tensors by their checkpoint names."""
         tensors = list(safetensors.torch.load(bucket).items())
-        await self._call(lambda engine: engine.update_weights_from_tensor(tensors))
+        await self._update(lambda engine: engine.update_weights_from_tensor(tensors))
 
     async def end_weight_update(self, global_steps: int | None) -> None:
         """Serve the new weights, of trainer step ``global_steps``; None: of the step before."""
-        await self._call(lambda engine: engine.end_weight_update())
+        await self._update(lambda engine: engine.end_weight_update())
+        self._torn = ""
         await self.set_global_steps(self._step if global_steps is None else global_steps)
 
     async def abandon_weight_update(self, reason: str) -> None:
-        logger.error("replica %d: a weight update stopped: %s", self._replica_rank, reason)
+        """What came of the open update is lost."""
         await self._call(lambda engine: engine.abandon_weight_update(reason))
+        await self._refuse_if_torn()
+
+    async def _update(self, function: Callable[[RolloutEngine], None]) -> None:
+        try:
+            await self._call(function)
+        except Exception:
+            await self._refuse_if_torn()
+            raise
+
+    async def _refuse_if_torn(self) -> None:
+        """After a failed update: requests get the reason, those that wait too."""
+
+        def reason(engine: RolloutEngine) -> str:
+            weights = engine.worker.weights
+            return "" if weights.serves else weights.reason
+
+        self._torn = await self._call(reason)
+        if self._torn:
+            logger.error("replica %d serves nothing: %s", self._replica_rank, self._torn)
+            await asyncio.wrap_future(self._loop.abort_all())
+
+    def _require_weights(self) -> None:
+        if self._torn:
+            raise WeightUpdateError(f"the weights are torn: {self._torn}")
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The trainer's step of the weights in use."""
