@@ -11,7 +11,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.options import server_name
-from rollout.trainers.verl.weight_sender import NamedTensors, send_weights
+from rollout.trainers.verl.weight_sender import WorkerWeights, send_weights
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
@@ -40,7 +40,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
     @torch.no_grad()
     async def update_weights(
         self,
-        weights: NamedTensors,
+        weights: WorkerWeights,
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
         **kwargs: Any,

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import safetensors.torch
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
@@ -170,10 +169,9 @@ class Server:
         """Raises WeightUpdateError while another update is under way."""
         await self._call(lambda engine: engine.begin_weight_update())
 
-    async def load_weights(self, bucket: bytes) -> None:
-        """``bucket``: safetensors, of whole tensors by their checkpoint names."""
-        tensors = list(safetensors.torch.load(bucket).items())
-        await self._update(lambda engine: engine.update_weights_from_tensor(tensors))
+    async def load_weights(self, handle: dict[str, Any]) -> None:
+        """``handle``: of a bucket in the shared memory of a `SharedMemorySender`."""
+        await self._update(lambda engine: engine.update_weights_from_ipc(handle))
 
     async def end_weight_update(self, global_steps: int | None) -> None:
         """Serve the new weights, of trainer step ``global_steps``; None: of the step before."""

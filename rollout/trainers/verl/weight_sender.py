@@ -1,59 +1,93 @@
-"""A worker's weights to its replica's server."""
+"""A worker's weights to its replica's server, which is on the same host."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-import safetensors.torch
 import torch
-from verl.workers.rollout.utils import ensure_async_iterator
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]
+from rollout.weights.shared_memory import SharedMemorySender
+
+WorkerWeights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]
 
 
 async def send_weights(
-    server: Any, weights: NamedTensors, *, global_steps: int | None, bucket_bytes: int
+    server: Any, weights: WorkerWeights, *, global_steps: int | None, bucket_bytes: int
 ) -> None:
     """One update of ``server``, a Ray actor, as one transaction; ``weights`` run to their end.
 
     Taking the next tensor may be a collective of all ranks. So where the server fails, what is left
     is taken all the same before its error is raised. Where ``weights`` fail, the server is told,
     and serves nothing until a later update succeeds.
+
+    ``bucket_bytes``: of shared memory; one half is filled while the other is read.
     """
-    failure: Exception | None = None
+    update = _Update(server)
+    await update.call("begin_weight_update")
     try:
-        await server.begin_weight_update.remote()
-    except Exception as error:
-        failure = error
-    try:
-        async for bucket in _buckets(weights, bucket_bytes):
-            if failure is None:
-                try:
-                    await server.load_weights.remote(safetensors.torch.save(bucket))
-                except Exception as error:
-                    failure = error
+        with SharedMemorySender(bucket_bytes, num_segments=2) as sender:
+            loading = None
+            async for handle in _handles(sender, weights, bucket_bytes):
+                if loading is not None:
+                    await update.wait(loading)
+                loading = update.start("load_weights", handle)
+            if loading is not None:
+                await update.wait(loading)
     except BaseException as error:
-        if failure is None:
-            await server.abandon_weight_update.remote(f"the sending worker failed: {error!r}")
+        await update.call("abandon_weight_update", f"the sending worker failed: {error!r}")
         raise
-    if failure is not None:
-        raise failure
-    await server.end_weight_update.remote(global_steps)
+    await update.call("end_weight_update", global_steps)
+    if update.failure is not None:
+        raise update.failure
 
 
-async def _buckets(
-    weights: NamedTensors, bucket_bytes: int
-) -> AsyncIterator[dict[str, torch.Tensor]]:
-    """On the CPU, of about ``bucket_bytes`` each; a larger tensor is a bucket of its own."""
-    bucket: dict[str, torch.Tensor] = {}
+class _Update:
+    """Calls of the server up to the first that fails."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.failure: Exception | None = None
+
+    def start(self, method: str, *arguments: Any) -> Any:
+        if self.failure is None:
+            return getattr(self._server, method).remote(*arguments)
+        return None
+
+    async def wait(self, call: Any) -> None:
+        try:
+            await call
+        except Exception as error:
+            self.failure = self.failure or error
+
+    async def call(self, method: str, *arguments: Any) -> None:
+        if (started := self.start(method, *arguments)) is not None:
+            await self.wait(started)
+
+
+async def _handles(
+    sender: SharedMemorySender, weights: WorkerWeights, bucket_bytes: int
+) -> AsyncIterator[dict[str, Any]]:
+    if not isinstance(weights, AsyncIterator):
+        for handle in sender.handles(weights):
+            yield handle
+        return
+    async for some in _copied(weights, bucket_bytes // 2):
+        for handle in sender.handles(some):
+            yield handle
+
+
+async def _copied(
+    weights: AsyncIterator[tuple[str, torch.Tensor]], num_bytes: int
+) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
+    """In lists of about ``num_bytes``. What is handed out is valid until the next is asked for."""
+    some: list[tuple[str, torch.Tensor]] = []
     size = 0
-    async for name, tensor in ensure_async_iterator(weights):
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        # A copy: what is handed out may live in a buffer that the next one is written to.
-        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    async for name, tensor in weights:
+        if some and size + tensor.nbytes > num_bytes:
+            yield some
+            some, size = [], 0
+        some.append((name, tensor.detach().to("cpu", copy=True)))
         size += tensor.nbytes
-    if bucket:
-        yield bucket
+    if some:
+        yield some
