@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from rollout.types import FinishReason, Rollout
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 class Server:

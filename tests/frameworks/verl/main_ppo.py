@@ -16,6 +16,7 @@ EXAMPLE = HERE.parents[2] / "examples" / "verl_grpo.py"
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+FLOAT32 = "param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32"
 ON_A_CPU = (
     "trainer.device=cpu",
     "trainer.resume_mode=disable",
@@ -25,7 +26,7 @@ ON_A_CPU = (
     "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    f"{ACTOR}.fsdp_config.dtype=float32",
+    f"+{ACTOR}.fsdp_config.mixed_precision={{{FLOAT32}}}",
     f"{ACTOR}.fsdp_config.use_torch_compile=False",
     f"{ACTOR}.use_torch_compile=False",
     f"{ACTOR}.optim.lr=1e-3",
