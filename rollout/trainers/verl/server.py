@@ -234,34 +234,40 @@ class Server:
     # Memory. A standalone server shares its device with nobody, and stays awake.
 
     async def sleep(self) -> None:
-        if self._frees_memory and not self._standalone:
-            keep = self._options.keeps_weights
-            await self._call(
-                lambda engine: engine.release_memory(("kv_cache", "weights"), keep_weights=keep)
-            )
+        if not self._standalone:
+            await self._release("kv_cache", "weights")
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """``tags``: weights, kv_cache; None: both."""
-        if self._frees_memory and not self._standalone:
-            await self._call(
-                lambda engine: engine.resume_memory(tuple(tags or ("weights", "kv_cache")))
-            )
+        if not self._standalone:
+            await self._resume(*(tags or ("weights", "kv_cache")))
 
     async def release_kv_cache(self) -> None:
-        if self._frees_memory:
-            await self._call(lambda engine: engine.release_memory(("kv_cache",)))
+        await self._release("kv_cache")
 
     async def resume_kv_cache(self) -> None:
-        if self._frees_memory:
-            await self._call(lambda engine: engine.resume_memory(("kv_cache",)))
+        await self._resume("kv_cache")
+
+    async def _release(self, *tags: str) -> None:
+        """What is released already stays so: verl may ask again."""
+
+        def release(engine: RolloutEngine) -> None:
+            held = [tag for tag in tags if tag not in engine.released_tags]
+            engine.release_memory(held, keep_weights=self._options.keeps_weights)
+
+        if self._options.frees_memory:
+            await self._call(release)
+
+    async def _resume(self, *tags: str) -> None:
+        def resume(engine: RolloutEngine) -> None:
+            engine.resume_memory([tag for tag in tags if tag in engine.released_tags])
+
+        if self._options.frees_memory:
+            await self._call(resume)
 
     async def clear_kv_cache(self) -> None:
         """The corpus stays."""
         await self._call(lambda engine: engine.flush_cache())
-
-    @property
-    def _frees_memory(self) -> bool:
-        return self._options.frees_memory
 
     # Profiling is refused at start; verl calls these all the same.
 
