@@ -61,6 +61,7 @@ def run_main_ppo(
     """Raises TimeoutError, with the output's end, when it hangs; leaves no process behind."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics, log = folder / "metrics.jsonl", folder / "output.log"
+    metrics.unlink(missing_ok=True)
     gpus = workers if pretended_gpus is None else pretended_gpus
     command = [
         *(sys.executable, str(EXAMPLE), "--model", str(model), "--folder", str(folder)),

@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_qwen2(folder: Path, *, sharpness: float = 8.0, seed: int = 0) -> Path:
+def save_tiny_qwen2(folder: Path, *, sharpness: float = 16.0, seed: int = 0) -> Path:
     """``sharpness`` scales the head: larger means fewer likely tokens, so drafts are accepted."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
@@ -33,9 +33,9 @@ def save_tiny_qwen2(folder: Path, *, sharpness: float = 8.0, seed: int = 0) -> P
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

@@ -1,0 +1,235 @@
+"""Servers and adapters as verl's trainer would use them, in Ray, without the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import fields
+
+import pytest
+import ray
+import verl  # noqa: F401  before its parts: it loads the platform
+from safetensors.torch import load_file
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.trainers.verl.adapter import ServerAdapter
+from rollout.trainers.verl.options import HARMLESS, HONOURED, NAME, REFUSED, server_name
+from rollout.trainers.verl.seeds import RequestSeeds
+from rollout.trainers.verl.server import Server
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("own_ray")]
+RESPONSE = 300
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+
+
+def rollout_config(**changes):
+    own = {"kv_bytes": 1 << 24, "num_threads": 1, "spec_options": {"calibration_seconds": 0}}
+    settings = {
+        "name": NAME,
+        "tensor_model_parallel_size": 1,
+        "dtype": "float32",
+        "load_format": "auto",
+        "prompt_length": 64,
+        "response_length": RESPONSE,
+        "ignore_eos": True,
+        "engine_kwargs": {NAME: own},
+        "checkpoint_engine": CheckpointEngineConfig(update_weights_bucket_megabytes=1),
+    }
+    return RolloutConfig(**(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def model_config(checkpoint):
+    return HFModelConfig(path=str(checkpoint), override_config={"attn_implementation": "sdpa"})
+
+
+@pytest.fixture
+def seeds(own_ray):
+    return ray.remote(RequestSeeds).remote(42)
+
+
+@pytest.fixture
+def launch(model_config, seeds):
+    """Makes servers, by replica rank; they end with the test."""
+    servers = []
+
+    def make(rank, standalone=False, **changes):
+        server = ray.remote(Server).options(name=server_name(rank), max_concurrency=100)
+        arguments = {"replica_rank": rank, "standalone": standalone, "seeds": seeds}
+        servers.append(server.remote(rollout_config(**changes), model_config, **arguments))
+        ray.get(servers[-1].launch.remote())
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        ray.kill(server)
+
+
+def generate(server, prompt, **sampling):
+    return server.generate.remote(
+        prompt_ids=prompt, sampling_params=SAMPLING | sampling, request_id="any"
+    )
+
+
+def update(model_config, weights, step=None, rank=0):
+    adapter = ServerAdapter(rollout_config(), model_config, None, replica_rank=rank)
+    asyncio.run(adapter.update_weights(weights, global_steps=step))
+
+
+@pytest.fixture
+def tensors(checkpoint):
+    return list(load_file(checkpoint / "model.safetensors").items())
+
+
+def test_every_field_of_verls_configuration_is_sorted():
+    assert {field.name for field in fields(RolloutConfig)} == HONOURED | HARMLESS | REFUSED.keys()
+
+
+def test_a_cut_request_goes_on_bit_for_bit_on_another_server(launch, model_config, seeds):
+    first, second = launch(0), launch(1)
+    for attempt in itertools.count(1):  # until the cut falls into the middle
+        prompt = [5, 6, attempt]
+        running = generate(first, prompt)
+        ray.wait([running], timeout=0.1 * attempt)
+        ray.get(first.abort_all_requests.remote())
+        cut = ray.get(running)
+        ray.get(first.resume_generation.remote())
+        if 0 < len(cut.token_ids) < RESPONSE:
+            break
+        assert attempt < 20
+    assert cut.stop_reason == "aborted"
+    left = RESPONSE - len(cut.token_ids)
+    rest = ray.get(generate(second, [*prompt, *cut.token_ids], max_tokens=left))
+    assert rest.stop_reason == "completed"
+
+    again = ray.remote(RequestSeeds).remote(42)  # counts this prompt's samples from the first
+    server = ray.remote(Server).remote(
+        rollout_config(), model_config, replica_rank=2, standalone=True, seeds=again
+    )
+    ray.get(server.launch.remote())
+    uncut = ray.get(generate(server, prompt))
+    ray.kill(server)
+    assert cut.token_ids + rest.token_ids == uncut.token_ids
+    assert cut.log_probs + rest.log_probs == uncut.log_probs
+    counters = [f"spec_num_{what}" for what in ("draft_tokens", "accepted_tokens", "verify_steps")]
+    assert all(uncut.extra_fields[name] > 0 for name in counters)
+
+
+def test_samples_of_a_prompt_differ(launch):
+    server = launch(0)
+    outputs = ray.get([generate(server, [5, 6, 7], max_tokens=20) for _ in range(4)])
+    assert len({tuple(output.token_ids) for output in outputs}) == 4
+    assert generate(server, [5], logprobs=False, max_tokens=2)
+
+
+def test_requests_wait_while_generation_is_stopped_or_are_sent_back(launch):
+    server = launch(0)
+    ray.get(server.abort_all_requests.remote())
+    waiting = generate(server, [5, 6, 7], max_tokens=3)
+    assert not ray.wait([waiting], timeout=0.5)[0]
+    ray.get(server.resume_generation.remote())
+    assert len(ray.get(waiting).token_ids) == 3
+    ray.get(server.abort_all_requests.remote(reject_request=True))
+    sent_back = ray.get(generate(server, [5, 6, 7]))
+    assert (sent_back.token_ids, sent_back.stop_reason) == ([], "aborted")
+
+
+def test_weights_are_those_of_the_trainers_step(launch, model_config, tensors):
+    server = launch(0, load_format="dummy")
+    with pytest.raises(WeightUpdateError, match="released without a copy"):
+        ray.get(generate(server, [5, 6, 7], max_tokens=4))
+    update(model_config, iter(tensors), step=7)
+    output = ray.get(generate(server, [5, 6, 7], max_tokens=4))
+    assert output.extra_fields["global_steps"] == output.extra_fields["min_global_steps"] == 7
+    changed = [(name, tensor * 1.5) for name, tensor in tensors]
+    update(model_config, iter(changed), step=8)
+    after = ray.get(generate(server, [5, 6, 7], max_tokens=4))
+    assert after.extra_fields["global_steps"] == 8
+    assert after.log_probs != output.log_probs
+
+
+def test_a_sender_that_fails_midway_leaves_a_server_that_says_so(launch, model_config, tensors):
+    server = launch(0)
+    ray.get(server.abort_all_requests.remote())
+    waiting = generate(server, [5, 6, 7], max_tokens=4)
+
+    def failing():
+        yield from tensors[: len(tensors) - 2]
+        raise ConnectionError("the trainer is gone")
+
+    with pytest.raises(ConnectionError):
+        update(model_config, failing(), step=1)
+    ray.get(server.resume_generation.remote())
+    for request in (waiting, generate(server, [5, 6, 7], max_tokens=4)):
+        with pytest.raises(WeightUpdateError, match="the trainer is gone"):
+            ray.get(request)
+    update(model_config, iter(tensors), step=1)
+    assert len(ray.get(generate(server, [5, 6, 7], max_tokens=4)).token_ids) == 4
+
+
+def test_where_the_server_fails_the_weights_run_to_their_end(launch, model_config, tensors):
+    launch(0)
+    taken = []
+
+    def counted():
+        yield "model.unknown.weight", tensors[0][1]
+        for name, tensor in tensors:
+            taken.append(name)
+            yield name, tensor
+
+    with pytest.raises(InvalidInputError, match=r"model\.unknown\.weight"):
+        update(model_config, counted(), step=1)
+    assert len(taken) == len(tensors)
+
+
+def test_a_standalone_server_takes_weights_that_come_asynchronously(launch, model_config, tensors):
+    server = launch(0, standalone=True, load_format="dummy")
+
+    async def received():
+        scratch = tensors[0][1].clone()
+        for name, tensor in tensors:
+            if tensor.shape == scratch.shape:  # a buffer that is used again
+                yield name, scratch.copy_(tensor)
+            else:
+                yield name, tensor
+
+    for method in ("abort_all_requests", "release_kv_cache"):
+        ray.get(getattr(server, method).remote())
+    update(model_config, received(), step=2)
+    for method in ("resume_kv_cache", "resume_generation"):
+        ray.get(getattr(server, method).remote())
+    other = launch(1)
+    outputs = ray.get([generate(each, [9, 8], temperature=0, max_tokens=9) for each in (server, other)])
+    assert outputs[0].log_probs == outputs[1].log_probs
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep(launch, model_config, tensors, level):
+    own = rollout_config().engine_kwargs[NAME] | {"sleep_level": level}
+    server = launch(0, engine_kwargs={NAME: own})
+    before = ray.get(generate(server, [9, 8], temperature=0, max_tokens=9))
+    ray.get([server.sleep.remote(), server.sleep.remote()])
+    waiting = generate(server, [9, 8], temperature=0, max_tokens=9)
+    ray.get(server.wake_up.remote(tags=["weights"]))
+    if level == 2:
+        update(model_config, iter(tensors), step=1)
+    assert not ray.wait([waiting], timeout=0.5)[0]
+    ray.get(server.wake_up.remote(tags=["kv_cache"]))
+    assert ray.get(waiting).log_probs == before.log_probs
+
+
+def test_what_cannot_be_honoured_is_refused(launch, model_config, own_ray):
+    replica = RolloutReplicaRegistry.get(NAME)
+    with pytest.raises(InvalidInputError, match="tensor_model_parallel_size=2"):
+        replica(0, rollout_config(tensor_model_parallel_size=2), model_config)
+    with pytest.raises(InvalidInputError, match="reward model"):
+        replica(0, rollout_config(), model_config, is_reward_model=True)
+    server = launch(0)
+    with pytest.raises(InvalidInputError, match="image_data"):
+        ray.get(
+            server.generate.remote(
+                prompt_ids=[5], sampling_params={}, request_id="any", image_data=[object()]
+            )
+        )
