@@ -13,10 +13,15 @@ class InvalidInputError(RolloutError, ValueError):
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field = field
         self.value = value
+        self.remedy = remedy
         shown = repr(value)
         if len(shown) > 120:
             shown = shown[:117] + "..."
         super().__init__(f"{field}={shown}: {remedy}")
+
+    def __reduce__(self) -> tuple[type[InvalidInputError], tuple[str, object, str]]:
+        """So that it crosses processes: exceptions are made again from their message alone."""
+        return type(self), (self.field, self.value, self.remedy)
 
 
 class UnsupportedModelError(RolloutError):

@@ -115,7 +115,7 @@ class ServerOptions:
             if not error.field.startswith("overrides["):
                 raise
             name = error.field.removeprefix("overrides['").removesuffix("']")
-            remedy = str(error).partition(": ")[2] + ", spec, spec_options, sleep_level"
+            remedy = f"{error.remedy}, spec, spec_options, sleep_level"
             raise InvalidInputError(f"{OWN}.{name}", error.value, remedy) from None
 
     def worker_factory(self) -> WorkerFactory:

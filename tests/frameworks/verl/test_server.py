@@ -201,7 +201,9 @@ def test_a_standalone_server_takes_weights_that_come_asynchronously(launch, mode
     for method in ("resume_kv_cache", "resume_generation"):
         ray.get(getattr(server, method).remote())
     other = launch(1)
-    outputs = ray.get([generate(each, [9, 8], temperature=0, max_tokens=9) for each in (server, other)])
+    outputs = ray.get(
+        [generate(each, [9, 8], temperature=0, max_tokens=9) for each in (server, other)]
+    )
     assert outputs[0].log_probs == outputs[1].log_probs
 
 

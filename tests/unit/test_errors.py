@@ -1,0 +1,13 @@
+"""Errors cross processes."""
+
+from __future__ import annotations
+
+import pickle
+
+from rollout.errors import InvalidInputError
+
+
+def test_an_invalid_input_keeps_its_parts_in_a_pickle():
+    error = pickle.loads(pickle.dumps(InvalidInputError("max_running", 0, "must be >= 1")))
+    assert (error.field, error.value, error.remedy) == ("max_running", 0, "must be >= 1")
+    assert str(error) == "max_running=0: must be >= 1"
