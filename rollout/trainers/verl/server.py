@@ -39,7 +39,7 @@ class Server:
         self._standalone = standalone
         self._seeds = seeds
         self._sends_back = False
-        self._torn = ""  # by which failure, until an update succeeds
+        self._torn = ""  # why requests are refused, until an update succeeds
         self._step = 0  # the trainer's, of the weights in use
         self._step_of = {0: 0}  # the engine's weight versions -> the trainer's steps
         self._counts: Counter[str] = Counter()  # of what ended under the weights in use
@@ -47,6 +47,8 @@ class Server:
     async def launch(self) -> None:
         """Read the model; then requests are taken."""
         self._loop = EngineLoop(await asyncio.to_thread(self._make_engine))
+        if self._options.weights_come_first:
+            self._torn = "none have come yet; load_format=auto serves the checkpoint's"
         self._max_context_len = await self._call(lambda engine: engine.worker.max_context_len)
 
     def _make_engine(self) -> RolloutEngine:
@@ -207,7 +209,7 @@ class Server:
 
     def _require_weights(self) -> None:
         if self._torn:
-            raise WeightUpdateError(f"the weights are torn: {self._torn}")
+            raise WeightUpdateError(f"no weights to serve: {self._torn}")
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The trainer's step of the weights in use."""

@@ -84,7 +84,8 @@ def tensors(checkpoint):
 
 
 def test_every_field_of_verls_configuration_is_sorted():
-    assert {field.name for field in fields(RolloutConfig)} == HONOURED | HARMLESS | REFUSED.keys()
+    names = {field.name for field in fields(RolloutConfig)} - {"_target_"}
+    assert names == HONOURED | HARMLESS | REFUSED.keys()
 
 
 def test_a_cut_request_goes_on_bit_for_bit_on_another_server(launch, model_config, seeds):
@@ -138,7 +139,7 @@ def test_requests_wait_while_generation_is_stopped_or_are_sent_back(launch):
 
 def test_weights_are_those_of_the_trainers_step(launch, model_config, tensors):
     server = launch(0, load_format="dummy")
-    with pytest.raises(WeightUpdateError, match="released without a copy"):
+    with pytest.raises(WeightUpdateError, match="none have come yet"):
         ray.get(generate(server, [5, 6, 7], max_tokens=4))
     update(model_config, iter(tensors), step=7)
     output = ray.get(generate(server, [5, 6, 7], max_tokens=4))
