@@ -161,6 +161,8 @@ class Server:
         self._sends_back = reject_request
         aborted = self._loop.num_unfinished
         await self._call(lambda engine: engine.pause_generation("abort"))
+        if aborted:
+            logger.info("replica %d: cut %d requests", self._replica_rank, aborted)
         return {"aborted_count": aborted, "request_ids": []}
 
     async def resume_generation(self) -> None:

@@ -1,0 +1,59 @@
+"""verl's own trainer with our rollouts: GRPO, FSDP2, float32 on both sides.
+
+The oracle is verl's: the probabilities its trainer computes for the tokens we sampled.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from main_ppo import ROLLOUT, run_main_ppo
+
+pytestmark = pytest.mark.timeout(560)
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "trainer.v1.separate_async.num_warmup_batches=2",
+    f"{ROLLOUT}.nnodes=1",
+    f"{ROLLOUT}.n_gpus_per_node=1",
+    f"{ROLLOUT}.checkpoint_engine.backend=gloo",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=gloo_checkpoint_engine",
+)
+LONG = ("data.max_response_length=200", f"{ROLLOUT}.ignore_eos=True")
+
+
+def differences(outcome):
+    assert outcome.return_code == 0, outcome.output[-4000:]
+    return [step["training/rollout_probs_diff_max"] for step in outcome.steps]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sync(checkpoint, tmp_path, workers):
+    outcome = run_main_ppo(checkpoint, tmp_path, workers=workers)
+    diffs = differences(outcome)
+    assert len(diffs) == 2
+    assert max(diffs) < 1e-6
+    assert all(step["actor/grad_norm"] > 0 for step in outcome.steps)  # so the weights have moved
+    accepted = re.findall(r"replica (\d), step \d: .* (\d+) of \d+ draft tokens", outcome.output)
+    assert {int(replica) for replica, _ in accepted} == set(range(workers))
+    assert sum(int(count) for _, count in accepted) > 0
+
+
+def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
+    """Weights are sent and requests cut; the learning rate is 0, so the oracle still holds."""
+    still = "actor_rollout_ref.actor.optim.lr=0"
+    outcome = run_main_ppo(checkpoint, tmp_path, *SEPARATE, *LONG, still, steps=4, pretended_gpus=2)
+    diffs = differences(outcome)
+    assert len(diffs) == 4
+    assert max(diffs) < 1e-6
+    assert re.search(r"replica \d: cut \d+ requests", outcome.output)
+    spans = [step["training/off_policy/trajectory_spans/max"] for step in outcome.steps]
+    assert max(spans) > 1  # some went on under later weights
+
+
+def test_what_cannot_be_honoured_stops_the_run_at_its_start(checkpoint, tmp_path):
+    outcome = run_main_ppo(checkpoint, tmp_path, f"{ROLLOUT}.quantization=fp8")
+    assert outcome.return_code != 0
+    assert not outcome.steps
+    assert f"{ROLLOUT}.quantization='fp8'" in outcome.output
