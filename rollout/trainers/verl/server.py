@@ -181,9 +181,12 @@ class Server:
 
     async def end_weight_update(self, global_steps: int | None) -> None:
         """Serve the new weights, of trainer step ``global_steps``; None: of the step before."""
+        step = self._step if global_steps is None else global_steps
+        version = await self._call(lambda engine: engine.weight_version)
+        self._step_of[version + 1] = step  # known before the first token of that version
         await self._update(lambda engine: engine.end_weight_update())
         self._torn = ""
-        await self.set_global_steps(self._step if global_steps is None else global_steps)
+        await self.set_global_steps(step)
 
     async def abandon_weight_update(self, reason: str) -> None:
         """What came of the open update is lost."""
