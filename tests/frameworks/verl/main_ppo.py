@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -68,7 +69,6 @@ def run_main_ppo(
         *("--workers", str(workers), "--steps", str(steps)),
         *ON_A_CPU,
         f"+ray_kwargs.ray_init.num_gpus={gpus}",
-        f"+ray_kwargs.ray_init._temp_dir={folder / 'ray'}",
         *overrides,
     ]
     environment = os.environ | {
@@ -85,7 +85,12 @@ def run_main_ppo(
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    with log.open("w") as output:
+    # Ray's sockets lie in its folder, and a socket's path must be short.
+    with (
+        TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as ray,
+        log.open("w") as output,
+    ):
+        command.append(f"+ray_kwargs.ray_init._temp_dir={ray}")
         process = subprocess.Popen(
             command,
             cwd=folder,
