@@ -12,6 +12,8 @@ CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngra
   tests/native/cpp/* tests/native/fuzz/* benchmarks/native/*)
 NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/csrc/* ngram_native/csrc/*)
 
+BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.25" ninja
+
 # Idle OpenMP threads yield the core after microseconds instead of milliseconds: on a machine that
 # does anything else as well, spinning ones cost a factor of ten and more.
 export GOMP_SPINCOUNT ?= 10000
@@ -24,7 +26,7 @@ help:  ## list the targets
 # an editable install needs the build requirements in the environment.
 $(STAMP): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(TORCH) "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.25" ninja
+	$(BIN)/python -m pip install -q $(TORCH) $(BUILD_REQUIRES)
 	$(BIN)/python -m pip install -q $(TORCH) --no-build-isolation -e ".[dev]"
 	touch $@
 
@@ -47,6 +49,35 @@ rollout: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the main job: rollouts of 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests
 	$(BIN)/python -m pytest
+
+# The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
+# transformers and ray. verl runs from the wheel, outside the source tree.
+VERL_VENV ?= build/venv-verl
+OPENRLHF_VENV ?= build/venv-openrlhf
+
+$(VERL_VENV)/.installed: pyproject.toml $(NATIVE) $(shell git ls-files rollout spec_workers ngram_native conf)
+	test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install -q $(TORCH) $(BUILD_REQUIRES)
+	$(VERL_VENV)/bin/python -m pip install -q $(TORCH) --no-build-isolation ".[verl]" pytest pytest-timeout
+	touch $@
+
+$(OPENRLHF_VENV)/.installed: pyproject.toml $(NATIVE)
+	test -x $(OPENRLHF_VENV)/bin/python || $(PYTHON) -m venv $(OPENRLHF_VENV)
+	$(OPENRLHF_VENV)/bin/python -m pip install -q $(TORCH) $(BUILD_REQUIRES)
+	$(OPENRLHF_VENV)/bin/python -m pip install -q $(TORCH) --no-build-isolation -e ".[openrlhf]" pytest pytest-timeout
+	$(OPENRLHF_VENV)/bin/python -m pip install -q --no-deps openrlhf==0.11.2
+	touch $@
+
+.PHONY: test-verl
+test-verl: $(VERL_VENV)/.installed  ## verl's own trainer, with this engine
+	cd tests/frameworks/verl && $(abspath $(VERL_VENV))/bin/python -m pytest -p no:cacheprovider
+
+.PHONY: test-openrlhf
+test-openrlhf: $(OPENRLHF_VENV)/.installed  ## OpenRLHF's own trainer, with this engine
+	$(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf
+
+.PHONY: test-frameworks
+test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 15 minutes
 
 .PHONY: lint
 lint: $(STAMP)  ## formatting, static checks, import rules
