@@ -16,7 +16,7 @@ from rollout.trainers.trl import specrollout_generation
 parser = argparse.ArgumentParser()
 parser.add_argument("model", nargs="?", default="models/SmolLM2-135M-Instruct")
 parser.add_argument("--max-steps", type=int, default=30)
-parser.add_argument("--max-completion-length", type=int, default=64)
+parser.add_argument("--max-completion-length", type=int, default=32)
 parser.add_argument("--spec", default="ngram")
 parser.add_argument("--output-dir", default="runs/trl")
 options = parser.parse_args()
