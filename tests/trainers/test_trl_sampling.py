@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("trl")
+
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.sampling import sampling_params
 from rollout.trainers.trl.seeds import SampleSeeds
 from rollout.types import SamplingParams
-
-pytest.importorskip("trl")
 
 OPTIONS: dict[str, Any] = {
     "temperature": 0.7,

@@ -144,7 +144,7 @@ class RolloutWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Raises RuntimeError when the worker has failed, or said nothing for so many seconds."""
         if self._failed.is_set():
-            kind, message, trace = self._failure.get_nowait()
+            kind, message, trace = self._failure.queue[0]
             raise RuntimeError(f"the rollout worker failed: {kind}: {message}\n{trace}")
         age = time.time() - self._heartbeat.value
         if age > stale_after_s:
