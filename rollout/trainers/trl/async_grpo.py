@@ -1,4 +1,4 @@
-"""What trl.experimental.async_grpo takes. Apart: importing that makes TRL warn that it may change."""
+"""What trl.experimental.async_grpo takes. Apart, for TRL warns whoever imports that."""
 
 from rollout.trainers.trl.rollout_worker import RolloutWorker
 from rollout.trainers.trl.weight_transfer import WeightTransfer
