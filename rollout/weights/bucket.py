@@ -66,7 +66,7 @@ def buckets(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     *,
     device: torch.device | None = None,
-    buffer: Callable[[int], torch.Tensor] | None = None,
+    buffer: Callable[[int, torch.device], torch.Tensor] | None = None,
 ) -> Iterator[FlattenedBucket]:
     """Pack a stream into one buffer, used again for every bucket.
 
@@ -75,8 +75,8 @@ def buckets(
 
     Args:
         device: of the buffer; by default that of the first tensor.
-        buffer: given a number of bytes, a uint8 buffer at least as long for the next bucket.
-            Larger tensors are then copied as well.
+        buffer: given a number of bytes and a device, a uint8 buffer at least as long for the next
+            bucket. Larger tensors are then copied as well.
     """
     packer = BucketPacker(bucket_bytes)
     capacity = _capacity(named_tensors, bucket_bytes)
@@ -93,7 +93,7 @@ def buckets(
             yield FlattenedBucket(_flat(tensor, device), packer.close())
             continue
         if buffer is not None and len(packer.entries) == 1:
-            flat = buffer(max(capacity, entry.end))
+            flat = buffer(max(capacity, entry.end), device or tensor.device)
         elif flat is None:
             flat = torch.empty(capacity, dtype=torch.uint8, device=device or tensor.device)
         with torch.inference_mode():

@@ -1,19 +1,20 @@
 """Weights through CUDA IPC, between processes that share a GPU.
 
-As `shared_memory`, but a bucket is a buffer on the device and its handle what the CUDA driver calls
-it. Tests of it need a GPU and are skipped without one; it has not been run on the machines this was
-written on.
+As `shared_memory`, but the buffer is on the device and its handle what the CUDA driver calls it.
+It has never been run on a GPU: `_exported` and `_mapped`, the two calls of torch it rests on, were
+written by reading, the rest is tested with memory of the CPU in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from rollout.errors import InvalidInputError
+from rollout.errors import EngineStateError, InvalidInputError
 from rollout.weights.bucket import (
     DEFAULT_BUCKET_BYTES,
     FlattenedBucket,
@@ -22,16 +23,25 @@ from rollout.weights.bucket import (
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
 from rollout.weights.checked_json import checked_hex, checked_int, checked_name, checked_object
 from rollout.weights.manifest import NamedTensors
+from rollout.weights.nonce import (
+    HEADER_BYTES,
+    NO_BUCKET,
+    NONCE_BYTES,
+    checked_nonce,
+    new_nonce,
+    refuse_refilled,
+    refuse_replaced,
+)
 
 KIND = "cuda_ipc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaIpcHandle:
-    """A bucket on a GPU, and what the receiver's torch needs to map it.
+class ExportedBuffer:
+    """What another process's torch needs to map a buffer on a GPU.
 
-    The device goes by its UUID: processes may number their devices differently. What is
-    counted and the event are torch's own: when to free, when the bucket is complete.
+    The device goes by its UUID: processes may number their devices differently. What is counted
+    and the event are torch's own: when to free, when the buffer is filled.
     """
 
     device_uuid: str
@@ -42,31 +52,34 @@ class CudaIpcHandle:
     counter_offset: int
     event: bytes
     event_sync: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CudaIpcHandle:
+    """A bucket: the buffer it lies in, behind a header, and the nonce in that header."""
+
+    buffer: ExportedBuffer
+    nonce: bytes
     layout: BucketLayout
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": KIND,
-            "device_uuid": self.device_uuid,
-            "memory": self.memory.hex(),
-            "storage_bytes": self.storage_bytes,
-            "storage_offset": self.storage_offset,
-            "counter": self.counter.hex(),
-            "counter_offset": self.counter_offset,
-            "event": self.event.hex(),
-            "event_sync": self.event_sync,
-            "layout": self.layout.to_json(),
+        exported = {
+            name: value.hex() if isinstance(value, bytes) else value
+            for name, value in asdict(self.buffer).items()
         }
+        handle = {"kind": KIND, "nonce": self.nonce.hex(), "layout": self.layout.to_json()}
+        return exported | handle
 
     @classmethod
     def from_json(cls, value: object, field: str = "handle") -> Self:
         """Raises InvalidInputError, naming the field, for anything `to_json` would not write."""
-        fields = checked_object(value, ("kind", *cls.__dataclass_fields__), field)
+        keys = ("kind", "nonce", "layout", *ExportedBuffer.__dataclass_fields__)
+        fields = checked_object(value, keys, field)
         if fields["kind"] != KIND:
             raise InvalidInputError(f"{field}.kind", fields["kind"], f"must be {KIND}")
         if not isinstance(fields["event_sync"], bool):
             raise InvalidInputError(f"{field}.event_sync", fields["event_sync"], "must be a bool")
-        handle = cls(
+        buffer = ExportedBuffer(
             device_uuid=checked_name(fields["device_uuid"], f"{field}.device_uuid"),
             memory=checked_hex(fields["memory"], f"{field}.memory"),
             storage_bytes=checked_int(fields["storage_bytes"], f"{field}.storage_bytes"),
@@ -75,50 +88,130 @@ class CudaIpcHandle:
             counter_offset=checked_int(fields["counter_offset"], f"{field}.counter_offset"),
             event=checked_hex(fields["event"], f"{field}.event"),
             event_sync=fields["event_sync"],
-            layout=BucketLayout.from_json(fields["layout"], f"{field}.layout"),
         )
-        if handle.storage_bytes < handle.layout.num_bytes:
+        nonce = checked_nonce(fields["nonce"], f"{field}.nonce")
+        layout = BucketLayout.from_json(fields["layout"], f"{field}.layout")
+        if buffer.storage_bytes < HEADER_BYTES + layout.num_bytes:
             raise InvalidInputError(
-                f"{field}.storage_bytes", handle.storage_bytes,
-                f"must hold the layout's {handle.layout.num_bytes} bytes",
+                f"{field}.storage_bytes", buffer.storage_bytes,
+                f"must hold a header and the layout's {layout.num_bytes} bytes",
             )  # fmt: skip
-        return handle
+        return cls(buffer, nonce, layout)
 
 
 class CudaIpcSender:
-    """Packs weights that are on a GPU into one buffer there, used again for every bucket."""
+    """Packs weights that are on a GPU into one buffer there, used again for every bucket.
+
+    Every tensor is copied into it: no receiver ever maps the trainer's own memory. A tensor larger
+    than ``bucket_bytes`` makes it grow. It is kept for the next update. A context manager; `close`
+    frees it.
+    """
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
+        self._buffer: torch.Tensor | None = None  # uint8 [header and a bucket]
+        # Once a buffer: each export is one more wrapper around its storage, for torch to unwind.
+        self._exported: ExportedBuffer | None = None
+        self._closed = False
 
     def handles(self, named_tensors: NamedTensors) -> Iterator[dict[str, Any]]:
-        """One handle a bucket, for one receiver, valid until the next is asked for."""
-        for bucket in buckets(named_tensors, self._bucket_bytes):
-            if not bucket.flat.is_cuda:
-                raise InvalidInputError("named_tensors", bucket.flat.device, "must be on a GPU")
-            yield _handle(bucket).to_json()
+        """One handle a bucket, for one receiver, valid until the next is asked for.
+
+        Raises InvalidInputError for tensors that are not on a GPU, EngineStateError after `close`.
+        """
+        for bucket in buckets(named_tensors, self._bucket_bytes, buffer=self._next_flat):
+            self._require_open()
+            buffer = self._buffer
+            assert buffer is not None
+            if self._exported is None:
+                self._exported = _exported(buffer)
+            nonce = new_nonce()
+            _stamp(buffer, nonce)
+            _finish(buffer.device)
+            yield CudaIpcHandle(self._exported, nonce, bucket.layout).to_json()
+
+    def close(self) -> None:
+        """Free the buffer, for good."""
+        self._buffer, self._exported, self._closed = None, None, True
+
+    def _next_flat(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        self._require_open()
+        buffer, needed = self._buffer, HEADER_BYTES + num_bytes
+        if buffer is None or buffer.device != device or buffer.numel() < needed:
+            buffer = torch.empty(needed, dtype=torch.uint8, device=device)
+            self._buffer, self._exported = buffer, None
+        _stamp(buffer, NO_BUCKET)
+        return buffer[HEADER_BYTES:]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineStateError("the sender is closed: make another one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def check_handles(handles: Mapping[str, CudaIpcHandle]) -> None:
+    """Raises InvalidInputError, naming the field, unless every handle's bucket is there now."""
+    first: dict[tuple[str, bytes, int], str] = {}
+    for field, handle in handles.items():
+        buffer = handle.buffer
+        place = (buffer.device_uuid, buffer.memory, buffer.storage_offset)
+        if place in first:
+            raise InvalidInputError(
+                field, place[1].hex(),
+                f"is of the same buffer as {first[place]}, which holds the last bucket of all: "
+                "hand over the iterator itself",
+            )  # fmt: skip
+        first[place] = field
+    for field, handle in handles.items():
+        refuse_replaced(handle.nonce, _nonce(_mapped(handle.buffer, field)), field)
 
 
 def cuda_tensors(handle: CudaIpcHandle, field: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and views of the sender's buffer, whose reads are complete when this ends."""
-    device = _device(handle.device_uuid, f"{field}.device_uuid")
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device.index, handle.memory, handle.storage_bytes, handle.storage_offset,
-        handle.counter, handle.counter_offset, handle.event, handle.event_sync,
-    )  # fmt: skip
-    flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    yield from FlattenedBucket(flat, handle.layout).unflatten()
-    torch.cuda.current_stream(device).synchronize()
+    """Names and views of the sender's buffer, whose reads are complete when this ends.
+
+    Raises InvalidInputError where the bucket is not there, WeightUpdateError if the sender refilled
+    the buffer meanwhile.
+    """
+    buffer = _mapped(handle.buffer, field)
+    refuse_replaced(handle.nonce, _nonce(buffer), field)
+    yield from FlattenedBucket(buffer[HEADER_BYTES:], handle.layout).unflatten()
+    _finish(buffer.device)
+    refuse_refilled(handle.nonce, _nonce(buffer), "its buffer")
 
 
-def _handle(bucket: FlattenedBucket) -> CudaIpcHandle:
-    flat = bucket.flat
-    torch.cuda.current_stream(flat.device).synchronize()
+def _stamp(buffer: torch.Tensor, nonce: bytes) -> None:
+    with torch.inference_mode():
+        buffer[:NONCE_BYTES].copy_(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
+
+
+def _nonce(buffer: torch.Tensor) -> bytes:
+    return bytes(buffer[:NONCE_BYTES].tolist())
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what this process has asked of the device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _exported(buffer: torch.Tensor) -> ExportedBuffer:
+    if not buffer.is_cuda:
+        raise InvalidInputError("named_tensors", buffer.device, "must be on a GPU")
     _, memory, storage_bytes, storage_offset, counter, counter_offset, event, event_sync = (
-        flat.untyped_storage()._share_cuda_()
+        buffer.untyped_storage()._share_cuda_()
     )
-    return CudaIpcHandle(
-        device_uuid=str(torch.cuda.get_device_properties(flat.device).uuid),
+    return ExportedBuffer(
+        device_uuid=str(torch.cuda.get_device_properties(buffer.device).uuid),
         memory=memory,
         storage_bytes=storage_bytes,
         storage_offset=storage_offset,
@@ -126,8 +219,17 @@ def _handle(bucket: FlattenedBucket) -> CudaIpcHandle:
         counter_offset=counter_offset,
         event=event,
         event_sync=event_sync,
-        layout=bucket.layout,
     )
+
+
+def _mapped(exported: ExportedBuffer, field: str) -> torch.Tensor:
+    """Another process's buffer, uint8 [storage_bytes]."""
+    device = _device(exported.device_uuid, f"{field}.device_uuid")
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index, exported.memory, exported.storage_bytes, exported.storage_offset,
+        exported.counter, exported.counter_offset, exported.event, exported.event_sync,
+    )  # fmt: skip
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _device(uuid: str, field: str) -> torch.device:

@@ -42,6 +42,9 @@ class HandleReceiver:
         for field, handle in parsed.items():
             if isinstance(handle, SharedMemoryHandle):
                 self._segments.check(handle, field)
+        cuda_ipc.check_handles(
+            {field: it for field, it in parsed.items() if isinstance(it, CudaIpcHandle)}
+        )
         return _HandleSource(parsed, self)
 
     def tensors_of(self, handle: Handle, field: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.nonce import HEADER_BYTES, NO_BUCKET, NONCE_BYTES
 
-NONCE_BYTES = 16
-_HEADER_BYTES = 64  # the nonce, and room so that the payload is aligned as entries are
 _FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"specrollout-[0-9a-f]{32}")
 
@@ -33,9 +32,9 @@ class _Mapped:
     def __init__(self, name: str, descriptor: int, num_bytes: int) -> None:
         self.name = name
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, _HEADER_BYTES + num_bytes)
+        self._map = mmap.mmap(descriptor, HEADER_BYTES + num_bytes)
         # The tensor holds on to the map: it is unmapped with the last view.
-        self.flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)
+        self.flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
 
     @property
     def nonce(self) -> bytes:
@@ -53,7 +52,7 @@ class OwnedSegment(_Mapped):
         name, descriptor = _create()
         try:
             # Reserved now: a write to a page there is no room for would kill the process.
-            os.posix_fallocate(descriptor, 0, _HEADER_BYTES + num_bytes)
+            os.posix_fallocate(descriptor, 0, HEADER_BYTES + num_bytes)
             super().__init__(name, descriptor, num_bytes)
         except OSError as error:
             _remove(name, descriptor, os.getpid())
@@ -72,7 +71,7 @@ class OwnedSegment(_Mapped):
 
     def invalidate(self) -> None:
         """Say that what is in it is being replaced."""
-        self.stamp(bytes(NONCE_BYTES))
+        self.stamp(NO_BUCKET)
 
     def close(self) -> None:
         """Remove the file. Who has it mapped keeps the memory until they let go."""
@@ -101,11 +100,11 @@ class MappedSegment(_Mapped):
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidInputError(field, name, "must be a file of the user the engine runs as")
-        if found.st_size < _HEADER_BYTES + num_bytes:
+        if found.st_size < HEADER_BYTES + num_bytes:
             raise InvalidInputError(
                 field, name, f"holds {found.st_size} bytes, too few for a bucket of {num_bytes}"
             )
-        super().__init__(name, descriptor, found.st_size - _HEADER_BYTES)
+        super().__init__(name, descriptor, found.st_size - HEADER_BYTES)
 
     @property
     def is_removed(self) -> bool:

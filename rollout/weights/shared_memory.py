@@ -8,7 +8,6 @@ of a bucket that has been replaced is refused, before and after its tensors are 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,16 +15,17 @@ from typing import Any, Self
 
 import torch
 
-from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.errors import EngineStateError, InvalidInputError
 from rollout.weights.bucket import (
     CACHED_BUCKET_BYTES,
     FlattenedBucket,
     buckets,
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.checked_json import checked_hex, checked_int, checked_name, checked_object
+from rollout.weights.checked_json import checked_int, checked_name, checked_object
 from rollout.weights.manifest import NamedTensors
-from rollout.weights.segment import NONCE_BYTES, MappedSegment, OwnedSegment, remove_orphans
+from rollout.weights.nonce import checked_nonce, new_nonce, refuse_refilled, refuse_replaced
+from rollout.weights.segment import MappedSegment, OwnedSegment, remove_orphans
 
 KIND = "shared_memory"
 
@@ -52,12 +52,9 @@ class SharedMemoryHandle:
         fields = checked_object(value, ("kind", "segment", "nonce", "layout"), field)
         if fields["kind"] != KIND:
             raise InvalidInputError(f"{field}.kind", fields["kind"], f"must be {KIND}")
-        nonce = checked_hex(fields["nonce"], f"{field}.nonce")
-        if len(nonce) != NONCE_BYTES or not any(nonce):
-            raise InvalidInputError(f"{field}.nonce", fields["nonce"], "must be 16 bytes, not zero")
         return cls(
             checked_name(fields["segment"], f"{field}.segment"),
-            nonce,
+            checked_nonce(fields["nonce"], f"{field}.nonce"),
             BucketLayout.from_json(fields["layout"], f"{field}.layout"),
         )
 
@@ -79,22 +76,25 @@ class SharedMemorySender:
         self._segment_bytes = checked_bucket_bytes(checked_bucket_bytes(bucket_bytes) // count)
         self._segments: list[OwnedSegment | None] = [None] * count
         self._filled = -1  # index of the segment filled last
+        self._closed = False
         remove_orphans()
 
     def handles(self, named_tensors: NamedTensors) -> Iterator[dict[str, Any]]:
         """One handle a bucket, each valid until ``num_segments`` more have been asked for.
 
         Ask for it only when every receiver has loaded the one whose place it takes. Raises
-        WeightUpdateError where shared memory is full.
+        WeightUpdateError where shared memory is full, EngineStateError after `close`.
         """
         for bucket in buckets(named_tensors, self._segment_bytes, buffer=self._next_flat):
+            self._require_open()
             segment = self._segments[self._filled]
             assert segment is not None
-            nonce = secrets.token_bytes(NONCE_BYTES)
+            nonce = new_nonce()
             segment.stamp(nonce)
             yield SharedMemoryHandle(segment.name, nonce, bucket.layout).to_json()
 
-    def _next_flat(self, num_bytes: int) -> torch.Tensor:
+    def _next_flat(self, num_bytes: int, _device: torch.device) -> torch.Tensor:
+        self._require_open()
         self._filled = (self._filled + 1) % len(self._segments)
         segment = self._segments[self._filled]
         if segment is None or segment.flat.numel() < num_bytes:
@@ -104,7 +104,13 @@ class SharedMemorySender:
         segment.invalidate()
         return segment.flat
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineStateError("the sender is closed: make another one")
+
     def close(self) -> None:
+        """Remove the segments, for good."""
+        self._closed = True
         for segment in self._segments:
             if segment is not None:
                 segment.close()
@@ -136,11 +142,7 @@ class SharedMemoryReceiver:
         """Names and views of the segment; raises WeightUpdateError if it was refilled meanwhile."""
         segment = self._current(handle, field)
         yield from FlattenedBucket(segment.flat, handle.layout).unflatten()
-        if segment.nonce != handle.nonce:
-            raise WeightUpdateError(
-                f"the sender refilled segment {handle.segment} while it was being read; it must "
-                "ask for a handle only when the one whose place it takes has been loaded"
-            )
+        refuse_refilled(handle.nonce, segment.nonce, f"segment {handle.segment}")
 
     def close(self) -> None:
         """Let go of every segment."""
@@ -156,10 +158,10 @@ class SharedMemoryReceiver:
             self.drop_removed()
             self._mapped[name] = MappedSegment(name, num_bytes, f"{field}.segment")
         segment = self._mapped[name]
-        if segment.nonce != handle.nonce:
+        if segment.flat.numel() < num_bytes:
             raise InvalidInputError(
-                f"{field}.nonce", handle.nonce.hex(),
-                "is of a bucket that is no longer in its segment: handles are valid until the "
-                "sender is asked for the one that takes their place",
+                f"{field}.layout.num_bytes", num_bytes,
+                f"is more than the {segment.flat.numel()} bytes of segment {name}",
             )  # fmt: skip
+        refuse_replaced(handle.nonce, segment.nonce, field)
         return segment

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcSender
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.segment import OwnedSegment, remove_orphans
 from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
@@ -81,6 +80,29 @@ def test_handles_are_valid_while_their_bucket_is_there(sender):
         list(tensors)
     with pytest.raises(InvalidInputError, match=r"handles\[1\]\.nonce.*no longer"):
         received([second, first])
+
+
+def test_a_layout_larger_than_a_segment_that_is_mapped_already(sender, handle):
+    """Refused before a byte is read, whatever the handle says of the rest."""
+    receiver = HandleReceiver()
+    assert len(list(receiver.tensors(handle))) == 1
+    (entry,) = handle["layout"]["entries"]
+    entry |= {"shape": [32], "end": 128}
+    handle["layout"]["num_bytes"] = 128
+    with pytest.raises(InvalidInputError, match="more than the 64 bytes") as error:
+        receiver.tensors([handle])
+    assert error.value.field == "handles[0].layout.num_bytes"
+
+
+def test_a_closed_sender(sender):
+    under_way = sender.handles(TENSORS.items())
+    next(under_way)
+    before = set(SHM.glob("specrollout-*"))
+    sender.close()
+    for stream in (under_way, sender.handles(TENSORS.items())):
+        with pytest.raises(EngineStateError, match="closed"):
+            next(stream)
+    assert set(SHM.glob("specrollout-*")) <= before
 
 
 def test_segments_of_the_dead_are_removed_and_no_others(sender, handle):
@@ -172,54 +194,3 @@ def test_what_is_no_handle(value):
 
 def test_handles_round_trip(handle):
     assert SharedMemoryHandle.from_json(handle).to_json() == handle
-
-
-def cuda_handle() -> dict:
-    return {
-        "kind": "cuda_ipc", "device_uuid": "GPU-0", "memory": "ab" * 64, "storage_bytes": 4096,
-        "storage_offset": 0, "counter": "cd" * 8, "counter_offset": 3, "event": "ef" * 64,
-        "event_sync": True, "layout": {"num_bytes": 64, "entries": [
-            {"name": "w", "dtype": "float32", "shape": [16], "start": 0, "end": 64}]},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("device_uuid", ""), ("memory", "x"), ("storage_bytes", 63), ("storage_bytes", "64"),
-        ("storage_offset", -1), ("counter", 1), ("counter_offset", -1), ("event", None),
-        ("event_sync", 1), ("kind", "shared_memory"),
-    ],
-)  # fmt: skip
-def test_handles_of_cuda_are_checked(field, value):
-    assert CudaIpcHandle.from_json(cuda_handle()).to_json() == cuda_handle()
-    with pytest.raises(InvalidInputError) as error:
-        CudaIpcHandle.from_json(cuda_handle() | {field: value})
-    assert error.value.field == f"handle.{field}"
-
-
-def test_a_gpu_that_is_not_here():
-    with pytest.raises(InvalidInputError, match=r"handles\[0\]\.device_uuid"):
-        received(cuda_handle())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_ipc_between_processes():
-    """A process that knows nothing but the handles reads what this one has on the GPU."""
-    script = (
-        "import sys, json; from rollout.weights.ipc import HandleReceiver\n"
-        "lines = (json.loads(line) for line in sys.stdin)\n"
-        "for name, tensor in HandleReceiver().tensors(lines):\n"
-        "    print(name, tensor.sum().item(), flush=True)"
-    )
-    tensors = {name: tensor.cuda() for name, tensor in TENSORS.items()}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as receiver:
-        for handle in CudaIpcSender(128).handles(tensors.items()):
-            print(json.dumps(handle), file=receiver.stdin, flush=True)
-            for entry in handle["layout"]["entries"]:
-                said = receiver.stdout.readline().split()
-                assert said == [entry["name"], str(TENSORS[entry["name"]].sum().item())]
-        receiver.stdin.close()
-        assert receiver.wait(20) == 0

@@ -1,0 +1,156 @@
+"""CUDA IPC: what it is without a GPU, memory of the CPU in the driver's place; and with one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.weights import cuda_ipc
+from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcSender, ExportedBuffer
+from rollout.weights.ipc import HandleReceiver
+
+TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
+
+
+def received(handles) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in HandleReceiver().tensors(handles)}
+
+
+@pytest.fixture
+def exported(monkeypatch) -> dict[bytes, torch.UntypedStorage]:
+    """What was shared, by handle. As with the driver, a handle is of a whole storage."""
+    found: dict[bytes, torch.UntypedStorage] = {}
+
+    def share(buffer: torch.Tensor) -> ExportedBuffer:
+        storage = buffer.untyped_storage()
+        memory = storage.data_ptr().to_bytes(8, "little")
+        found[memory] = storage
+        return ExportedBuffer(
+            device_uuid="GPU-0", memory=memory, storage_bytes=storage.nbytes(), storage_offset=0,
+            counter=b"counter", counter_offset=0, event=b"event", event_sync=True,
+        )  # fmt: skip
+
+    def mapped(buffer: ExportedBuffer, field: str) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(found[buffer.memory])
+
+    monkeypatch.setattr(cuda_ipc, "_exported", share)
+    monkeypatch.setattr(cuda_ipc, "_mapped", mapped)
+    return found
+
+
+def test_a_stream_of_handles(exported):
+    sender = CudaIpcSender(128)
+    for _ in range(2):
+        handles = (json.loads(json.dumps(handle)) for handle in sender.handles(TENSORS.items()))
+        found = received(handles)
+        assert list(found) == list(TENSORS)
+        assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    assert len(exported) == 1, "one buffer, shared once, for every bucket of every update"
+
+
+def test_large_tensors_and_views_are_copied_into_the_senders_own_buffer(exported):
+    """A parameter is a view deep in its trainer's flat storage: neither is ever shared."""
+    trainers = torch.arange(4096, dtype=torch.float32)
+    tensors = {"small": trainers[16:24], "large": trainers[640:1640], "last": trainers[64:80]}
+    found = received(CudaIpcSender(128).handles(tensors.items()))
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    own = trainers.untyped_storage().data_ptr()
+    assert own not in {storage.data_ptr() for storage in exported.values()}
+    assert torch.equal(trainers, torch.arange(4096, dtype=torch.float32))
+
+
+def test_handles_that_are_collected(exported):
+    """They are of one buffer, which holds the last bucket: refused before a tensor is read."""
+    handles = list(CudaIpcSender(128).handles(TENSORS.items()))
+    assert len(handles) == 3
+    with pytest.raises(InvalidInputError, match=r"handles\[1\].*same buffer as handles\[0\]"):
+        HandleReceiver().tensors(handles)
+    with pytest.raises(InvalidInputError, match=r"handles\[0\]\.nonce.*no longer"):
+        HandleReceiver().tensors(handles[0])
+    assert list(received(handles[2])) == ["t4", "t5"]
+
+
+def test_a_handle_that_comes_late(exported):
+    stream = CudaIpcSender(128).handles(TENSORS.items())
+    first = next(stream)
+    tensors = iter(HandleReceiver().tensors(first))
+    next(tensors)
+    next(stream)
+    with pytest.raises(WeightUpdateError, match="refilled"):
+        list(tensors)
+    with pytest.raises(InvalidInputError, match=r"handles\[0\]\.nonce.*no longer"):
+        list(HandleReceiver().tensors(handle for handle in [first]))
+
+
+def test_a_closed_sender(exported):
+    with CudaIpcSender(128) as sender:
+        under_way = sender.handles(TENSORS.items())
+        next(under_way)
+    for stream in (under_way, sender.handles(TENSORS.items())):
+        with pytest.raises(EngineStateError, match="closed"):
+            next(stream)
+
+
+def test_tensors_that_are_on_no_gpu():
+    with pytest.raises(InvalidInputError, match="must be on a GPU"):
+        next(CudaIpcSender(128).handles(TENSORS.items()))
+
+
+def cuda_handle() -> dict:
+    return {
+        "kind": "cuda_ipc", "device_uuid": "GPU-0", "memory": "ab" * 64, "storage_bytes": 4096,
+        "nonce": "01" * 16, "storage_offset": 0, "counter": "cd" * 8, "counter_offset": 3,
+        "event": "ef" * 64,
+        "event_sync": True, "layout": {"num_bytes": 64, "entries": [
+            {"name": "w", "dtype": "float32", "shape": [16], "start": 0, "end": 64}]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device_uuid", ""), ("memory", "x"), ("storage_bytes", 127), ("storage_bytes", "64"),
+        ("storage_offset", -1), ("counter", 1), ("counter_offset", -1), ("event", None),
+        ("event_sync", 1), ("nonce", "00" * 16), ("kind", "shared_memory"),
+    ],
+)  # fmt: skip
+def test_handles_of_cuda_are_checked(field, value):
+    assert CudaIpcHandle.from_json(cuda_handle()).to_json() == cuda_handle()
+    with pytest.raises(InvalidInputError) as error:
+        CudaIpcHandle.from_json(cuda_handle() | {field: value})
+    assert error.value.field == f"handle.{field}"
+
+
+def test_a_gpu_that_is_not_here():
+    with pytest.raises(InvalidInputError, match=r"handles\[0\]\.device_uuid"):
+        received(cuda_handle())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_ipc_between_processes():
+    """A process that knows nothing but the handles reads what this one has on the GPU."""
+    script = (
+        "import sys, json; from rollout.weights.ipc import HandleReceiver\n"
+        "receiver = HandleReceiver()\n"
+        "for line in sys.stdin:\n"
+        "    tensors = receiver.tensors(json.loads(line))\n"
+        "    print(json.dumps({n: t.sum().item() for n, t in tensors}), flush=True)"
+    )
+    tensors = {name: tensor.cuda() for name, tensor in TENSORS.items()}
+    tensors["large"] = torch.arange(4096.0, device="cuda")[1024:]
+    heard = {}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as receiver:
+        for handle in CudaIpcSender(128).handles(tensors.items()):
+            print(json.dumps(handle), file=receiver.stdin, flush=True)
+            heard |= json.loads(receiver.stdout.readline())
+        receiver.stdin.close()
+        assert receiver.wait(20) == 0
+    assert heard == {name: tensor.sum().item() for name, tensor in tensors.items()}
