@@ -18,8 +18,7 @@ import os
 import random
 import struct
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -35,6 +34,7 @@ from token_tree import TokenTree
 from transformers import AutoModelForCausalLM
 
 from rollout import Rollout, RolloutEngine, SamplingParams
+from rollout.trainers import RolloutHook
 
 ALONE = {  # a process group of one, on a free port
     "RANK": "0",
@@ -51,20 +51,21 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="models/SmolLM2-135M-Instruct", help="a checkpoint folder")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the parameters")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage")
     add("--spec", choices=("none", "ngram"), default="ngram", help="how the engine drafts")
+    add("--draft-tokens", type=int, help="always up to so many; else what pays, as it is learned")
     add("--steps", type=int, default=36, help="rollouts and updates")
     add("--prompts", type=int, default=8, help="problems per step, over all ranks")
-    add("--samples", type=int, default=8, help="rollouts per problem")
+    add("--samples", type=int, default=6, help="rollouts per problem")
     add("--epochs", type=int, default=1, help="optimizer steps per batch of rollouts")
-    add("--terms", type=int, default=3, help="numbers in a sum")
-    add("--shots", type=int, default=4, help="solved examples in the prompt")
-    add("--max-new-tokens", type=int, default=24, help="of a rollout")
+    add("--terms", type=int, default=2, help="numbers in a sum")
+    add("--shots", type=int, default=1, help="solved examples in the prompt")
+    add("--max-new-tokens", type=int, default=16, help="of a rollout")
     add("--temperature", type=float, default=1.0, help="of rollouts")
-    add("--lr", type=float, default=1e-5, help="of AdamW")
+    add("--lr", type=float, default=2e-5, help="of AdamW")
     add("--clip", type=float, default=0.2, help="the ratio counts within 1 - CLIP and 1 + CLIP")
-    add("--held-out", type=int, default=64, help="problems evaluated before and after; 0: none")
+    add("--held-out", type=int, default=48, help="problems evaluated before and after; 0: none")
     add("--seed", type=int, default=0, help="of problems and samples")
     add("--threads", type=int, default=1, help="CPU threads per process")
     add("--log", type=Path, default=Path("runs/grpo.jsonl"), help="a file")
@@ -97,23 +98,17 @@ def make_trainer(args: argparse.Namespace) -> Any:
 
 
 def make_engine(args: argparse.Namespace) -> RolloutEngine:
+    fixed = {"budget": "fixed", "num_draft_tokens": args.draft_tokens}
     return RolloutEngine.from_pretrained(
         args.model,
         spec=args.spec,
+        spec_options=fixed if args.draft_tokens else None,
         dtype=args.dtype,
         num_threads=args.threads,
         max_running=args.prompts * args.samples,
         max_context_len=1024,
         kv_bytes=2**30,
     )
-
-
-def whole_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters by name, one gathered at a time: a collective call, every rank must iterate."""
-    for name, parameter in trainer.module.named_parameters():
-        gather = hasattr(parameter, "ds_id")
-        with deepspeed.zero.GatheredParameters([parameter], enabled=gather):
-            yield name, parameter.detach()
 
 
 def roll_out(
@@ -149,15 +144,23 @@ def group_advantages(rewards: Sequence[float], group_size: int) -> list[float]:
     return advantages
 
 
-def deal(samples: list[Sample] | None, world_size: int) -> tuple[list[Sample], int]:
-    """This rank's share of rank 0's samples, whole groups, and the tokens of all shares."""
-    shares: list[Any] = []
-    if samples is not None:
-        num_tokens = sum(len(sample.token_ids) for sample in samples)
-        size = len(samples) // world_size
-        shares = [(samples[r * size :][:size], num_tokens) for r in range(world_size)]
+def as_samples(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[Sample]:
+    return [
+        Sample(each.prompt_ids, each.token_ids, each.logprobs, advantage)
+        for each, advantage in zip(rollouts, advantages, strict=True)
+    ]
+
+
+def deal(samples: list[Sample], world_size: int) -> tuple[list[Sample], int]:
+    """This rank's share of rank 0's samples, and the number of tokens of all of them.
+
+    Samples of advantage 0 have no gradient: they are counted and not dealt out.
+    """
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    samples = [sample for sample in samples if sample.advantage] or samples[:world_size]
+    shares = [(samples[rank::world_size], num_tokens) for rank in range(world_size)]
     received: list[Any] = [None]
-    dist.scatter_object_list(received, shares or None)
+    dist.scatter_object_list(received, shares if samples else None)
     return received[0]
 
 
@@ -221,9 +224,10 @@ def main() -> None:
     world_size, leads = dist.get_world_size(), dist.get_rank() == 0
 
     trainer = make_trainer(args)
+    engine = make_engine(args) if leads else None
+    hook = RolloutHook(engine, trainer)
     if leads:
         task = SumsTask(args.terms, args.shots)
-        engine = make_engine(args)
         params = SamplingParams(
             temperature=args.temperature, max_new_tokens=args.max_new_tokens, n=args.samples
         )
@@ -233,36 +237,28 @@ def main() -> None:
         write(log, event="held out", step=0, **evaluate(engine, task, params, args))
 
     for step in range(1, args.steps + 1):
-        started, samples = time.process_time(), None
+        started, cpu_started, samples = time.perf_counter(), time.process_time(), []
         if leads:
             problems = random.Random(f"{args.seed} {step}").sample(task.train, args.prompts)
             seeded = replace(params, seed=args.seed * 1_000_000 + step)
             rollouts, rewards = roll_out(engine, task, problems, seeded)
-            samples = [
-                Sample(each.prompt_ids, each.token_ids, each.logprobs, advantage)
-                for each, advantage in zip(
-                    rollouts, group_advantages(rewards, args.samples), strict=True
-                )
-            ]
+            samples = as_samples(rollouts, group_advantages(rewards, args.samples))
         share, num_tokens = deal(samples, world_size)
-        rolled_out = time.process_time()
+        rolled_out = time.perf_counter()
         gaps = [update(trainer, share, num_tokens, args) for _ in range(args.epochs)]
-        trained = time.process_time()
-        weights = whole_weights(trainer)
-        if leads:
-            engine.update_weights_from_tensor(weights, weight_version=step)
-        else:
-            deque(weights, maxlen=0)
+        trained = time.perf_counter()
+        sync = hook.sync()
         if leads:
             write(
                 log, event="step", step=step,
                 **describe(rollouts, rewards), majority_reward=task.majority_reward(problems),
                 logprob_gap=gaps[0], rollout_seconds=rolled_out - started,
-                train_seconds=trained - rolled_out, sync_seconds=time.process_time() - trained,
+                train_seconds=trained - rolled_out, sync_seconds=sync.seconds,
+                cpu_seconds=time.process_time() - cpu_started,
             )  # fmt: skip
     if leads:
         write(log, event="held out", step=args.steps, **evaluate(engine, task, params, args))
-        write(log, event="end", weights="")
+        write(log, event="end", weights=engine.weights_digest())
     dist.barrier()
     dist.destroy_process_group()
 
