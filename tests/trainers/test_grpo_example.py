@@ -1,0 +1,158 @@
+"""The GRPO example trains, the same run with drafts and without, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.text_model import save_text_model
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("reasoning_gym")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+STEPS = 3
+SETTINGS = f"""
+    --steps {STEPS} --prompts 6 --samples 6 --max-new-tokens 5 --held-out 4
+    --dtype float32 --lr 1e-3
+""".split()
+SPECS = {"none": ["--spec", "none"], "ngram": ["--spec", "ngram", "--draft-tokens", "4"]}
+SHARING = {1: ["--zero", "2"], 2: ["--zero", "3"]}  # by the number of ranks
+
+Log = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Most of its words hold a digit, so that some rollouts earn a reward by chance."""
+    folder = save_text_model(tmp_path_factory.mktemp("grpo") / "model")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    special = list(tokenizer["model"]["vocab"])[:6]
+    words = [*special, "+", "-", "=", *map(str, range(10))]
+    words += [f"{chr(ord('a') + index // 10)}{index % 10}" for index in range(97 - len(words))]
+    tokenizer["model"]["vocab"] = {word: index for index, word in enumerate(words)}
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def start(folder: Path, arguments: list[str], ranks: int) -> subprocess.Popen:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with (folder / "printed").open("w") as printed:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                *(launcher if ranks > 1 else []),
+                str(EXAMPLES / "grpo_deepspeed.py"),
+                *["--output", str(folder / "log.jsonl")],
+                *arguments,
+            ],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def logs(model, tmp_path_factory) -> dict[int, dict[str, Log]]:
+    """By the number of ranks and where drafts come from."""
+    return {ranks: run_both(ranks, model, tmp_path_factory) for ranks in SHARING}
+
+
+def run_both(ranks: int, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
+    folders = {spec: tmp_path_factory.mktemp(f"{spec}-{ranks}") for spec in SPECS}
+    processes = [
+        start(folders[spec], [*SETTINGS, *SHARING[ranks], *own, "--model", str(model)], ranks)
+        for spec, own in SPECS.items()
+    ]
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    printed = "\n".join((folder / "printed").read_text()[-4000:] for folder in folders.values())
+    assert codes == [0, 0], printed
+    return {
+        spec: [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        for spec, folder in folders.items()
+    }
+
+
+def steps(log: Log) -> Log:
+    return [record for record in log if record["event"] == "step"]
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("ranks", SHARING)
+def test_drafts_do_not_change_the_run(logs, ranks):
+    plain, drafted = logs[ranks]["none"], logs[ranks]["ngram"]
+    assert len(steps(plain)) == STEPS
+    for one, other in zip(steps(plain), steps(drafted), strict=True):
+        for field in ("digest", "reward", "tokens", "nll", "logprob_gap"):
+            assert one[field] == other[field], (one["step"], field)
+    assert plain[1] == drafted[1]  # evaluated before
+    assert plain[-2:] == drafted[-2:]  # and after, and the weights
+    assert all(step["accept_length"] == 1 for step in steps(plain))
+    assert any(step["accept_length"] > 1 for step in steps(drafted))
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("ranks", SHARING)
+def test_the_engine_follows_the_trainer(logs, ranks):
+    for log in logs[ranks].values():
+        assert any(step["reward"] > 0 for step in steps(log))
+        assert all(step["logprob_gap"] < 1e-4 for step in steps(log)), steps(log)
+        assert len({step["nll"] for step in steps(log)}) == STEPS
+
+
+@pytest.mark.timeout(500)
+def test_ranks_share_the_rollouts_of_one(logs):
+    alone, shared = steps(logs[1]["none"]), steps(logs[2]["none"])
+    assert alone[0]["digest"] == shared[0]["digest"]
+    for one, other in zip(alone, shared, strict=True):  # gradients are summed in another order
+        assert one["reward"] == other["reward"]
+        assert one["nll"] == pytest.approx(other["nll"], abs=1e-4)
+
+
+def test_a_tree_gives_the_logprobs_and_gradients_of_its_sequences(tiny_model_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from token_tree import TokenTree
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    prompt = [5, 17, 3, 80, 41]
+    sequences = [[*prompt, *rest] for rest in ([7, 8, 9], [7, 8, 11, 12], [30], [7, 8, 9], [80, 5])]
+    sequences.append([5, 17, 90, 6, 13, 22, 9])  # another prompt
+    tree = TokenTree(sequences)
+    assert tree.num_nodes == 5 + 5 + 1 + 2 + 5
+
+    nodes = [node for path in tree.paths for node in path[5:]]
+    weights_N = torch.linspace(-1, 1, len(nodes))
+    shared_N = tree.logprobs(model, nodes, temperature=0.7)
+    (shared_N * weights_N).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    apart = []
+    for sequence in sequences:
+        logits_LV = model(input_ids=torch.tensor([sequence])).logits[0]
+        logprobs_LV = torch.log_softmax(logits_LV / 0.7, dim=-1)
+        apart += [logprobs_LV[at - 1, sequence[at]] for at in range(5, len(sequence))]
+    (torch.stack(apart) * weights_N).sum().backward()
+
+    torch.testing.assert_close(shared_N, torch.stack(apart), rtol=1e-4, atol=1e-5)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-4)
