@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -64,12 +65,12 @@ def start(folder: Path, arguments: list[str], ranks: int) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def logs(model, tmp_path_factory) -> dict[int, dict[str, Log]]:
+def log_files(model, tmp_path_factory) -> dict[int, dict[str, Path]]:
     """By the number of ranks and where drafts come from."""
     return {ranks: run_both(ranks, model, tmp_path_factory) for ranks in SHARING}
 
 
-def run_both(ranks: int, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
+def run_both(ranks: int, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {spec: tmp_path_factory.mktemp(f"{spec}-{ranks}") for spec in SPECS}
     processes = [
         start(folders[spec], [*SETTINGS, *SHARING[ranks], *own, "--model", str(model)], ranks)
@@ -84,9 +85,17 @@ def run_both(ranks: int, model: Path, tmp_path_factory: pytest.TempPathFactory) 
                 process.wait()
     printed = "\n".join((folder / "printed").read_text()[-4000:] for folder in folders.values())
     assert codes == [0, 0], printed
+    return {spec: folder / "log.jsonl" for spec, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def logs(log_files) -> dict[int, dict[str, Log]]:
     return {
-        spec: [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        for spec, folder in folders.items()
+        ranks: {
+            spec: [json.loads(line) for line in file.read_text().splitlines()]
+            for spec, file in files.items()
+        }
+        for ranks, files in log_files.items()
     }
 
 
@@ -124,6 +133,17 @@ def test_ranks_share_the_rollouts_of_one(logs):
     for one, other in zip(alone, shared, strict=True):  # gradients are summed in another order
         assert one["reward"] == other["reward"]
         assert one["nll"] == pytest.approx(other["nll"], abs=1e-4)
+
+
+@pytest.mark.timeout(500)
+def test_the_plot_compares_runs_of_one_seed(log_files, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["plot_grpo", *map(str, log_files[1].values()),
+                                      "--output", str(tmp_path / "runs.png")])  # fmt: skip
+    runpy.run_path(str(EXAMPLES / "plot_grpo.py"), run_name="__main__")
+    assert f"{STEPS} steps, 0 of them different; last weights equal" in capsys.readouterr().out
+    assert (tmp_path / "runs.png").stat().st_size > 1000
 
 
 def test_a_tree_gives_the_logprobs_and_gradients_of_its_sequences(tiny_model_path, monkeypatch):
