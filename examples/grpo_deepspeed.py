@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="models/SmolLM2-135M-Instruct", help="a checkpoint folder")
-    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the parameters")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage")
     add("--spec", choices=("none", "ngram"), default="ngram", help="where drafts come from")
     add("--draft-tokens", type=int, metavar="N", help="always up to N; without it, what pays")
