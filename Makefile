@@ -51,15 +51,9 @@ test: $(STAMP) $(MODEL)/config.json  ## all tests
 	$(BIN)/python -m pytest
 
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
-# transformers and ray. verl runs from the wheel, outside the source tree.
+# transformers and ray. verl is run from the wheel.
 VERL_VENV ?= build/venv-verl
 OPENRLHF_VENV ?= build/venv-openrlhf
-
-$(VERL_VENV)/.installed: pyproject.toml $(NATIVE) $(shell git ls-files rollout spec_workers ngram_native conf)
-	test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
-	$(VERL_VENV)/bin/python -m pip install -q $(TORCH) $(BUILD_REQUIRES)
-	$(VERL_VENV)/bin/python -m pip install -q $(TORCH) --no-build-isolation ".[verl]" pytest pytest-timeout
-	touch $@
 
 $(OPENRLHF_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(OPENRLHF_VENV)/bin/python || $(PYTHON) -m venv $(OPENRLHF_VENV)
@@ -69,8 +63,8 @@ $(OPENRLHF_VENV)/.installed: pyproject.toml $(NATIVE)
 	touch $@
 
 .PHONY: test-verl
-test-verl: $(VERL_VENV)/.installed  ## verl's own trainer, with this engine
-	cd tests/frameworks/verl && $(abspath $(VERL_VENV))/bin/python -m pytest -p no:cacheprovider
+test-verl:  ## verl's own trainer, with this engine's wheel
+	VENV=$(abspath $(VERL_VENV)) PYTHON=$(PYTHON) TORCH=$(TORCH) tests/frameworks/verl/run.sh
 
 .PHONY: test-openrlhf
 test-openrlhf: $(OPENRLHF_VENV)/.installed  ## OpenRLHF's own trainer, with this engine
