@@ -68,6 +68,12 @@ def require_supported(
     model_impl: str,
 ) -> None:
     """Raises InvalidInputError, by the name TRL's config has for it, for what we do not have."""
+    if hasattr(processing_class, "image_processor"):
+        raise InvalidInputError(
+            "processing_class",
+            type(processing_class).__name__,
+            "images are not supported; give a tokenizer",
+        )
     if mode != "colocate":
         raise InvalidInputError(
             "vllm_mode", mode, "must be colocate: the engine runs in the trainer's process"
@@ -94,10 +100,4 @@ def require_supported(
     if model_impl not in ("auto", "vllm"):
         raise InvalidInputError(
             "vllm_model_impl", model_impl, "must be left alone: models are our own"
-        )
-    if hasattr(processing_class, "image_processor"):
-        raise InvalidInputError(
-            "processing_class",
-            type(processing_class).__name__,
-            "images are not supported; give a tokenizer",
         )
