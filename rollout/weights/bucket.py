@@ -16,6 +16,7 @@ from rollout.weights.bucket_layout import (
     manifest_of_layouts,
 )
 from rollout.weights.checks import manifest_of
+from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
@@ -68,7 +69,7 @@ def buckets(
     device: torch.device | None = None,
     buffer: Callable[[int, torch.device], torch.Tensor] | None = None,
 ) -> Iterator[FlattenedBucket]:
-    """Pack a stream into one buffer, used again for every bucket.
+    """Pack a stream into one buffer, used again for every bucket. Closing it closes the stream.
 
     A tensor larger than ``bucket_bytes`` is a bucket of its own and is not copied: the memory
     needed is one bucket, less where all tensors are known to fit in less.
@@ -81,23 +82,24 @@ def buckets(
     packer = BucketPacker(bucket_bytes)
     capacity = _capacity(named_tensors, bucket_bytes)
     flat: torch.Tensor | None = None
-    for name, tensor in named_tensors:
-        spec = TensorSpec.of(tensor)
-        entry = packer.entry_for(name, spec)
-        if entry is None:
-            assert flat is not None
-            yield FlattenedBucket(flat, packer.close())
+    with closed_iterator(named_tensors) as tensors:
+        for name, tensor in tensors:
+            spec = TensorSpec.of(tensor)
             entry = packer.entry_for(name, spec)
-        assert entry is not None, "an empty bucket takes any tensor"
-        if buffer is None and entry.end > bucket_bytes:
-            yield FlattenedBucket(_flat(tensor, device), packer.close())
-            continue
-        if buffer is not None and len(packer.entries) == 1:
-            flat = buffer(max(capacity, entry.end), device or tensor.device)
-        elif flat is None:
-            flat = torch.empty(capacity, dtype=torch.uint8, device=device or tensor.device)
-        with torch.inference_mode():
-            _view(flat, entry).copy_(tensor)
+            if entry is None:
+                assert flat is not None
+                yield FlattenedBucket(flat, packer.close())
+                entry = packer.entry_for(name, spec)
+            assert entry is not None, "an empty bucket takes any tensor"
+            if buffer is None and entry.end > bucket_bytes:
+                yield FlattenedBucket(_flat(tensor, device), packer.close())
+                continue
+            if buffer is not None and len(packer.entries) == 1:
+                flat = buffer(max(capacity, entry.end), device or tensor.device)
+            elif flat is None:
+                flat = torch.empty(capacity, dtype=torch.uint8, device=device or tensor.device)
+            with torch.inference_mode():
+                _view(flat, entry).copy_(tensor)
     if packer.entries:
         assert flat is not None
         yield FlattenedBucket(flat, packer.close())
@@ -135,9 +137,10 @@ class _Buckets:
 
 
 def _unflattened(stream: Iterable[FlattenedBucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, bucket in enumerate(stream):
-        _refuse_other(bucket, index)
-        yield from bucket.unflatten()
+    with closed_iterator(stream) as found:
+        for index, bucket in enumerate(found):
+            _refuse_other(bucket, index)
+            yield from bucket.unflatten()
 
 
 def _refuse_other(bucket: object, index: int) -> None:

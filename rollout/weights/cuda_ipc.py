@@ -22,6 +22,7 @@ from rollout.weights.bucket import (
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
 from rollout.weights.checked_json import checked_hex, checked_int, checked_name, checked_object
+from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import NamedTensors
 from rollout.weights.nonce import (
     HEADER_BYTES,
@@ -119,16 +120,18 @@ class CudaIpcSender:
 
         Raises InvalidInputError for tensors that are not on a GPU, EngineStateError after `close`.
         """
-        for bucket in buckets(named_tensors, self._bucket_bytes, buffer=self._next_flat):
-            self._require_open()
-            buffer = self._buffer
-            assert buffer is not None
-            if self._exported is None:
-                self._exported = _exported(buffer)
-            nonce = new_nonce()
-            _stamp(buffer, nonce)
-            _finish(buffer.device)
-            yield CudaIpcHandle(self._exported, nonce, bucket.layout).to_json()
+        stream = buckets(named_tensors, self._bucket_bytes, buffer=self._next_flat)
+        with closed_iterator(stream) as packed:
+            for bucket in packed:
+                self._require_open()
+                buffer = self._buffer
+                assert buffer is not None
+                if self._exported is None:
+                    self._exported = _exported(buffer)
+                nonce = new_nonce()
+                _stamp(buffer, nonce)
+                _finish(buffer.device)
+                yield CudaIpcHandle(self._exported, nonce, bucket.layout).to_json()
 
     def close(self) -> None:
         """Free the buffer, for good."""

@@ -7,6 +7,7 @@ from typing import Any
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, buckets
 from rollout.weights.bucket_layout import checked_bucket_bytes, layouts
+from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import manifest_digest, outcome
 from rollout.weights.dtype_names import dtype_name
 from rollout.weights.group import WeightGroup, checked_seconds
@@ -98,12 +99,14 @@ class DistributedSender:
 
     def _stream(self, source: WeightSource, manifest: Manifest, seconds: float) -> None:
         expected = iter(layouts(manifest, self._bucket_bytes))
-        for bucket in buckets(source, self._bucket_bytes, device=self._group.device):
-            if bucket.layout != next(expected, None):
-                raise WeightUpdateError(
-                    f"the source yields {bucket.layout.entries[0].name!r} and what follows in "
-                    "another order or shape than its manifest says"
-                )
-            self._group.broadcast(bucket.used, seconds)
+        stream = buckets(source, self._bucket_bytes, device=self._group.device)
+        with closed_iterator(stream) as packed:
+            for bucket in packed:
+                if bucket.layout != next(expected, None):
+                    raise WeightUpdateError(
+                        f"the source yields {bucket.layout.entries[0].name!r} and what follows in "
+                        "another order or shape than its manifest says"
+                    )
+                self._group.broadcast(bucket.used, seconds)
         if next(expected, None) is not None:
             raise WeightUpdateError("the source ended before its manifest was through")

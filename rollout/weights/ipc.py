@@ -10,6 +10,7 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.weights import cuda_ipc, shared_memory
 from rollout.weights.bucket_layout import manifest_of_layouts
+from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.cuda_ipc import CudaIpcHandle, cuda_tensors
 from rollout.weights.manifest import Manifest, NamedTensors
 from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemoryReceiver
@@ -57,9 +58,10 @@ class HandleReceiver:
         self._segments.close()
 
     def _streamed(self, handles: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, handle in enumerate(handles):
-            field = f"handles[{index}]"
-            yield from self.tensors_of(_handle(handle, field), field)
+        with closed_iterator(handles) as stream:
+            for index, handle in enumerate(stream):
+                field = f"handles[{index}]"
+                yield from self.tensors_of(_handle(handle, field), field)
 
 
 class _HandleSource:

@@ -23,6 +23,7 @@ from rollout.weights.bucket import (
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
 from rollout.weights.checked_json import checked_int, checked_name, checked_object
+from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import NamedTensors
 from rollout.weights.nonce import checked_nonce, new_nonce, refuse_refilled, refuse_replaced
 from rollout.weights.segment import MappedSegment, OwnedSegment, remove_orphans
@@ -85,13 +86,15 @@ class SharedMemorySender:
         Ask for it only when every receiver has loaded the one whose place it takes. Raises
         WeightUpdateError where shared memory is full, EngineStateError after `close`.
         """
-        for bucket in buckets(named_tensors, self._segment_bytes, buffer=self._next_flat):
-            self._require_open()
-            segment = self._segments[self._filled]
-            assert segment is not None
-            nonce = new_nonce()
-            segment.stamp(nonce)
-            yield SharedMemoryHandle(segment.name, nonce, bucket.layout).to_json()
+        stream = buckets(named_tensors, self._segment_bytes, buffer=self._next_flat)
+        with closed_iterator(stream) as packed:
+            for bucket in packed:
+                self._require_open()
+                segment = self._segments[self._filled]
+                assert segment is not None
+                nonce = new_nonce()
+                segment.stamp(nonce)
+                yield SharedMemoryHandle(segment.name, nonce, bucket.layout).to_json()
 
     def _next_flat(self, num_bytes: int, _device: torch.device) -> torch.Tensor:
         self._require_open()

@@ -1,0 +1,88 @@
+"""An update that fails closes its source at once, behind however many streams that lies.
+
+A sharded source has other ranks waiting in its collectives. Everything here is still named by the
+test when the update has failed, so that no reference count does the work.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.weights.bucket import buckets
+from rollout.weights.distributed_sender import DistributedSender
+from rollout.weights.shared_memory import SharedMemorySender
+from tests.helpers.weight_transports import SECONDS, TensorSource, group_of
+
+
+class Stream(TensorSource):
+    """Knows whether it was closed before its end; never closed by being forgotten."""
+
+    def __init__(self, tensors) -> None:
+        super().__init__(tensors)
+        self.closed = False
+        self._pairs = iter(tensors.items())
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._pairs)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def bad(policies) -> Stream:
+    """Fails in its second tensor, long before its end."""
+    tensors = dict(policies[1].tensors)
+    second = list(tensors)[1]
+    tensors[second] = torch.full_like(tensors[second], float("nan"))
+    return Stream(tensors)
+
+
+def test_buckets(engine, bad):
+    stream = buckets(bad, 8192)
+    with pytest.raises(InvalidInputError, match="NaN"):
+        engine.update_weights_from_tensor(stream, load_format="flattened_bucket", check_finite=True)
+    assert bad.closed
+
+
+def test_handles(engine, bad):
+    with SharedMemorySender(8192) as sender:
+        handles = sender.handles(bad)
+        with pytest.raises(InvalidInputError, match="NaN"):
+            engine.update_weights_from_ipc(handles, check_finite=True)
+        assert bad.closed
+
+
+def test_handles_of_a_sender_that_fails(bad):
+    with SharedMemorySender(8192) as sender:
+        handles = sender.handles(bad)
+        next(handles)
+        sender.close()
+        with pytest.raises(EngineStateError, match="closed") as error:
+            next(handles)
+        assert bad.closed
+    assert error.value
+
+
+def test_a_sender_whose_group_closes(engine, policies):
+    class Cut(Stream):
+        def __next__(self):
+            name, tensor = super().__next__()
+            if name == list(self.tensors)[9]:
+                group.close("its connection failed")
+            return name, tensor
+
+    with group_of(engine) as (group, threads):
+        stream = Cut(policies[1].tensors)
+        sender = DistributedSender(group, 8192)
+        sent = threads.submit(sender.send, stream, SECONDS)
+        with pytest.raises(WeightUpdateError):
+            engine.update_weights_from_distributed(**sender.arguments(stream))
+        error = sent.exception(SECONDS)
+        assert isinstance(error, WeightUpdateError)
+        assert stream.closed
