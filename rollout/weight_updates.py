@@ -131,7 +131,8 @@ class WeightCalls(ABC):
         """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
 
         Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
-        missing after ``timeout`` seconds or were told another size.
+        missing after ``timeout`` seconds or were told another size. An update through it that says
+        no timeout of its own waits as long.
         """
         self.weight_groups.init(
             master_address, master_port, rank_offset, world_size, group_name, backend, timeout
@@ -160,7 +161,8 @@ class WeightCalls(ABC):
         Raises InvalidInputError before anything is written, WeightUpdateError where the sender
         fails or is silent for ``timeout`` seconds.
         """
-        timeout = options.get("timeout", self.worker.weights.options.timeout)
+        weights = self.worker.weights
+        timeout = options.get("timeout", weights.options.timeout if weights.is_under_way else None)
         with self.weight_groups.source(
             names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
         ) as source:

@@ -14,7 +14,8 @@ receiver that fails in the middle takes the rest off the wire before it says so:
 usable. Where the connection itself fails the group closes, which ends everybody's waiting.
 
 Callers that broadcast by themselves, one tensor after another and without notes, are received with
-``load_format=None``.
+``load_format=None``. They cannot be told of a refusal, so what they send is taken off the wire
+before it is raised, which keeps the group usable; where nothing comes for 10 seconds it closes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rollout.weights.dtype_names import named_dtype
 from rollout.weights.group import WeightGroup
 from rollout.weights.manifest import Manifest, TensorSpec
 
-_REFUSAL_SECONDS = 10.0  # how long a refused update waits for its sender, to tell it so
+_REFUSAL_SECONDS = 10.0  # at most, of each wait for the sender of an update that has failed
 
 
 class DistributedSource:
@@ -57,6 +58,7 @@ class DistributedSource:
         self._timeout = timeout
         self._has_notes = load_format is not None
         self._number = 0  # of the update; 0 until its announcement is read
+        self._is_silent = False  # whether the sender was waited for, and announced nothing
         self._under_way = not self._has_notes  # whether buckets come
         self._layouts: list[BucketLayout] = []
         self._num_received = 0  # buckets
@@ -87,6 +89,8 @@ class DistributedSource:
     ) -> None:
         if error is None:
             self._tell("result", None)
+            return
+        if self._is_silent:
             return
         seconds = min(self._timeout, _REFUSAL_SECONDS)
         try:
@@ -125,6 +129,7 @@ class DistributedSource:
             ["announcement"], seconds, lambda note: note["number"] > last
         )
         if not found:
+            self._is_silent = True
             raise WeightUpdateError(
                 f"group {self._group.name!r}: the sender announced nothing in {seconds:g} seconds; "
                 "DistributedSender.send must run meanwhile (load_format=None: bare broadcasts)"

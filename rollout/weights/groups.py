@@ -50,11 +50,14 @@ class WeightGroups:
         group_name: str,
         *,
         load_format: str | None,
-        timeout: float,
+        timeout: float | None,
     ) -> Iterator[DistributedSource]:
-        """What the group's sender is about to send; it hears how the update in here went."""
-        seconds = checked_seconds(timeout, "timeout")
+        """What the group's sender is about to send; it hears how the update in here went.
+
+        ``timeout``: seconds, of each wait; None: what the group was joined with.
+        """
         group = self._named(group_name)
+        seconds = group.timeout if timeout is None else checked_seconds(timeout, "timeout")
         with DistributedSource(group, load_format=load_format, timeout=seconds) as source:
             source.expect(announced_manifest(names, dtypes, shapes))
             yield source

@@ -66,7 +66,11 @@ def opened(kind: str, engine: RolloutEngine, folder: Path) -> Iterator[Update]:
 
 @contextmanager
 def group_of(
-    engine: RolloutEngine, world_size: int = 2, store: TCPStore | None = None
+    engine: RolloutEngine,
+    world_size: int = 2,
+    store: TCPStore | None = None,
+    *,
+    engine_timeout: float = SECONDS,
 ) -> Iterator[tuple[WeightGroup, ThreadPoolExecutor]]:
     """The engine at rank 1 and this process's sender at rank 0, with a thread to send from."""
     store = store or listen("127.0.0.1", SECONDS)
@@ -82,7 +86,7 @@ def group_of(
             store=store,
         )
         engine.init_weights_update_group(
-            "127.0.0.1", store.port, 1, world_size, "weights", timeout=SECONDS
+            "127.0.0.1", store.port, 1, world_size, "weights", timeout=engine_timeout
         )
         group = joined.result(SECONDS)
         try:

@@ -262,9 +262,20 @@ def test_a_sender_that_says_nothing(engine, policies):
 def test_an_open_update_has_its_own_timeout(engine, policies):
     with group_of(engine) as (group, _):
         call = DistributedSender(group, 8192).arguments(TensorSource(policies[1].tensors))
-        engine.begin_weight_update(timeout=0.5)
-        with pytest.raises(WeightUpdateError, match=r"announced nothing in 0\.5 seconds"):
+        engine.begin_weight_update(timeout=1.5)
+        started = time.monotonic()
+        with pytest.raises(WeightUpdateError, match=r"announced nothing in 1\.5 seconds"):
             engine.update_weights_from_distributed(**call)
+        assert time.monotonic() - started < 2.5, "waited for once"
+        assert_serves(engine, policies[0])
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
+def test_what_a_group_was_joined_with_is_the_default(engine, policies, load_format):
+    with group_of(engine, engine_timeout=2.0) as (group, _):
+        call = DistributedSender(group, 8192).arguments(TensorSource(policies[1].tensors))
+        with pytest.raises(WeightUpdateError, match=r"nothing in 2 seconds|2000ms|for 2 seconds"):
+            engine.update_weights_from_distributed(**call | {"load_format": load_format})
         assert_serves(engine, policies[0])
 
 
