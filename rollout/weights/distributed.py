@@ -3,15 +3,17 @@
 An update of `DistributedSender`, with the notes it leaves in the group's store::
 
     sender, rank 0                         receivers
-    announcement (number, digest) ------>  begin: names, shapes, dtypes checked
-              <---------------------- <number>/answer/<rank>: ready, or refused
-    <number>/go, or withdrawn  --------->
+    announcement (digest)  ------------->  begin: names, shapes, dtypes checked
+              <---------------------- answer/<rank>: ready, or refused
+    go, or withdrawn           --------->
     bucket, bucket, ...        =========>  load
-              <---------------------- <number>/result/<rank>: loaded, or the error
+              <---------------------- result/<rank>: loaded, or the error
+    announcement: over
 
-So nothing is sent unless every receiver takes it, and the sender knows who has loaded it. A
-receiver that fails in the middle takes the rest off the wire before it says so: the group stays
-usable. Where the connection itself fails the group closes, which ends everybody's waiting.
+Each note carries the number of its update, so those of another are told apart. Nothing is sent
+unless every receiver takes it, and the sender knows who has loaded it. A receiver that fails in the
+middle takes the rest off the wire before it says so: the group stays usable. Where the connection
+itself fails the group closes, which ends everybody's waiting.
 
 Callers that broadcast by themselves, one tensor after another and without notes, are received with
 ``load_format=None``. They cannot be told of a refusal, so what they send is taken off the wire
@@ -115,7 +117,7 @@ class DistributedSource:
             )  # fmt: skip
         self._layouts = layouts(self._manifest, announced["bucket_bytes"])
         self._tell("answer", None)
-        go = self._group.notes.collect([f"{self._number}/go"], self._timeout)
+        go = self._group.notes.collect(["go"], self._timeout, self._is_of_this)
         if not go:
             raise WeightUpdateError(f"the sender was silent for {self._timeout:g} seconds")
         (note,) = go.values()
@@ -126,7 +128,7 @@ class DistributedSource:
     def _read_announcement(self, seconds: float) -> dict[str, Any]:
         last = self._group.last_update
         found = self._group.notes.collect(
-            ["announcement"], seconds, lambda note: note["number"] > last
+            ["announcement"], seconds, lambda note: note["number"] > last and not note["over"]
         )
         if not found:
             self._is_silent = True
@@ -150,8 +152,8 @@ class DistributedSource:
             try:
                 self._group.broadcast(self._wire(bucket), seconds)
             except WeightUpdateError as error:
-                withdrawn = self._group.notes.get(f"{self._number}/withdrawn")
-                if withdrawn is None:
+                withdrawn = self._group.notes.get("withdrawn")
+                if withdrawn is None or not self._is_of_this(withdrawn):
                     raise
                 raise WeightUpdateError(
                     f"the sender gave the update up: {withdrawn['error']}"
@@ -167,7 +169,10 @@ class DistributedSource:
 
     def _tell(self, kind: str, error: BaseException | None) -> None:
         if self._has_notes:
-            self._group.notes.put(f"{self._number}/{kind}/{self._group.rank}", outcome(error))
+            self._group.notes.put(f"{kind}/{self._group.rank}", outcome(self._number, error))
+
+    def _is_of_this(self, note: dict[str, Any]) -> bool:
+        return bool(note["number"] == self._number)
 
 
 def announced_manifest(
@@ -198,9 +203,12 @@ def manifest_digest(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
-def outcome(error: BaseException | None) -> dict[str, Any]:
-    """The note that says how something went."""
-    return {"error": None if error is None else str(error) or type(error).__name__}
+def outcome(number: int, error: BaseException | None) -> dict[str, Any]:
+    """The note that says how something of an update went."""
+    return {
+        "number": number,
+        "error": None if error is None else str(error) or type(error).__name__,
+    }
 
 
 def _one_by_one(manifest: Manifest) -> list[BucketLayout]:

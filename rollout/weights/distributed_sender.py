@@ -46,8 +46,8 @@ class DistributedSender:
         try:
             self._transfer(number, source, manifest, seconds)
         finally:
-            kinds = [f"{kind}/{rank}" for kind in ("answer", "result") for rank in self._receivers]
-            self._group.notes.remove(["announcement", *(f"{number}/{kind}" for kind in kinds)])
+            # Whoever comes now is too late for it.
+            self._group.notes.put("announcement", {"number": number, "over": True})
 
     @property
     def _receivers(self) -> range:
@@ -59,13 +59,13 @@ class DistributedSender:
         try:
             self._require(number, "answer", seconds, "takes this update")
         except WeightUpdateError as error:
-            self._group.notes.put(f"{number}/go", outcome(error))
+            self._group.notes.put("go", outcome(number, error))
             raise
-        self._group.notes.put(f"{number}/go", outcome(None))
+        self._group.notes.put("go", outcome(number, None))
         try:
             self._stream(source, manifest, seconds)
         except BaseException as error:
-            self._group.notes.put(f"{number}/withdrawn", outcome(error))
+            self._group.notes.put("withdrawn", outcome(number, error))
             self._group.close(f"the sender failed: {error}")
             raise
         self._require(number, "result", seconds, "has loaded this update")
@@ -74,6 +74,7 @@ class DistributedSender:
         self._group.last_update += 1
         note = {
             "number": self._group.last_update,
+            "over": False,
             "manifest": manifest_digest(manifest),
             "bucket_bytes": self._bucket_bytes,
         }
@@ -82,8 +83,8 @@ class DistributedSender:
 
     def _require(self, number: int, kind: str, seconds: float, what: str) -> None:
         """Every receiver's note, without an error in it."""
-        keys = {f"{number}/{kind}/{rank}": rank for rank in self._receivers}
-        notes = self._group.notes.collect(keys, seconds)
+        keys = {f"{kind}/{rank}": rank for rank in self._receivers}
+        notes = self._group.notes.collect(keys, seconds, lambda note: note["number"] == number)
         errors = [
             f"rank {rank}: {notes[key]['error']}"
             for key, rank in keys.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -18,7 +17,11 @@ _POLL_SECONDS = (0.0005, 0.02)  # the first pause, and the longest
 
 
 class GroupStore:
-    """JSON objects by key. Nothing here waits longer than it is told."""
+    """JSON objects by key. Nothing here waits longer than it is told.
+
+    A note is written over, never removed: a store's get waits for a key that is not there, so one
+    that went between the look for it and the get would block its reader.
+    """
 
     def __init__(self, store: Store, group_name: str) -> None:
         self._store = PrefixStore(f"notes/{group_name}", store)
@@ -55,10 +58,6 @@ class GroupStore:
                 return notes
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])
-
-    def remove(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._guarded(partial(self._store.delete_key, key))
 
     def _guarded(self, call: Callable[[], T]) -> T:
         try:

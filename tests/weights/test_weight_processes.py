@@ -312,6 +312,24 @@ def test_receivers_that_say_nothing(engine, policies):
     assert_serves(engine, policies[2])
 
 
+def test_notes_are_written_over_and_never_removed(engine, policies):
+    """A reader that saw a key there would wait for it without end if it then went."""
+    store = listen("127.0.0.1", SECONDS)
+    with group_of(engine, store=store) as (group, threads):
+        sender, counts = DistributedSender(group, 8192), []
+        for policy in (policies[1], policies[2], policies[1]):
+            source = TensorSource(policy.tensors)
+            with pytest.raises(WeightUpdateError, match="no answer"):
+                sender.send(source, timeout=0.05)
+            sent = threads.submit(sender.send, source)
+            engine.update_weights_from_distributed(**sender.arguments(source))
+            sent.result(SECONDS)
+            counts.append(store.num_keys())
+        assert len(set(counts)) == 1
+        assert not hasattr(group.notes, "remove")
+    assert_serves(engine, policies[1])
+
+
 def test_a_sender_that_stops_in_the_middle(engine, policies):
     """Its own source fails: every receiver hears why."""
 
