@@ -288,6 +288,16 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""
         self._leave_old_weights(retract=True, abort=False)
 
+    def close(self) -> None:
+        """Let go of what others have a share in; it generates as before.
+
+        External corpora that load are cancelled, for good; weight groups are left; the memory of
+        senders on this host is unmapped.
+        """
+        super().close()
+        self.weight_groups.close()
+        self.weight_handles.release()
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when a pool's books do not balance."""
         self.worker.memory.check_integrity()

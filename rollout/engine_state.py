@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.scheduler import Scheduler
 from rollout.types import MemoryTag, PauseMode, Request, Rollout
+from rollout.weights.ipc import HandleReceiver
 from rollout.worker import Worker
 
 
@@ -16,6 +17,7 @@ class StateCalls(ABC):
 
     worker: Worker
     scheduler: Scheduler
+    weight_handles: HandleReceiver
     is_paused: bool
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
@@ -51,7 +53,8 @@ class StateCalls(ABC):
         """Give memory back, of the target and of drafts, until `resume_memory`; bytes by tag.
 
         The operating system and other processes have it when this returns. Nothing can run without
-        weights and KV cache; requests can be submitted, and wait.
+        weights and KV cache; requests can be submitted, and wait. Senders' shared memory is let go
+        of too, whatever the tags; it is not ours to count.
 
         Args:
             tags: ``kv_cache``: running requests go back to wait and compute theirs again, and the
@@ -70,6 +73,7 @@ class StateCalls(ABC):
         residency.require_held(wanted)
         if MemoryTag.KV_CACHE in wanted:
             self._leave_old_weights(retract=True, abort=False)
+        self.weight_handles.release()
         freed = residency.release(wanted, keep_weights)
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 

@@ -116,7 +116,10 @@ class WeightCalls(ABC):
         when the last is loaded: of `SharedMemorySender` or `CudaIpcSender`. Raises
         InvalidInputError, naming the field, for handles malformed or outdated.
         """
-        self._load(self.weight_handles.tensors(handles), options)
+        try:
+            self._load(self.weight_handles.tensors(handles), options)
+        finally:
+            self.weight_handles.release_removed()
 
     def init_weights_update_group(
         self,

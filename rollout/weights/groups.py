@@ -66,6 +66,11 @@ class WeightGroups:
         self._named(group_name).close()
         del self._groups[group_name]
 
+    def close(self) -> None:
+        """Leave every group."""
+        for group_name in list(self._groups):
+            self.destroy(group_name)
+
     def _named(self, group_name: str) -> WeightGroup:
         if group_name not in self._groups:
             known = ", ".join(sorted(self._groups)) or "none"

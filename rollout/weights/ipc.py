@@ -31,7 +31,7 @@ class HandleReceiver:
         a generator each handle is taken when the one before has been loaded. Raises
         InvalidInputError, naming the field, for handles that are malformed or no longer valid.
         """
-        self._segments.drop_removed()
+        self._segments.release_removed()
         if isinstance(handles, Mapping):
             handles = [handles]
         if not isinstance(handles, Collection):
@@ -53,9 +53,13 @@ class HandleReceiver:
             return self._segments.tensors(handle, field)
         return cuda_tensors(handle, field)
 
-    def close(self) -> None:
-        """Let go of every sender's memory."""
-        self._segments.close()
+    def release_removed(self) -> None:
+        """Let go of the memory of senders that have removed it."""
+        self._segments.release_removed()
+
+    def release(self) -> None:
+        """Let go of every sender's memory. The next handle maps it again."""
+        self._segments.release()
 
     def _streamed(self, handles: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         with closed_iterator(handles) as stream:

@@ -147,18 +147,18 @@ class SharedMemoryReceiver:
         yield from FlattenedBucket(segment.flat, handle.layout).unflatten()
         refuse_refilled(handle.nonce, segment.nonce, f"segment {handle.segment}")
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Let go of every segment."""
         self._mapped.clear()
 
-    def drop_removed(self) -> None:
+    def release_removed(self) -> None:
         """Let go of the segments that their owners have removed."""
         self._mapped = {name: it for name, it in self._mapped.items() if not it.is_removed}
 
     def _current(self, handle: SharedMemoryHandle, field: str) -> MappedSegment:
         name, num_bytes = handle.segment, handle.layout.num_bytes
         if name not in self._mapped:
-            self.drop_removed()
+            self.release_removed()
             self._mapped[name] = MappedSegment(name, num_bytes, f"{field}.segment")
         segment = self._mapped[name]
         if segment.flat.numel() < num_bytes:
