@@ -45,10 +45,18 @@ def test_sync_with_one_worker_and_with_two(checkpoint, tmp_path):
     assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
 
 
-def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path, workers):
     """Weights are sent and requests cut; the learning rate is 0, so the oracle still holds."""
     still = "actor_rollout_ref.actor.optim.lr=0"
-    outcome = run_main_ppo(checkpoint, tmp_path, *SEPARATE, *LONG, still, steps=4, pretended_gpus=2)
+    outcome = run_main_ppo(
+        checkpoint,
+        tmp_path,
+        *(*SEPARATE, *LONG, still),
+        steps=4,
+        workers=workers,
+        pretended_gpus=workers + 1,
+    )
     diffs = differences(outcome)
     assert len(diffs) == 4
     assert max(diffs) < 1e-6
