@@ -138,8 +138,9 @@ class WeightCalls(ABC):
         no timeout of its own waits as long.
         """
         self.weight_groups.init(
-            master_address, master_port, rank_offset, world_size, group_name, backend, timeout
-        )
+            master_address, master_port, rank_offset, world_size, group_name, backend, timeout,
+            self.worker.model_device,
+        )  # fmt: skip
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
         """Leave a group. Raises InvalidInputError for one this engine is not in."""

@@ -37,6 +37,9 @@ class Worker(Protocol):
     def model_dtype(self) -> torch.dtype: ...
 
     @property
+    def model_device(self) -> torch.device: ...
+
+    @property
     def weights(self) -> WeightTransaction:
         """Of every model it runs, the target and drafts. Where updates begin and end."""
         ...

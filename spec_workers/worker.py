@@ -65,6 +65,10 @@ class SpecWorker:
         return self.target.model.dtype
 
     @property
+    def model_device(self) -> torch.device:
+        return self.target.model.device
+
+    @property
     def max_draft_tokens(self) -> int:
         return 0
 

@@ -1,7 +1,17 @@
-"""WeightGroup: one sender and its receivers, with a store and a process group of their own."""
+"""WeightGroup: one sender and its receivers, with a store and a process group of their own.
+
+The backend nccl has never been run: it was written by reading torch 2.13, gloo is what is tested.
+Torch's watchdog ends a process of which an NCCL peer has died, whatever is caught here, and takes
+that from the environment alone, for every group of the process: TORCH_NCCL_ASYNC_ERROR_HANDLING=0
+before torch makes one turns it into an error that can be survived. A group that is joined without
+logs a warning.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,7 +24,11 @@ from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.checked_json import checked_int, checked_name
 from rollout.weights.group_store import GroupStore
 
+log = logging.getLogger(__name__)
+
 _POLL_SECONDS = 0.001
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_SURVIVABLE = ("0", "2")  # nothing is done, or the communicator alone is aborted
 
 
 def listen(address: str, timeout: float = 300.0) -> TCPStore:
@@ -31,8 +45,9 @@ class WeightGroup:
     one. Rank 0 hosts the store at ``master_address:master_port``; one store serves one group.
 
     Args:
-        backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on this process's current
-            GPU. Needs to be the same everywhere.
+        backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on a GPU. Needs to be the
+            same everywhere.
+        device: the GPU with nccl; default: the one that is current now.
         timeout: seconds; for joining, and the default for every wait after.
         store: what `listen` returned, on rank 0, instead of a port chosen beforehand.
 
@@ -49,6 +64,7 @@ class WeightGroup:
         world_size: int,
         group_name: str,
         backend: str = "gloo",
+        device: torch.device | None = None,
         timeout: float = 300.0,
         store: TCPStore | None = None,
     ) -> None:
@@ -56,6 +72,8 @@ class WeightGroup:
         self.world_size = checked_int(world_size, "world_size", least=2, most=2**16)
         self.rank = checked_int(rank, "rank", most=world_size - 1)
         self.backend = _checked_backend(backend)
+        self.device = _device(self.backend, device)
+        """Where tensors that are broadcast must be."""
         self.timeout = checked_seconds(timeout, "timeout")
         self.last_update = 0  # number of the last update sent or received
         self.closed_because = ""
@@ -64,15 +82,9 @@ class WeightGroup:
         store = store or self._connect(master_address, master_port)
         self.notes = GroupStore(store, self.name)
         self._join()
-        remaining = self.timeout - (time.monotonic() - started)
-        self._group: Any = self._process_group(store, max(remaining, 1.0))
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors that are broadcast must be."""
-        if self.backend == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        remaining = max(self.timeout - (time.monotonic() - started), 1.0)
+        self._group: Any = self._process_group(store, remaining)
+        self._connect_members(remaining)
 
     @property
     def receivers(self) -> range:
@@ -143,12 +155,37 @@ class WeightGroup:
                 )
             time.sleep(0.01)
 
+    def _connect_members(self, seconds: float) -> None:
+        """Broadcast a byte, on a thread that can be left behind.
+
+        NCCL connects in the first broadcast, and no timeout ends that.
+        """
+        failures: list[WeightUpdateError] = []
+
+        def broadcast() -> None:
+            try:
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), seconds)
+            except WeightUpdateError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=broadcast, name="weight-group-connect", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            self._group, self.closed_because = None, "its members did not connect"
+            raise WeightUpdateError(
+                f"group {self.name!r}: the members did not connect in {seconds:g} seconds"
+            )
+        if failures:
+            raise failures[0]
+
     def _process_group(self, store: Store, seconds: float) -> Any:
         store = PrefixStore(f"{self.backend}/{self.name}", store)
         try:
             if self.backend == "gloo":
                 timeout = timedelta(seconds=seconds)
                 return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+            _warn_of_error_handling(self.name)
             options = dist.ProcessGroupNCCL.Options()
             # Its watchdog ends the process; ours, which raises, must come first.
             options._timeout = timedelta(seconds=2 * self.timeout + 60)
@@ -172,6 +209,22 @@ def _checked_backend(value: object) -> str:
     if value == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         raise InvalidInputError("backend", value, "needs a GPU and a torch with NCCL; use gloo")
     return str(value)
+
+
+def _device(backend: str, device: torch.device | None) -> torch.device:
+    if backend == "gloo":
+        return torch.device("cpu")
+    if device is None or device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _warn_of_error_handling(group_name: str) -> None:
+    if os.environ.get(_ERROR_HANDLING) not in _SURVIVABLE:
+        log.warning(
+            "group %r: a peer that dies ends this process; start it with %s=0 to survive that",
+            group_name, _ERROR_HANDLING,
+        )  # fmt: skip
 
 
 def _wait(work: Any, backend: str, seconds: float) -> None:

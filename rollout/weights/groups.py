@@ -25,6 +25,7 @@ class WeightGroups:
         group_name: str,
         backend: str,
         timeout: float,
+        device: torch.device | None = None,
     ) -> None:
         """Join a group as receiver. Raises what WeightGroup does, and for a name that is taken."""
         if group_name in self._groups:
@@ -38,6 +39,7 @@ class WeightGroups:
             world_size=world_size,
             group_name=group_name,
             backend=backend,
+            device=device,
             timeout=timeout,
         )
 

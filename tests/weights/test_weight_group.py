@@ -1,0 +1,72 @@
+"""A weight group without an engine: how it connects, and where its tensors are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rollout.errors import WeightUpdateError
+from rollout.weights import group as group_module
+from rollout.weights.group import WeightGroup, listen
+
+
+def joined(rank, store, timeout=20.0):
+    return WeightGroup(
+        master_address="127.0.0.1", master_port=store.port, rank=rank, world_size=2,
+        group_name="weights", timeout=timeout, store=store if rank == 0 else None,
+    )  # fmt: skip
+
+
+def test_members_are_connected_when_they_have_joined():
+    store = listen("127.0.0.1", 20.0)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(joined, 0, store)
+        receiver, sender = joined(1, store), other.result(20)
+        tensor = torch.zeros(3)
+        sent = threads.submit(sender.broadcast, torch.arange(3.0))
+        receiver.broadcast(tensor)
+        sent.result(20)
+    assert torch.equal(tensor, torch.arange(3.0))
+    sender.close()
+    receiver.close()
+
+
+def test_members_that_meet_and_do_not_connect(monkeypatch):
+    """As NCCL's first broadcast: it hangs, and nothing it was told ends that."""
+    hung = threading.Event()
+    monkeypatch.setattr(group_module, "_wait", lambda work, backend, seconds: hung.wait(20))
+    store = listen("127.0.0.1", 20.0)
+    started = time.monotonic()
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(joined, 0, store, 1.5)
+            with pytest.raises(WeightUpdateError, match="did not connect"):
+                joined(1, store, 1.5)
+            assert isinstance(other.exception(20), WeightUpdateError)
+    finally:
+        hung.set()
+    assert time.monotonic() - started < 10
+
+
+def test_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert group_module._device("gloo", torch.device("cuda:1")) == torch.device("cpu")
+    assert group_module._device("nccl", torch.device("cuda:1")) == torch.device("cuda:1")
+    assert group_module._device("nccl", torch.device("cuda")) == torch.device("cuda:3")
+    assert group_module._device("nccl", None) == torch.device("cuda:3")
+
+
+@pytest.mark.parametrize(("setting", "warns"), [(None, True), ("3", True), ("0", False)])
+def test_a_watchdog_that_would_end_the_process_is_warned_of(monkeypatch, caplog, setting, warns):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(name, setting)
+    with caplog.at_level(logging.WARNING):
+        group_module._warn_of_error_handling("weights")
+    assert (name in caplog.text) is warns
