@@ -1,6 +1,6 @@
 """Weight updates by every transport, beside a plain copy_ of the same bytes.
 
-    python benchmarks/bench_weights.py [--threads 2] [--rounds 7] [--json FILE]
+    python benchmarks/bench_weights.py [--threads 1] [--rounds 7] [--json FILE]
 
 A figure is a whole update, checks and commit included, of an engine that has run before; the median
 of rounds in which all of them take turns. Senders of shared memory and gloo are processes of their
@@ -227,12 +227,14 @@ def free_port() -> int:
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
-    arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument(
+        "--threads", type=int, default=1, help="of each process, sender and engine"
+    )
     arguments.add_argument("--rounds", type=int, default=7)
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     rows = list(measure(options))
-    finish(f"weight updates, {options.threads} threads", rows, options.json)
+    finish(f"weight updates, {options.threads} threads per process", rows, options.json)
 
 
 if __name__ == "__main__":

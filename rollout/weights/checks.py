@@ -11,6 +11,7 @@ from rollout.layers.destination import Destination, mismatches, same_values
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LISTED = 8
 
 
@@ -87,11 +88,13 @@ def refuse_conversion(destinations: Mapping[str, Destination], incoming: Manifes
 def refuse_unreadable(name: str, tensor: object) -> None:
     """A tensor whose values cannot simply be copied."""
     remedy = ""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta:  # type: ignore[attr-defined]
+        return
     if not isinstance(tensor, torch.Tensor):
         remedy = "must be a torch.Tensor"
     elif hasattr(tensor, "full_tensor"):
         remedy = "is a shard: send full_tensor(), or rollout.trainers.weight_source(model)"
-    elif tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    elif tensor.is_meta or tensor.layout is not torch.strided:
         remedy = "must be a dense tensor with values of its own"
     if remedy:
         raise InvalidInputError(f"named_tensors[{name!r}]", type(tensor).__name__, remedy)

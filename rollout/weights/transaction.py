@@ -137,6 +137,7 @@ class WeightTransaction:
             manifest=manifest,
             before=self.state,
             last_call=self._clock(),
+            checked=dict(manifest or {}),
         )
         self.state, self.expired = WeightState.OPEN, ""
 
@@ -218,9 +219,9 @@ class WeightTransaction:
 
     def _write(self, update: _Update, name: str, tensor: torch.Tensor, direct: bool) -> None:
         spec = TensorSpec.of(tensor)
-        if update.checked.get(name) != spec or name in update.loaded:
+        checks.refuse_unreadable(name, tensor)
+        if direct or update.checked.get(name) != spec or name in update.loaded:
             _check_incoming(update, {name: spec}, direct)
-            checks.refuse_unreadable(name, tensor)
         if update.options.check_finite:
             checks.refuse_not_finite(name, tensor)
         self.state, self.reason = WeightState.LOADING, "an update is under way"
@@ -259,7 +260,13 @@ def _check_collection(
 
 
 def _check_incoming(update: _Update, incoming: Manifest, direct: bool) -> None:
-    checks.refuse_incoming(update.destinations, update.manifest, update.loaded, incoming)
+    news = {
+        name: spec
+        for name, spec in incoming.items()
+        if update.checked.get(name) != spec or name in update.loaded
+    }
+    if news:
+        checks.refuse_incoming(update.destinations, update.manifest, update.loaded, news)
     if direct:
         checks.refuse_conversion(update.destinations, incoming)
     update.checked.update(incoming)

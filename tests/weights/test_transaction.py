@@ -257,6 +257,10 @@ def test_direct_converts_nothing(weights):
     with pytest.raises(InvalidInputError, match="wrong dtype: draft_layer"):
         weights.load(wrong, direct=True)
     assert weights.serves, "found before a byte moved"
+    manifest = {name: TensorSpec.of(tensor) for name, tensor in wrong}
+    weights.begin(UpdateOptions(), manifest)
+    with pytest.raises(InvalidInputError, match="wrong dtype: draft_layer"):
+        weights.load(iter(wrong[::-1]), direct=True)
     update(weights, wrong)
     assert values(weights) == [7, 8, 7, 9]
 
