@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +31,8 @@ class KeptWeights:
     def __init__(self, parts: Mapping[str, WeightPart]) -> None:
         """Raises OSError or SafetensorError where the folder cannot hold them; none is left."""
         self._on_host: dict[str, torch.Tensor] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="specrollout-weights-")
+        self._folder = Path(tempfile.mkdtemp(prefix="specrollout-weights-"))
+        self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._files: list[Path] = []
         try:
             self._save(_destinations(parts))
@@ -49,7 +54,7 @@ class KeptWeights:
     def discard(self) -> None:
         self._on_host.clear()
         self._files.clear()
-        self._folder.cleanup()
+        self._remove()
 
     def _save(self, destinations: Mapping[str, Destination]) -> None:
         filling: dict[str, torch.Tensor] = {}
@@ -68,9 +73,16 @@ class KeptWeights:
             self._write_file(filling)
 
     def _write_file(self, tensors: dict[str, torch.Tensor]) -> None:
-        path = Path(self._folder.name, f"{len(self._files)}.safetensors")
+        path = self._folder / f"{len(self._files)}.safetensors"
         save_file(tensors, path)
         self._files.append(path)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """In a fork of the owner, which runs its finalizers too, the folder stays."""
+    if os.getpid() == owner:
+        with suppress(FileNotFoundError):  # somebody has cleaned up before
+            shutil.rmtree(folder)
 
 
 def _destinations(parts: Mapping[str, WeightPart]) -> dict[str, Destination]:
