@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollout.engine import RolloutEngine
@@ -158,8 +159,18 @@ class EngineLoop:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except TimeoutError as late:
+            if error is None:
+                raise
+            error.add_note(str(late))  # what the body raised says more
 
     # Any thread
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import subprocess
 import sys
@@ -358,6 +359,22 @@ def test_close_says_when_it_cannot(engine):
         loop.close(timeout=0.01)
     gate.open()
     loop.close()
+
+
+def test_an_error_in_the_body_is_not_hidden_by_a_close_that_is_late(engine):
+    loop = EngineLoop(engine)
+    gate = Gate(loop)
+    loop.close = functools.partial(EngineLoop.close, loop, 0.05)
+
+    def body() -> None:
+        with loop:
+            raise KeyError("the body's own")
+
+    with pytest.raises(KeyError, match="the body's own") as error:
+        body()
+    assert any("still in a step or a call" in note for note in error.value.__notes__)
+    gate.open()
+    EngineLoop.close(loop)
 
 
 def test_a_process_that_forgets_to_close_still_ends(tiny_model_path):
