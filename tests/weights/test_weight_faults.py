@@ -5,10 +5,19 @@ Proved by hashing every tensor, by every transport; and a full update heals what
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from rollout.errors import EngineStateError, InvalidInputError, RolloutError, WeightUpdateError
+from rollout.errors import (
+    CheckpointError,
+    EngineStateError,
+    InvalidInputError,
+    RolloutError,
+    WeightUpdateError,
+)
 from tests.helpers.weight_transports import TRANSPORTS, opened
 from tests.weights.conftest import PARAMS, PROMPTS, outputs
 
@@ -94,6 +103,60 @@ def test_a_bad_update(engine, policies, tmp_path, kind, fault):
             assert engine.can_run, "this was known before a byte moved"
         update(other.tensors)
     assert_serves(engine, other)
+
+
+def save_sharded(tensors, folder):
+    """As checkpoints of more than one file are saved; the files in order."""
+    names = sorted(tensors)
+    files = [f"model-{shard:05}-of-00003.safetensors" for shard in (1, 2, 3)]
+    for shard, file in enumerate(files):
+        save_file({name: tensors[name] for name in names[shard::3]}, folder / file)
+    weight_map = {name: files[index % 3] for index, name in enumerate(names)}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
+    return [folder / file for file in files]
+
+
+@pytest.mark.parametrize("left", ["all but a byte", "half", "the header", "nothing"])
+def test_a_truncated_shard_is_refused_before_a_byte_moves(engine, policies, tmp_path, left):
+    """The first shard is whole, so whoever reads one after the other would have loaded it."""
+    old, new, _ = policies
+    _, second, _ = save_sharded(new.tensors, tmp_path)
+    whole = second.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    lengths = {"all but a byte": -1, "half": len(whole) // 2, "the header": header, "nothing": 0}
+    second.write_bytes(whole[: lengths[left]])
+    with pytest.raises(CheckpointError, match=second.name):
+        engine.update_weights_from_disk(tmp_path)
+    assert engine.weight_version == 0
+    assert_serves(engine, old)
+    second.write_bytes(whole)
+    engine.update_weights_from_disk(tmp_path)
+    assert_serves(engine, new)
+
+
+@pytest.mark.parametrize("flush_cache", [True, False])
+def test_an_update_keeps_the_corpus_and_drops_the_prefix_cache(engine, policies, flush_cache):
+    """Text may be drafted from whoever wrote it; KV is of the weights that computed it."""
+    _, new, _ = policies
+    prompt = list(range(5, 40))
+    engine.generate([prompt], PARAMS)
+    (again,) = engine.generate([prompt], PARAMS)
+    assert again.stats.cached_tokens > 0
+    corpus_tokens = engine.worker.counters()["corpus/live_tokens"]
+    assert corpus_tokens > 0
+    running = engine.submit(PROMPTS[0], PARAMS)
+    engine.step()
+    engine.update_weights_from_tensor(new.tensors.items(), flush_cache=flush_cache)
+    assert engine.worker.counters()["corpus/live_tokens"] >= corpus_tokens
+    assert engine.worker.memory.usage.cached == 0
+    assert engine.scheduler.num_running == (0 if flush_cache else 1), "retracted, unless told"
+    engine.abort(running.request_id)
+    engine.step()
+    (after,) = engine.generate([prompt], PARAMS)
+    assert after.stats.cached_tokens == 0
+    assert set(after.weight_versions) == {1}
+    assert engine.worker.counters()["corpus/live_tokens"] > corpus_tokens
 
 
 def test_nan_is_taken_unless_it_is_to_be_refused(engine, policies):
