@@ -181,6 +181,20 @@ def test_sampling_parameters_are_taken_over():
 
 
 @pytest.mark.parametrize(
+    ("sent", "expected"), [(None, False), (False, False), (0, False), (True, True), (1, True)]
+)
+def test_logprobs_are_wanted_or_not(sent, expected):
+    assert params({"logprobs": sent})[1] is expected
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "stop", "stop_token_ids", "logit_bias", "ignore_eos", "seed"]
+)
+def test_none_is_not_given(name):
+    assert params({name: None}, stop_token_ids=(2,)) == params({}, stop_token_ids=(2,))
+
+
+@pytest.mark.parametrize(
     ("sent", "prompt_len", "partial_len", "context", "expected"),
     [
         ({}, 8, 0, 128, 20),  # response_length
@@ -204,6 +218,11 @@ def test_limits(sent, prompt_len, partial_len, context, expected):
         ({"n": 2}, "sampling_params.n=2"),
         ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs=1"),
         ({"temperature": -1}, "sampling.temperature=-1"),
+        ({"logprobs": 5}, "sampling_params.logprobs=5"),
+        ({"top_logprobs": 2}, "sampling_params.top_logprobs=2"),
+        ({"entropy": True}, "sampling_params.entropy=True"),
+        ({"sampling_logprobs": True}, "sampling_params.sampling_logprobs=True"),
+        ({"raw_logprobs": True}, "sampling_params.raw_logprobs=True"),
     ],
 )
 def test_sampling_parameters_the_engine_has_not_are_refused(sent, named):

@@ -11,7 +11,9 @@ from rollout.types import SamplingParams
 
 _LIMITS = ("max_tokens", "max_new_tokens")
 _RENAMED = {"min_tokens": "min_new_tokens"}
-_OURS = {field.name for field in fields(SamplingParams)} - {"seed", "n", "max_new_tokens"}
+_SET_BY_US = {"seed", "n", "max_new_tokens", "raw_logprobs"}
+_LOST = {"sampling_logprobs", "top_logprobs", "entropy"}  # verl's TokenOutput has no place for them
+_OURS = {field.name for field in fields(SamplingParams)} - _SET_BY_US - _LOST
 _ACCEPTED_IF = {  # those that change nothing at these values
     "n": (None, 1),
     "seed": (None,),
@@ -47,16 +49,20 @@ def engine_params(
     stop_token_ids: tuple[int, ...] = (),
     raw_logprobs: bool = False,
 ) -> tuple[SamplingParams, bool]:
-    """The engine's parameters, and whether logprobs are wanted.
+    """The engine's parameters, and whether logprobs are wanted. One sent as None was not given.
 
     ``partial_len`` tokens of the response exist; a limit that was sent counts what comes after
     them. Raises InvalidInputError for a parameter the engine has not, and for a prompt that leaves
     no room.
     """
-    given = dict(sent)
-    wants_logprobs = given.pop("logprobs", None)
+    given = {name: value for name, value in sent.items() if value is not None}
+    wants_logprobs = given.pop("logprobs", False)
+    if wants_logprobs not in (False, True):  # 0 and 1 equal them
+        raise InvalidInputError(
+            "sampling_params.logprobs", wants_logprobs, "must be False or True: the token's own"
+        )
     named = [given.pop(name) for name in _LIMITS if name in given]
-    left = next((limit for limit in named if limit is not None), None)
+    left = next(iter(named), None)
     ours: dict[str, Any] = {"ignore_eos": ignore_eos, "raw_logprobs": raw_logprobs}
     for name, value in given.items():
         if name in _ACCEPTED_IF:
@@ -66,7 +72,9 @@ def engine_params(
         elif (own := _RENAMED.get(name, name)) in _OURS:
             ours[own] = value
         else:
-            raise InvalidInputError(f"sampling_params.{name}", value, "specrollout has no such one")
+            raise InvalidInputError(
+                f"sampling_params.{name}", value, "cannot be honoured; leave it out"
+            )
     if not ours["ignore_eos"]:
         ours["stop_token_ids"] = [*(ours.get("stop_token_ids") or ()), *stop_token_ids]
     room = max_context_len - prompt_len
