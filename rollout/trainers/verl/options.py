@@ -41,7 +41,7 @@ HARMLESS = frozenset({
     "server", "custom", "checkpoint_manager_class", "enforce_eager", "enable_chunked_prefill",
     "multi_stage_wake_up", "disable_log_stats", "layered_summon", "layer_name_map",
     "sglang_engine_mode", "skip_tokenizer_init", "moe_load_balance_metrics_interval",
-    "router_config_path", "repetition_penalty",
+    "router_config_path",
 })  # fmt: skip
 """Read by verl itself, by another engine alone, or of no effect on what is generated."""
 
@@ -70,6 +70,7 @@ REFUSED: Mapping[str, tuple[_Check, str]] = {
     "moe_tensor_parallel_size": (_is_one, "must be 1"),
     "cudagraph_capture_sizes": (_is_off, "must be null: specrollout captures no graphs"),
     "over_sample_rate": (_is_off, "must be 0: ending stragglers early is not offered"),
+    "repetition_penalty": (_is_one, "must be 1.0: verl sends 1.0 with every request"),
     "scheduling_policy": (lambda policy: policy in (None, "fcfs"),
                           "must be fcfs: requests have no priorities"),
     "limit_images": (_is_off, "must be null: specrollout serves text models"),
