@@ -42,15 +42,15 @@ def model(tmp_path_factory):
     return save_text_model(tmp_path_factory.mktemp("model"))
 
 
-def make_actor(model, *, sync_timeout=20.0, seed=3) -> RolloutActor:
+def make_actor(model, *, sync_timeout=20.0, seed=3, resumed_from="") -> RolloutActor:
     options = OwnOptions(
         spec_options={"calibration_seconds": 0},
         overrides={"kv_bytes": 2_000_000, "device": "cpu"},
         sync_timeout=sync_timeout,
     )
     settings = ActorSettings(
-        model=str(model), seed=seed, max_context_len=64, prefix_cache=True, dtype="float32",
-        options=options,
+        model=str(model), seed=seed, resumed_from=resumed_from, max_context_len=64,
+        prefix_cache=True, dtype="float32", options=options,
     )  # fmt: skip
     return RolloutActor(settings, TwoCalls)
 
@@ -131,6 +131,18 @@ def test_a_prompt_that_comes_again_is_sampled_anew(actor):
 
     once, again = asyncio.run(run())
     assert once != again
+
+
+def test_a_resumed_run_does_not_repeat_what_it_sampled_before(model):
+    def tokens(resumed_from):
+        actor = make_actor(model, resumed_from=resumed_from)
+        samples = asyncio.run(responses(actor))
+        actor.close()
+        return [sample["tokens"] for sample in samples]
+
+    fresh, resumed, later = tokens(""), tokens("global_step4"), tokens("global_step8")
+    assert fresh != resumed != later != fresh
+    assert resumed == tokens("global_step4")
 
 
 def test_outputs_are_what_executors_read(actor):

@@ -64,6 +64,15 @@ def test_what_the_engine_takes():
     assert read("--ds.packing_samples", has_flash_attn=True).dtype == "bfloat16"
 
 
+def test_the_checkpoint_that_a_run_goes_on_from(tmp_path):
+    resume = f"--ckpt.load_enable --ckpt.path {tmp_path}"
+    assert read(resume).resumed_from == ""  # there is none: OpenRLHF begins anew
+    (tmp_path / "_actor").mkdir()
+    (tmp_path / "_actor" / "latest").write_text("global_step8")
+    assert read(resume).resumed_from == "global_step8"
+    assert read(f"--ckpt.path {tmp_path}").resumed_from == ""
+
+
 @pytest.mark.parametrize(
     "refused",
     [

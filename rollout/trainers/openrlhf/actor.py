@@ -46,7 +46,7 @@ class RolloutActor:
             )
         self._tokenizer = copy.deepcopy(engine.encoder.tokenizer)  # one is not for two threads
         self._loop = EngineLoop(engine)
-        self._seeds = SampleSeeds(settings.seed)
+        self._seeds = SampleSeeds(settings.seed, settings.resumed_from)
         options = settings.options
         self._weights = WeightSync(
             self._loop, timeout=options.sync_timeout, keep_kv=options.keep_kv

@@ -15,6 +15,7 @@ class ActorSettings:
 
     model: str  # a folder, or a name on the hub
     seed: int
+    resumed_from: str  # the tag of the checkpoint that the run goes on from, or ""
     max_context_len: int
     prefix_cache: bool
     dtype: str  # the trainer's parameters'; an override of the options goes before it

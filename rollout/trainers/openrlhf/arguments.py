@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rollout.errors import InvalidInputError
@@ -23,6 +24,7 @@ _VALUES: dict[str, tuple[type, object]] = {
     "ds.attn_implementation": (str, "flash_attention_2"),
     "ds.ring_attn_size": (int, 1),
     "ds.lora.rank": (int, 0),
+    "ckpt.path": (str, "./ckpt/checkpoints_ppo_ray"),
 }
 _FLAGS = (
     "vllm.sync_with_ray",
@@ -31,6 +33,7 @@ _FLAGS = (
     "train.dynamic_batch_enable",
     "ds.packing_samples",
     "ds.load_in_4bit",
+    "ckpt.load_enable",
 )
 ARGUMENTS: dict[str, object] = {
     **{name: default for name, (_, default) in _VALUES.items()},
@@ -66,6 +69,7 @@ class TrainerArguments:
 
     sync_backend: str  # nccl or gloo: how parameters are broadcast
     dtype: str  # the trainer's parameters'
+    resumed_from: str  # the tag of the checkpoint that is loaded, or ""
 
 
 def read_arguments(
@@ -101,5 +105,14 @@ def read_arguments(
             if not is_fine(given[name]):
                 refuse(name, f"needs flash_attn, which is not installed; {remedy}")
     return TrainerArguments(
-        sync_backend=given["vllm.sync_backend"], dtype=_DTYPES[given["ds.param_dtype"]]
+        sync_backend=given["vllm.sync_backend"],
+        dtype=_DTYPES[given["ds.param_dtype"]],
+        resumed_from=_latest_tag(given["ckpt.path"]) if given["ckpt.load_enable"] else "",
     )
+
+
+def _latest_tag(path: str) -> str:
+    """Of the actor's checkpoints, as DeepSpeed notes it; "" where there are none, as OpenRLHF
+    begins anew then."""
+    latest = Path(path, "_actor", "latest")
+    return latest.read_text().strip() if latest.is_file() else ""

@@ -62,6 +62,7 @@ def create_engines(
         settings = ActorSettings(
             model=pretrain,
             seed=seed + index,
+            resumed_from=trainer.resumed_from,
             max_context_len=max_model_len,
             prefix_cache=enable_prefix_caching,
             dtype=trainer.dtype,
