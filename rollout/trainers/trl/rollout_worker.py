@@ -15,7 +15,7 @@ from typing import Any
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from rollout.engine_loop import EngineLoop
-from rollout.errors import InvalidInputError, RolloutError
+from rollout.errors import EngineStateError, InvalidInputError, RolloutError
 from rollout.sampling.noise import derive_seed
 from rollout.trainers.trl.sampling import sampling_params
 from rollout.types import FinishReason, SamplingParams
@@ -136,6 +136,9 @@ class RolloutWorker:
         if self._thread.is_alive():
             raise TimeoutError(f"a reward function or tool is still running after {STOP_TIMEOUT} s")
         self._running = self._thread = None
+        # The aborts are asked: the engine's loop has done them once it comes to this.
+        with suppress(EngineStateError):  # closed or broken: nothing is left in it
+            self._engine_loop.call(lambda engine: None).result()
 
     def update_model_version(self, model_version: int) -> None:
         """Groups begun from now on are this version's."""
