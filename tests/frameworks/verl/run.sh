@@ -3,7 +3,7 @@
 #   VENV=/some/folder tests/frameworks/verl/run.sh [pytest arguments]
 set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/../../.." && pwd)
-VENV=${VENV:-$ROOT/.cache/verl-venv}
+VENV=${VENV:-$ROOT/build/venv-verl}
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 WHEELS=$(mktemp -d)
 trap 'rm -rf "$WHEELS"' EXIT

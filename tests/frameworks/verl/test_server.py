@@ -122,7 +122,9 @@ def test_samples_of_a_prompt_differ(launch):
     server = launch(0)
     outputs = ray.get([generate(server, [5, 6, 7], max_tokens=20) for _ in range(4)])
     assert len({tuple(output.token_ids) for output in outputs}) == 4
-    assert generate(server, [5], logprobs=False, max_tokens=2)
+    without = ray.get(generate(server, [5], logprobs=False, max_tokens=2))
+    assert len(without.token_ids) == 2
+    assert without.log_probs is None
 
 
 def test_requests_wait_while_generation_is_stopped_or_are_sent_back(launch):
