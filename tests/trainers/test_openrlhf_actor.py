@@ -50,7 +50,7 @@ def make_actor(model, *, sync_timeout=20.0, seed=3, resumed_from="") -> RolloutA
     )
     settings = ActorSettings(
         model=str(model), seed=seed, resumed_from=resumed_from, max_context_len=64,
-        prefix_cache=True, dtype="float32", options=options,
+        prefix_cache=True, kv_fraction=0.3, dtype="float32", options=options,
     )  # fmt: skip
     return RolloutActor(settings, TwoCalls)
 
@@ -154,6 +154,19 @@ def test_outputs_are_what_executors_read(actor):
         assert logprobs[token].logprob <= 0
     assert response["extra_logs"]["specrollout/accept_length"] >= 1
     assert response["extra_logs"]["specrollout/weight_version_max"] == 0
+
+
+def test_what_is_ours_goes_over_openrlhfs_arguments(model):
+    def memory(**overrides):
+        settings = ActorSettings(
+            model=str(model), seed=3, resumed_from="", max_context_len=64, prefix_cache=True,
+            kv_fraction=0.3, dtype="float32",
+            options=OwnOptions(spec="none", overrides={"max_kv_tokens": 256} | overrides),
+        )  # fmt: skip
+        return settings.make_engine().config.memory
+
+    assert memory().kv_fraction == 0.3
+    assert memory(kv_fraction=0.2).kv_fraction == 0.2
 
 
 def test_images_are_refused(actor):

@@ -58,7 +58,7 @@ def read(extra: str = "", *, has_vllm=False, has_flash_attn=False):
 
 def test_what_the_engine_takes():
     assert read("--data.max_len 99 --unknown.to_us x").sync_backend == "gloo"
-    assert read().dtype == "bfloat16"
+    assert read("--vllm.gpu_memory_utilization 0.5").dtype == "bfloat16"
     assert read("--ds.param_dtype fp16").dtype == "float16"
     assert read("--train.colocate_all").sync_backend == "gloo"
     assert read("--ds.packing_samples", has_flash_attn=True).dtype == "bfloat16"
@@ -80,7 +80,7 @@ def test_the_checkpoint_that_a_run_goes_on_from(tmp_path):
         "--vllm.tensor_parallel_size 2",
         "--vllm.sync_backend mpi",
         "--vllm.sync_with_ray",
-        "--vllm.gpu_memory_utilization 0.5",
+        "--vllm.gpu_memory_utilization 1.0",
         "--data.max_images_per_prompt 1",
         "--ds.lora.rank 8",
         "--ds.load_in_4bit",

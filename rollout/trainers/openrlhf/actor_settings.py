@@ -18,6 +18,7 @@ class ActorSettings:
     resumed_from: str  # the tag of the checkpoint that the run goes on from, or ""
     max_context_len: int
     prefix_cache: bool
+    kv_fraction: float  # of the memory free once the model is read; an override goes before it
     dtype: str  # the trainer's parameters'; an override of the options goes before it
     options: OwnOptions
 
@@ -26,6 +27,7 @@ class ActorSettings:
         given = {
             "max_context_len": self.max_context_len,
             "prefix_cache": self.prefix_cache,
+            "kv_fraction": self.kv_fraction,
             "dtype": self.dtype,
         }
         return RolloutEngine.from_pretrained(

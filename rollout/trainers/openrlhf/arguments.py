@@ -48,7 +48,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("vllm.tensor_parallel_size", lambda n: n == 1, "must be 1: give more engines instead"),
     ("vllm.sync_backend", lambda name: name in ("nccl", "gloo"), "must be nccl or gloo"),
     ("vllm.sync_with_ray", lambda on: not on, "is not implemented: leave it out"),
-    ("vllm.gpu_memory_utilization", lambda x: x == 0.95, "give --specrollout.kv_bytes instead"),
+    ("vllm.gpu_memory_utilization", lambda x: 0 < x < 1, "must be in (0, 1)"),
     ("data.max_images_per_prompt", lambda n: n == 0, "must be 0: images are not implemented"),
     ("ds.lora.rank", lambda n: n == 0, "must be 0: OpenRLHF sends adapters unmerged"),
     ("ds.load_in_4bit", lambda on: not on, "is not implemented: leave it out"),

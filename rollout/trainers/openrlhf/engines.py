@@ -35,7 +35,7 @@ def create_engines(
     enforce_eager: bool,
     max_model_len: int,
     shared_pg: Any = None,
-    gpu_memory_utilization: float | None = None,
+    gpu_memory_utilization: float = 0.95,
     vllm_enable_sleep: bool = False,
     logprobs_mode: str | None = None,
     agent_func_path: str | None = None,
@@ -45,9 +45,8 @@ def create_engines(
     """`openrlhf.trainer.ray.create_vllm_engines` after the first two arguments: Ray actor handles.
 
     `read_arguments` has refused what cannot be honoured. What has no meaning here:
-    ``full_determinism`` (always), ``enforce_eager`` (there are no graphs),
-    ``gpu_memory_utilization`` (its default), ``logprobs_mode`` (always those the trainer
-    recomputes).
+    ``full_determinism`` (always), ``enforce_eager`` (there are no graphs), ``logprobs_mode``
+    (always those the trainer recomputes).
     """
     on_gpu = options.device != "cpu"
     num_gpus = 0.0 if not on_gpu else 1.0 if shared_pg is None else _SHARED_GPU
@@ -65,6 +64,7 @@ def create_engines(
             resumed_from=trainer.resumed_from,
             max_context_len=max_model_len,
             prefix_cache=enable_prefix_caching,
+            kv_fraction=gpu_memory_utilization,
             dtype=trainer.dtype,
             options=options,
         )
