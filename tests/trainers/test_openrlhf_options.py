@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, fields
+
 import pytest
 
 from rollout.errors import InvalidInputError
@@ -117,15 +119,48 @@ def test_sampling_parameters_of_vllm():
     assert (ours.min_new_tokens, ours.stop) == (7, ["x"])
 
 
-@pytest.mark.parametrize("wrong", [{"n": 2}, {"logprobs": 5}, {"max_tokens": None}])
+@pytest.mark.parametrize(
+    "wrong", [{"n": 2}, {"logprobs": 5}, {"logprobs": -1}, {"max_tokens": None}]
+)
 def test_sampling_parameters_without_an_equal_are_refused(wrong):
     with pytest.raises(InvalidInputError, match=next(iter(wrong))):
         engine_params(VllmSamplingParams(**wrong))
 
 
-def test_what_vllms_own_class_has_beside_is_refused():
-    class Vllm(VllmSamplingParams):
-        bad_words = ("no",)
+@dataclass(kw_only=True)
+class VllmsOwn(VllmSamplingParams):
+    """Fields of vLLM's class that our stand-in has not."""
 
-    with pytest.raises(InvalidInputError, match="bad_words"):
-        engine_params(Vllm())
+    bad_words: list[str] | None = None
+    extra_args: dict[str, int] | None = None
+    include_stop_str_in_output: bool = False
+    of_a_later_release: int = -1
+    detokenize: bool = True
+    _all_stop_token_ids: tuple[int, ...] = ()
+
+
+class StructOfVllm:
+    """As a msgspec.Struct, which vLLM's class is, names its fields."""
+
+    __struct_fields__ = tuple(field.name for field in fields(VllmsOwn))
+
+    def __init__(self, **given):
+        vars(self).update(asdict(VllmsOwn()), **given)
+
+
+@pytest.mark.parametrize("kind", [VllmsOwn, StructOfVllm])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bad_words": ["no"]},
+        {"extra_args": {"max_tokens_n": 3}},
+        {"include_stop_str_in_output": True},
+        {"of_a_later_release": 0},
+    ],
+)
+def test_what_vllms_own_class_has_beside_is_refused_where_it_is_set(kind, wrong):
+    (name,) = wrong
+    with pytest.raises(InvalidInputError, match=rf"^sampling_params\.{name}="):
+        engine_params(kind(**wrong))
+    ours = engine_params(kind(temperature=0.5, detokenize=False, _all_stop_token_ids=(2,)))
+    assert ours.temperature == 0.5

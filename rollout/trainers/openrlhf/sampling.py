@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.types import SamplingParams
-
-_REFUSED = (
-    "prompt_logprobs",
-    "bad_words",
-    "allowed_token_ids",
-    "logits_processors",
-    "structured_outputs",
-    "guided_decoding",
-    "include_stop_str_in_output",
-    "truncate_prompt_tokens",
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,19 +32,27 @@ class VllmSamplingParams:
     seed: int | None = None
 
 
+_HONOURED = {field.name for field in fields(VllmSamplingParams)}
+_HARMLESS = {  # how vLLM hands text over, and what it keeps for itself
+    "detokenize",
+    "spaces_between_special_tokens",
+    "output_kind",
+    "stream_interval",
+    "output_text_buffer_length",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+}
+
+
 def engine_params(params: Any) -> SamplingParams:
     """The engine's parameters for ``params``, vLLM's own or our stand-in.
 
     Raises InvalidInputError for what the engine has no equal of.
     """
-    for name in _REFUSED:
-        if getattr(params, name, None):
-            raise InvalidInputError(
-                f"sampling_params.{name}", getattr(params, name), "is not implemented; leave it out"
-            )
+    _refuse_unless_known(params)
     if params.n != 1:
         raise InvalidInputError("sampling_params.n", params.n, "must be 1: call generate n times")
-    if (params.logprobs or 0) > 1:
+    if params.logprobs not in (None, 0, 1):
         raise InvalidInputError(
             "sampling_params.logprobs", params.logprobs, "must be None, 0 or 1: the token's own"
         )
@@ -77,3 +74,19 @@ def engine_params(params: Any) -> SamplingParams:
         stop_token_ids=list(params.stop_token_ids or []),
         ignore_eos=params.ignore_eos,
     )
+
+
+def _refuse_unless_known(params: Any) -> None:
+    """vLLM gets new parameters with every release: whatever is not at its default counts as set."""
+    names = getattr(params, "__struct_fields__", None)  # vLLM's own class is a msgspec.Struct
+    if names is None:
+        names = [field.name for field in fields(params)]
+    defaults = type(params)()
+    for name in names:
+        if name.startswith("_") or name in _HONOURED | _HARMLESS:  # _...: derived from the others
+            continue
+        value = getattr(params, name)
+        if value != getattr(defaults, name):
+            raise InvalidInputError(
+                f"sampling_params.{name}", value, "is not implemented; leave it out"
+            )
