@@ -1,6 +1,6 @@
 """GRPO on small sums, by verl's trainer with specrollout's rollouts.
 
-    pip install 'specrollout[verl]'
+    pip install torch==2.13.0 '.[verl]'
     python examples/verl_grpo.py --model models/SmolLM2-135M-Instruct
 
 What follows the options goes to verl.trainer.main_ppo as it is, and overrides what is set here:

@@ -3,15 +3,29 @@
 from rollout.config import EngineConfig
 from rollout.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine import RolloutEngine
+from rollout.engine_loop import EngineLoop
+from rollout.errors import (
+    EngineStateError,
+    InvalidInputError,
+    OutOfMemoryError,
+    RolloutError,
+    WeightUpdateError,
+)
 from rollout.types import FinishReason, Request, Rollout, SamplingParams
 
 __all__ = [
     "EngineConfig",
+    "EngineLoop",
+    "EngineStateError",
     "ExternalCorpus",
     "ExternalState",
     "FinishReason",
+    "InvalidInputError",
+    "OutOfMemoryError",
     "Request",
     "Rollout",
     "RolloutEngine",
+    "RolloutError",
     "SamplingParams",
+    "WeightUpdateError",
 ]

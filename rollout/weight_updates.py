@@ -15,7 +15,7 @@ from rollout.weights.checks import manifest_of, pairs_of
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
-from rollout.weights.manifest import Manifest, NamedTensors
+from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
 from rollout.weights.options import UpdateOptions
 from rollout.weights.transaction import WeightState
 from rollout.worker import Worker
@@ -46,6 +46,9 @@ class WeightCalls(ABC):
         first byte to `end_weight_update` no step runs. Raises InvalidInputError, and
         WeightUpdateError while another update is under way.
         """
+        for name, spec in (manifest or {}).items():
+            if not isinstance(spec, TensorSpec):
+                raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
         self.worker.weights.begin(UpdateOptions.of(options), manifest)
 
     def end_weight_update(self) -> None:

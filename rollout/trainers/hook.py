@@ -14,6 +14,7 @@ from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers.parameter_source import BUCKET_BYTES
 from rollout.trainers.source import weight_source
 from rollout.trainers.stream import WeightStream
+from rollout.weights.options import UpdateOptions
 
 
 class WeightReceiver(Protocol):
@@ -73,6 +74,7 @@ class RolloutHook:
             raise InvalidInputError(
                 "weight_version", options["weight_version"], "the hook counts versions itself"
             )
+        UpdateOptions.of(options)  # refuses what no update would take
         self.engine = engine
         self.every = every
         self.source = weight_source(model, bucket_bytes=bucket_bytes, dtype=dtype)

@@ -28,6 +28,17 @@ _OPENRLHF_ENVIRONMENT = {
 def main(arguments: Sequence[str]) -> None:
     """Leaves by SystemExit, naming the argument, before anything starts; raises what the trainer
     raises."""
+    missing = [name for name in ("ray", "openrlhf") if not stand_ins.is_installed(name)]
+    if missing:
+        sys.exit(
+            f"error: {' and '.join(missing)} not installed: in a clone of specrollout, "
+            "pip install torch==2.13.0 '.[openrlhf]', then pip install --no-deps openrlhf==0.11.2"
+        )
+    if {"-h", "--help"} & set(arguments):
+        print(f"{__doc__}\nBoth kinds of options are in docs/openrlhf.md; OpenRLHF's follow.\n")
+        sys.argv = ["openrlhf.cli.train_ppo_ray", "--help"]
+        stand_ins.install()
+        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
     try:
         options, rest = split_arguments(arguments)
         trainer = read_arguments(

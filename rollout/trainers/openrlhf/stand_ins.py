@@ -35,7 +35,9 @@ def is_installed(package: str) -> bool:
     module = sys.modules.get(package)
     if module is not None:
         return not hasattr(module, "__specrollout_stand_in__")
-    return importlib.util.find_spec(package) is not None
+    spec = importlib.util.find_spec(package)
+    # A folder of that name on the path, a clone beside ours say, would be found too.
+    return spec is not None and spec.origin is not None
 
 
 def install() -> None:

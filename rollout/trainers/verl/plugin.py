@@ -28,5 +28,7 @@ def _replica_class() -> type:
 try:
     _register()
 except Exception:
-    logging.getLogger(__name__).exception("verl cannot use specrollout: its plugin does not load")
+    logging.getLogger(__name__).exception(
+        "verl cannot use specrollout: its plugin does not load. docs/verl.md says what to install"
+    )
     raise
