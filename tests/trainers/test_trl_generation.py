@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ import torch
 pytest.importorskip("trl")
 
 from peft import LoraConfig
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -23,6 +28,7 @@ from rollout.errors import InvalidInputError
 from rollout.trainers.trl import specrollout_generation
 from rollout.trainers.trl.engine_options import model_folder
 from rollout.trainers.trl.generation import SpecGeneration
+from rollout.types import MemoryTag
 from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import (
     WordReward,
@@ -134,6 +140,39 @@ def test_memory_sleeps_between_batches(model: Path, tmp_path: Path) -> None:
     # An evaluation at the step whose weights it has already had, and has given away.
     trainer.eval_dataset = conversations().select(range(4))
     assert "eval_reward" in trainer.evaluate()
+
+
+def test_a_later_turn_asks_nothing_of_the_other_ranks(model: Path) -> None:
+    """Asleep or not: TRL's tool loop generates on those ranks alone whose samples called one."""
+    with one_rank():
+        generation = alone(model, enable_sleep_mode=True, max_completion_length=4)
+        generation._colocated._model = DistributedDataParallel(generation._model)
+        generation.sync_weights()
+        with mock.patch.object(distributed, "all_reduce", side_effect=AssertionError):
+            generation.generate([[7, 8]], None, 1)
+            assert generation.engine.released_tags == {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
+            generation.generate([[7, 8]], None, 1)
+        assert generation.engine.weight_version == 1
+        generation.sync_weights()
+        assert generation.engine.weight_version == 2
+        assert len(generation.generate([[7, 8]], None, 1)[1][0]) > 0
+
+
+def test_memory_sleeps_after_a_batch_that_was_refused(model: Path) -> None:
+    generation = alone(model, enable_sleep_mode=True)
+    generation.sync_weights()
+    with pytest.raises(InvalidInputError, match="prompt"):
+        generation.generate([[7] * 500], None, 1)
+    assert generation.engine.released_tags == {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_rloo(model: Path, tmp_path: Path) -> None:

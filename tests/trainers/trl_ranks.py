@@ -32,9 +32,14 @@ def main(output: Path) -> None:
     options = json.loads((folder / "options.json").read_text())
     build = {"rollout_func": by_rollout_func, "generation": by_generation}[options["way"]]
     sharding = {"deepspeed": ZERO3} if options["zero3"] else {}
-    trainer = build(folder / "model", folder / "run", **SHARES, **sharding)
+    sleeping = {"vllm_enable_sleep_mode": True} if options["way"] == "generation" else {}
+    trainer = build(folder / "model", folder / "run", **SHARES, **sharding, **sleeping)
     record = run(trainer)
     engine = engine_of(trainer)
+    if sleeping:
+        if distributed.get_rank() == 0:  # as when its samples alone called a tool
+            trainer.vllm_generation.generate([[7, 8]], None, 1)
+        engine.resume_memory()
     output.write_text(
         json.dumps(
             {

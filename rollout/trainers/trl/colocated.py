@@ -19,8 +19,9 @@ _log = logging.getLogger(__name__)
 class ColocatedEngine:
     """One engine per process, beside one trainer.
 
-    With ``sleep`` its weights and KV have memory only from a `sync` to the end of the next batch.
-    Their values are not kept: the trainer's model has them.
+    With ``sleep`` its weights and KV have memory only from a `sync` or the start of a batch to the
+    batch's end. The weights' values are kept only where a `sync` is a collective, for `generate` is
+    none; elsewhere they are taken anew from the trainer's model.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class ColocatedEngine:
         self._seeds = seeds
         self._sleep = sleep
         self._hook: RolloutHook | None = None
+        self._values_kept = True  # of the weights, by an engine that sleeps
         self._fall_asleep()
 
     def sync(self) -> None:
@@ -54,16 +56,20 @@ class ColocatedEngine:
     ) -> list[Rollout]:
         """One rollout for each prompt, in their order; a prompt's samples follow one another.
 
+        After the first `sync` a process may call it without the others.
+
         Raises InvalidInputError or OutOfMemoryError, showing the prompt, before anything is run.
         """
         seeds = self._seeds.next_batch(
             len(prompts), samples_per_prompt, step=step, training=training
         )
-        if MemoryTag.WEIGHTS in self.engine.released_tags:
+        if not self._values_kept and MemoryTag.WEIGHTS in self.engine.released_tags:
             self.sync()
         self.engine.resume_memory()  # the rest; nothing where nothing is released
-        rollouts = self._run(prompts, params, seeds, samples_per_prompt)
-        self._fall_asleep()
+        try:
+            rollouts = self._run(prompts, params, seeds, samples_per_prompt)
+        finally:
+            self._fall_asleep()
         for rollout in rollouts:
             if rollout.finish_reason is FinishReason.ERROR:
                 _log.warning(
@@ -73,7 +79,8 @@ class ColocatedEngine:
 
     def _fall_asleep(self) -> None:
         if self._sleep:
-            self.engine.release_memory(keep_weights=False)
+            self._values_kept = self._hook is not None and bool(self._hook.source.ranks.groups)
+            self.engine.release_memory(keep_weights=self._values_kept)
 
     def _run(
         self,
