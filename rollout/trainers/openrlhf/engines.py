@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollout.trainers.openrlhf.actor import RolloutActor
 from rollout.trainers.openrlhf.actor_settings import ActorSettings
 from rollout.trainers.openrlhf.arguments import TrainerArguments
-from rollout.trainers.openrlhf.executor import load_executor
+from rollout.trainers.openrlhf.executor import Executor, load_executor
 from rollout.trainers.openrlhf.options import OwnOptions
 
 _CALLS_AT_ONCE = 100_000
@@ -21,6 +22,19 @@ _CALLS_AT_ONCE = 100_000
 
 _SHARED_GPU = 0.2
 """What OpenRLHF reserves of a GPU for each of those that share it."""
+
+
+class RolloutWorker(RolloutActor):
+    """A `RolloutActor` in a process of Ray's, on the GPU that Ray gave it."""
+
+    def __init__(self, settings: ActorSettings, make_executor: Callable[[], Executor]) -> None:
+        from openrlhf.trainer.ray.utils import ray_noset_visible_devices
+
+        gpus = ray.get_gpu_ids()
+        if gpus and ray_noset_visible_devices():
+            # Ray leaves every GPU of the node visible then, and all engines would take the first.
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
+        super().__init__(settings, make_executor)
 
 
 def create_engines(
@@ -55,7 +69,7 @@ def create_engines(
         bundle = {"CPU": num_cpus, "GPU": num_gpus} if on_gpu else {"CPU": num_cpus}
         shared_pg = placement_group([dict(bundle) for _ in range(num_engines)], strategy="PACK")
         ray.get(shared_pg.ready())
-    actor = ray.remote(RolloutActor)
+    actor = ray.remote(RolloutWorker)
     engines = []
     for index in range(num_engines):
         settings = ActorSettings(
