@@ -129,6 +129,49 @@ def test_a_resumed_run_is_the_run_it_would_have_been(model: Path, tmp_path: Path
         assert torch.equal(weight, resumed.weights[name])
 
 
+def test_the_best_model_loaded_at_the_end_is_evaluated(model: Path, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=WordReward(),
+        args=config(
+            tmp_path,
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="step",
+            greater_is_better=False,
+            num_generations_eval=2,
+            per_device_eval_batch_size=4,
+        ),
+        train_dataset=conversations(),
+        eval_dataset=conversations().select(range(2)),
+        rollout_func=SpecRollout(small_engine(model)),
+    )
+
+    class FirstIsBest(TrainerCallback):
+        def on_evaluate(
+            self, _args: Any, state: Any, _control: Any, metrics: dict[str, float], **_: Any
+        ) -> None:
+            metrics["eval_step"] = state.global_step
+
+    trainer.add_callback(FirstIsBest())
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    trainer.evaluate()
+    served = trainer.rollout_func.engine.get_weights_by_name("lm_head.weight", 100)
+    assert served == trainer.model.lm_head.weight.flatten()[:100].tolist()
+
+
+def test_training_again_begins_with_the_weights_it_ended_with(model: Path, tmp_path: Path) -> None:
+    trainer = by_rollout_func(model, tmp_path, max_steps=1)
+    trainer.train()
+    trainer.train()
+    assert trainer.rollout_func.engine.weight_version == 2
+
+
 def test_empty_completions_do_not_stop_a_run(model: Path, tmp_path: Path) -> None:
     """A model whose logits are no numbers can emit nothing at all."""
     trainer = by_rollout_func(model, tmp_path, max_steps=2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from transformers import TrainerCallback
 
 from rollout.engine import RolloutEngine
 from rollout.errors import InvalidInputError
@@ -18,9 +20,9 @@ class SpecRollout:
     """Generates the completions of one trainer with an engine in its process.
 
     Sampling options are those of the trainer's args. The engine takes the trainer's weights
-    whenever its global step has changed, in every process at once; with several processes each
-    has an engine of its own. What cannot be honoured raises InvalidInputError at the first call,
-    before anything is generated.
+    whenever its global step has changed and when training has begun or ended, in every process at
+    once; with several processes each has an engine of its own. What cannot be honoured raises
+    InvalidInputError at the first call, before anything is generated.
 
     With ``sleep`` the engine gives the memory of its weights and KV back after each batch.
     """
@@ -29,7 +31,7 @@ class SpecRollout:
         self.engine = engine
         self._sleep = sleep
         self._trainer: Any = None
-        self._synced_step = -1
+        self._synced_step: int | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[list[Any]]]:
         """A completion for each prompt: texts, or conversations; repeated as TRL repeats them.
@@ -71,14 +73,33 @@ class SpecRollout:
         _refuse_what_needs_more_turns(trainer)
         self._params = _params_of(trainer)
         args = trainer.args
-        run_seed = (args.generation_kwargs or {}).get("seed", args.seed)
+        run_seed = (args.generation_kwargs or {}).get("seed")
         self._colocated = ColocatedEngine(
             self.engine,
             trainer.model,
-            SampleSeeds(run_seed, trainer.accelerator.process_index),
+            SampleSeeds(
+                args.seed if run_seed is None else run_seed, trainer.accelerator.process_index
+            ),
             sleep=self._sleep,
         )
+        trainer.add_callback(_AroundTraining(self._forget_step))
         self._trainer = trainer
+
+    def _forget_step(self) -> None:
+        self._synced_step = None
+
+
+class _AroundTraining(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Where weights change at one global step: begun again, or the best ones loaded at the end."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._then()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._then()
 
 
 def _params_of(trainer: Any) -> SamplingParams:
