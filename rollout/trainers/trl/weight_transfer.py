@@ -19,7 +19,8 @@ class WeightTransfer:
     TRL sends what it trains and no frozen parameter.
 
     A failed update is raised where TRL sends the weights; the engine then refuses to generate until
-    a full one succeeds. Its iterator runs on the engine's thread.
+    a full one succeeds. Its iterator runs on the engine's thread; what a failure leaves of it, on
+    the caller's.
     """
 
     def __init__(
@@ -40,14 +41,20 @@ class WeightTransfer:
         self._loop.call(lambda engine: engine.pause_generation(self._mode)).result()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take all of ``iterator``, or raise."""
-        self._loop.call(
-            lambda engine: engine.update_weights_from_tensor(
-                iterator,
-                flush_cache=self._mode is PauseMode.RETRACT,
-                partial=self._partial,
-            )
-        ).result()
+        """Take all of ``iterator``; its tensors are not used once the update has failed."""
+        tensors = (named for named in iterator)  # closing it leaves the rest in the iterator
+        try:
+            self._loop.call(
+                lambda engine: engine.update_weights_from_tensor(
+                    tensors,
+                    flush_cache=self._mode is PauseMode.RETRACT,
+                    partial=self._partial,
+                )
+            ).result()
+        except Exception:
+            for _ in iterator:  # each may be a collective, which the trainer's other ranks run too
+                pass
+            raise
 
     def resume(self) -> None:
         self._loop.call(lambda engine: engine.continue_generation()).result()
