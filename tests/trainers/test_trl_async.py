@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +22,13 @@ from trl.experimental.async_grpo import (
     AsyncGRPOConfig,
     AsyncGRPOTrainer,
     async_grpo_trainer,
+    async_rollout_worker,
     packing,
 )
 
 from rollout import SamplingParams
 from rollout.engine_loop import EngineLoop
-from rollout.errors import InvalidInputError
+from rollout.errors import EngineStateError, InvalidInputError
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
 from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import WordReward, conversations, small_engine
@@ -226,6 +228,26 @@ def test_a_failed_transfer_is_raised_and_nothing_is_served_from_it(
     assert len(ticket.future.result(timeout=60).token_ids) > 0
 
 
+def test_the_rest_of_a_failed_transfer_is_taken(model: Path, loop: EngineLoop) -> None:
+    """Each tensor may be a collective, in which the trainer's other ranks wait for this one."""
+    weights = loop.call(_weights).result()
+    weights[3] = (weights[3][0], torch.zeros(1))
+    taken: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            taken.append(name)
+            yield name, tensor
+
+    with pytest.raises(InvalidInputError, match="shape"):
+        WeightTransfer(loop).send_weights(tensors())
+    assert len(taken) == len(weights)
+    loop.close()
+    with pytest.raises(EngineStateError, match="closed"):
+        WeightTransfer(loop).send_weights(tensors())
+    assert len(taken) == 2 * len(weights)
+
+
 def test_what_is_trained_alone_can_be_sent(loop: EngineLoop) -> None:
     some = loop.call(_weights).result()[2:5]
     with pytest.raises(InvalidInputError, match="model"):
@@ -274,6 +296,44 @@ def test_stop_aborts_what_is_in_flight(model: Path, loop: EngineLoop, tmp_path: 
     worker.stop()
     assert loop.call(lambda engine: engine.has_unfinished).result() is False
     assert not [each for each in threading.enumerate() if each.name == "trl-rollouts"]
+
+
+def test_seeds_are_those_of_row_sample_and_turn(
+    model: Path, loop: EngineLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a resume nor the order in which conversations end changes them."""
+    calls = [{"function": {"name": "unknown", "arguments": {}}}]
+    message = {"role": "assistant", "content": "nine", "tool_calls": calls}
+    monkeypatch.setattr(async_rollout_worker, "parse_response", lambda *_, **__: message)
+    tokenizer = tokenizer_of(model)
+    tokenizer.chat_template = tokenizer.chat_template.replace("'system'", "'tool'")
+    args = config(tmp_path, max_tool_calling_iterations=1)  # two turns each
+
+    def seeds_by_row(first_row: int, num_rows: int) -> list[set[int]]:
+        drawn: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        submit = loop.submit
+
+        def watch(prompt_ids: list[int], *rest: Any, request_seed: int) -> Any:
+            drawn[tuple(prompt_ids[:4])].add(request_seed)
+            return submit(prompt_ids, *rest, request_seed=request_seed)
+
+        worker = RolloutWorker(
+            loop, args, conversations(), WordReward(), tokenizer, first_row=first_row
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "submit", watch)
+            worker.start()
+            deadline = time.monotonic() + 60
+            while [len(seeds) for seeds in [*drawn.values()][:num_rows]] != [8] * num_rows:
+                worker.check_health(60)
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            worker.stop()
+        return [*drawn.values()][:num_rows]
+
+    whole = seeds_by_row(0, 4)
+    assert len(set().union(*whole)) == 4 * 8
+    assert seeds_by_row(2, 2) == whole[2:]
 
 
 def test_silence_is_told(model: Path, loop: EngineLoop, tmp_path: Path) -> None:

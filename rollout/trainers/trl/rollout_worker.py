@@ -7,9 +7,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
@@ -21,6 +24,9 @@ from rollout.trainers.trl.sampling import sampling_params
 from rollout.types import FinishReason, SamplingParams
 
 _log = logging.getLogger(__name__)
+
+# Of the conversation that the running task is about, from its next turn on.
+_turn_seeds: ContextVar[Iterator[int]] = ContextVar("turn_seeds")
 
 STOP_TIMEOUT = 60.0  # seconds for rewards and tools that are being computed
 
@@ -36,7 +42,8 @@ class RolloutWorker:
         args: the trainer's AsyncGRPOConfig, the same object.
         dataset, reward_funcs, processing_class, tools, environment_factory: those of the trainer;
             with a worker of one's own it looks at none of them.
-        first_row: where in the dataset to begin; TRL does not say, when a run is resumed.
+        first_row: how many rows, over all epochs, were before the one to begin with; TRL does not
+            say, when a run is resumed. Seeds derive from the row, the sample and the turn.
 
     Raises InvalidInputError for an option that cannot be honoured.
     """
@@ -80,7 +87,7 @@ class RolloutWorker:
             "eos_token_ids": eos,
             "tools": tools,
             "environment_factory": environment_factory,
-            "dataset_start_index": first_row,
+            "first_row": first_row,
         }
         self._version = _Shared(0)
         self._heartbeat = _Shared(time.time())
@@ -165,13 +172,20 @@ class _GenerationLoop(_AsyncRolloutLoop):
     """TRL's loop, awaiting the engine where that one posts to a server."""
 
     def __init__(
-        self, engine_loop: EngineLoop, params: SamplingParams, *, run_seed: int, **options: Any
+        self,
+        engine_loop: EngineLoop,
+        params: SamplingParams,
+        *,
+        run_seed: int,
+        first_row: int,
+        **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(dataset_start_index=first_row, **options)
         self._engine_loop = engine_loop
         self._params = params
         self._run_seed = run_seed
-        self._num_turns = 0
+        self._first_row = first_row
+        self._num_begun: Counter[int] = Counter()  # conversations, by group
 
     def stop(self) -> None:
         """From any thread."""
@@ -191,9 +205,18 @@ class _GenerationLoop(_AsyncRolloutLoop):
         for task in ended:
             task.result()
 
+    async def _generate_one(self, *args: Any, group_id: int, **options: Any) -> Any:
+        # A group's conversations are begun in their order, so the count is the sample's number.
+        sample = self._num_begun[group_id]
+        self._num_begun[group_id] += 1
+        if self._num_begun[group_id] == self.num_generations:
+            del self._num_begun[group_id]
+        seed = derive_seed(self._run_seed, self._first_row + group_id, sample)
+        _turn_seeds.set(derive_seed(seed, turn, 0) for turn in count())
+        return await super()._generate_one(*args, group_id=group_id, **options)
+
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        seed = derive_seed(self._run_seed, self._num_turns, 0)
-        self._num_turns += 1
+        seed = next(_turn_seeds.get())
         ticket = self._engine_loop.submit(prompt_ids, self._params, request_seed=seed)
         rollout = await asyncio.wrap_future(ticket.future)
         if rollout.finish_reason is FinishReason.ERROR:
