@@ -250,6 +250,18 @@ def test_images_are_refused(model: Path) -> None:
         generation.generate([[3, 4]], [["an image"]], 1)
 
 
+def test_no_seed_given_is_the_trainers(model: Path) -> None:
+    def drawn(**options: Any) -> list[list[int]]:
+        torch.manual_seed(7)
+        generation = alone(model, **options)
+        return generation.generate([[7, 8]] * 2, None, 2)[1]
+
+    assert (
+        drawn(generation_kwargs={"seed": None}) == drawn() == drawn(generation_kwargs={"seed": 7})
+    )
+    assert drawn(generation_kwargs={"seed": 0}) != drawn()
+
+
 def test_several_logprobs_per_token(model: Path) -> None:
     """As vLLM's: the most likely first, the sampled one at its end where it is not among them."""
     generation = alone(model, logprobs=3, max_completion_length=20)

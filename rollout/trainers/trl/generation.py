@@ -97,8 +97,9 @@ class SpecGeneration:
             ),
         )
         rank = accelerator.process_index
-        # The trainer has seeded torch with its own seed plus the rank just before.
-        run_seed = (generation_kwargs or {}).get("seed", torch.initial_seed() - rank)
+        run_seed = (generation_kwargs or {}).get("seed")
+        if run_seed is None:  # most trainers have seeded torch with their seed plus the rank
+            run_seed = torch.initial_seed() - rank
         self._colocated = ColocatedEngine(
             self.engine, model, SampleSeeds(run_seed, rank), sleep=enable_sleep_mode
         )
@@ -134,7 +135,8 @@ class SpecGeneration:
         """
         if images is not None:
             raise InvalidInputError("images", images, "are not supported; give text")
-        # TRL's profiler knows the global step, which a resumed run goes on counting.
+        # TRL's profiler knows the global step, which a resumed run goes on counting. Not all of its
+        # trainers hand one over.
         with profiler or nullcontext():
             rollouts = self._colocated.generate(
                 prompts,
