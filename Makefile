@@ -20,7 +20,7 @@ export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: help
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 # torch comes first in one pip command with its version pinned, so that nothing pulls another build;
 # an editable install needs the build requirements in the environment.

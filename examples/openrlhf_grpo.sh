@@ -6,6 +6,10 @@
 # PROMPTS.jsonl has "prompt" and "label"; REWARD.py a reward_func(queries, prompts, labels).
 # All arguments: docs/openrlhf.md. Of one given twice the last counts.
 set -eu
+if [ $# -lt 3 ]; then
+  echo "usage: $0 MODEL_FOLDER PROMPTS.jsonl REWARD.py [more arguments]" >&2
+  exit 2
+fi
 model=$1 prompts=$2 reward=$3
 shift 3
 
