@@ -24,7 +24,7 @@ EXAMPLES = ROOT / "examples"
 STEPS = 3
 SETTINGS = f"""
     --steps {STEPS} --prompts 6 --samples 6 --max-new-tokens 5 --held-out 4
-    --dtype float32 --lr 1e-3
+    --dtype float32 --shots 1 --lr 1e-3
 """.split()
 SPECS = {"none": ["--spec", "none"], "ngram": ["--spec", "ngram", "--draft-tokens", "4"]}
 SHARING = {1: ["--zero", "2"], 2: ["--zero", "3"]}  # by the number of ranks
