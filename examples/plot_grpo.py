@@ -99,7 +99,7 @@ def print_comparison(runs: list[Run]) -> None:
 def plot(runs: list[Run], window: int, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
     reward, nll, accept_length = figure.subplots(1, 3)
     reward.set(title="reward", xlabel="step", ylabel="mean of the step's rollouts", ylim=(0, 1))
     nll.set(title="certainty", xlabel="step", ylabel="-logprob per token (nats)")
@@ -122,7 +122,7 @@ def plot(runs: list[Run], window: int, path: Path) -> None:
             axes.plot(numbers, [step[field] for step in run.steps], **thick)
     majority = fmean(run.mean("majority_reward", 0, None) for run in runs)
     reward.axhline(majority, color="grey", linestyle="--", label="most common answer")
-    reward.legend(fontsize="small", loc="lower right")
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
