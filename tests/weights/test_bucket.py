@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidInputError
-from rollout.memory.system import return_freed_memory
 from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
 from rollout.weights.bucket_layout import ALIGNMENT, BucketLayout, layouts
 from rollout.weights.manifest import TensorSpec

@@ -168,7 +168,7 @@ class _Shared:
     value: float
 
 
-class _GenerationLoop(_AsyncRolloutLoop):
+class _GenerationLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # trl is untyped here
     """TRL's loop, awaiting the engine where that one posts to a server."""
 
     def __init__(
