@@ -58,7 +58,7 @@ class WeightCalls(ABC):
         their KV recomputed; with ``flush_cache=False`` they keep it.
         """
         weights = self.worker.weights
-        if weights.state is WeightState.LOADING:
+        if weights.is_under_way and weights.state is WeightState.LOADING:
             # Before they serve: nothing the old weights computed may be met by the new ones,
             # whatever happens in between.
             options = weights.options

@@ -25,6 +25,7 @@ import torch
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.layers.destination import Destination
 from rollout.weights import checks
+from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
 from rollout.weights.options import UpdateOptions
 from rollout.weights.part import WeightPart
@@ -155,22 +156,16 @@ class WeightTransaction:
                 _check_collection(update, named_tensors, direct)
             elif isinstance(named_tensors, WeightSource):
                 _check_incoming(update, named_tensors.manifest(), direct)
-            tensors = iter(named_tensors)
-            try:
+            with closed_iterator(named_tensors) as tensors:
                 for name, tensor in tensors:
                     self._write(update, name, tensor, direct)
-            finally:
-                # A sharded source has other ranks waiting in its collectives: tell them at once.
-                close = getattr(tensors, "close", None)
-                if close is not None:
-                    close()
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
         update.last_call = self._clock()
 
-    def commit(self) -> UpdateOptions:
-        """End the open update: its version is the weights' from now on. Returns its options.
+    def commit(self) -> None:
+        """End the open update: its version is the weights' from now on.
 
         Raises InvalidInputError where tensors did not come; the update has then failed.
         """
@@ -188,7 +183,6 @@ class WeightTransaction:
             raise
         self._update, self._torn = None, frozenset()
         self.state, self.reason, self.version = WeightState.WHOLE, "", update.version
-        return update.options
 
     def abandon(self, reason: str) -> None:
         """Give the open update up, if there is one: torn if it had written, else as it was."""
