@@ -151,6 +151,7 @@ class WeightTransaction:
         update. Raises InvalidInputError, and what ``named_tensors`` raises.
         """
         update = self._under_way()
+        check_finite = update.options.check_finite and not isinstance(named_tensors, Collection)
         try:
             if isinstance(named_tensors, Collection):
                 _check_collection(update, named_tensors, direct)
@@ -158,7 +159,7 @@ class WeightTransaction:
                 _check_incoming(update, named_tensors.manifest(), direct)
             with closed_iterator(named_tensors) as tensors:
                 for name, tensor in tensors:
-                    self._write(update, name, tensor, direct)
+                    self._write(update, name, tensor, direct, check_finite)
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
@@ -211,12 +212,14 @@ class WeightTransaction:
         self.require_resident()
         return self.parts.digest(selector)
 
-    def _write(self, update: _Update, name: str, tensor: torch.Tensor, direct: bool) -> None:
+    def _write(
+        self, update: _Update, name: str, tensor: torch.Tensor, direct: bool, check_finite: bool
+    ) -> None:
         spec = TensorSpec.of(tensor)
         checks.refuse_unreadable(name, tensor)
         if direct or update.checked.get(name) != spec or name in update.loaded:
             _check_incoming(update, {name: spec}, direct)
-        if update.options.check_finite:
+        if check_finite:
             checks.refuse_not_finite(name, tensor)
         self.state, self.reason = WeightState.LOADING, "an update is under way"
         update.destinations[name].write(tensor)
