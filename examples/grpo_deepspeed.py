@@ -69,7 +69,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of problems and samples")
     add("--threads", type=int, default=1, help="CPU threads per process")
     add("--output", type=Path, default=Path("runs/grpo.jsonl"), help="the log, JSON lines")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.held_out < 1:
+        parser.error(f"--held-out {args.held_out}: must be at least 1")
+    return args
 
 
 def make_trainer(args: argparse.Namespace) -> Any:
