@@ -28,6 +28,10 @@ class Residency:
         self._kept: KeptWeights | None = None
         self.released: frozenset[MemoryTag] = frozenset()
 
+    def add_kv_pool(self, pool: KvPool) -> None:
+        """Of a draft, made after the target's."""
+        self._kv_pools.append(pool)
+
     @property
     def why_not(self) -> str:
         """What is released and needed to run; empty when nothing is."""

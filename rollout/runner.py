@@ -1,6 +1,6 @@
 """A batch and its draft trees become device tensors, hidden states and logits.
 
-Legend: B entries, T query rows (padding included), N draft nodes, R sampled rows, V vocabulary.
+Legend: B entries, T query rows, N draft nodes, R sampled rows, V vocabulary, F feature columns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from rollout.attention import PagedAttention
 from rollout.memory.kv_pool import KvPool
 from rollout.models.causal_lm import CausalLM
+from rollout.models.features import Features, Taps
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.types import Batch, DraftTrees
 
@@ -21,11 +22,20 @@ from rollout.types import Batch, DraftTrees
 class QueryRows:
     """The flat query rows of one step: per entry its causal run, then its draft nodes."""
 
-    input_ids: np.ndarray  # int64 [T]
+    input_ids: np.ndarray  # int64 [T], padded, as the next two are
     positions: np.ndarray  # int64 [T]
     slots: np.ndarray  # int64 [T]
     offsets: np.ndarray  # int32 [B + 1]
     sampled: np.ndarray  # int64 [R]: rows to take logits of
+
+
+@dataclass(kw_only=True, slots=True)
+class Forwarded:
+    """What one forward gave. Its query rows are, per entry, the run's and then the draft nodes'."""
+
+    logits_RV: torch.Tensor  # model dtype
+    features_TF: torch.Tensor  # model dtype; no columns where none were asked for
+    offsets_B1: np.ndarray  # int32: entry b owns query rows [offsets[b], offsets[b + 1])
 
 
 class ModelRunner:
@@ -44,22 +54,25 @@ class ModelRunner:
         req_to_token: np.ndarray,
         minimum_rows: int,
         device: torch.device,
+        features: Features | None = None,
     ) -> None:
+        """``features``: hidden states that every forward keeps; default: none."""
         self.model = model
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
         self._req_to_token_device = torch.from_numpy(req_to_token).to(device)
         self._minimum_rows = minimum_rows
         self._device = device
+        self.features = features or Features()
 
     @torch.inference_mode()
     def forward(
         self, batch: Batch, trees: DraftTrees, *, scored_from: int | None = None
-    ) -> torch.Tensor:
-        """Logits [R, V] of each entry's root and draft nodes, in order; model dtype.
+    ) -> Forwarded:
+        """Logits of each entry's root and draft nodes, in order, and the features of all rows.
 
-        With ``scored_from``, of each run row at that position or after instead. As a side effect
-        the keys and values of all query rows are in their slots.
+        With ``scored_from``, logits of each run row at that position or after instead. As a side
+        effect the keys and values of all query rows are in their slots.
         """
         rows = self._query_rows(batch, trees, scored_from)
         attention = PagedAttention(
@@ -69,14 +82,27 @@ class ModelRunner:
             plan=self._attention_plan(batch, trees, rows.offsets),
             scale=self.model.spec.head_dim**-0.5,
         )
+        taps = self._taps(int(rows.offsets[-1]))
         hidden_TE = self.model.forward(
-            self._tensor(rows.input_ids), self._tensor(rows.positions), attention
+            self._tensor(rows.input_ids), self._tensor(rows.positions), attention, taps
         )
-        if not rows.sampled.size:
+        return Forwarded(
+            logits_RV=self._logits(hidden_TE, rows.sampled),
+            features_TF=hidden_TE[:0, :0] if taps is None else taps.features_TF,
+            offsets_B1=rows.offsets,
+        )
+
+    def _taps(self, rows: int) -> Taps | None:
+        if not self.features.count:
+            return None
+        like = torch.empty(0, dtype=self.model.dtype, device=self._device)
+        return Taps(self.features, rows, self.model.spec.hidden_size, like)
+
+    def _logits(self, hidden_TE: torch.Tensor, sampled: np.ndarray) -> torch.Tensor:
+        if not sampled.size:
             return hidden_TE.new_empty((0, self.model.spec.vocab_size))
-        sampled = _padded(rows.sampled, self._minimum_rows)
-        logits_RV = self.model.logits(hidden_TE[self._tensor(sampled)])
-        return logits_RV[: rows.sampled.size]
+        padded = _padded(sampled, self._minimum_rows)
+        return self.model.logits(hidden_TE[self._tensor(padded)])[: sampled.size]
 
     def _query_rows(self, batch: Batch, trees: DraftTrees, scored_from: int | None) -> QueryRows:
         input_ids: list[np.ndarray] = []

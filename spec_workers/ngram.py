@@ -19,6 +19,7 @@ from spec_workers.budget.cost_run import time_forwards
 from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.draft_tree import only_roots
 from spec_workers.ngram_corpus import NgramCorpus
+from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -96,10 +97,11 @@ class NgramWorker(SpecWorker):
         room = self.target.room_for(entry.request) - 1
         return max(0, min(self._num_draft_tokens, len(entry.draft_slots), room))
 
-    def observe(self, batch: Batch, trees: DraftTrees | None) -> None:
-        if trees is None:
+    def observe(self, step: Observation) -> None:
+        if not step.was_asked:
             return
-        for entry, num_nodes in zip(batch.entries, np.diff(trees.offsets_B1).tolist(), strict=True):
+        sizes = np.diff(step.trees.offsets_B1).tolist()
+        for entry, num_nodes in zip(step.batch.entries, sizes, strict=True):
             if entry.samples and self._feed.follows(entry.request):
                 self._feed.note_verified(entry.request, num_nodes)
 

@@ -15,9 +15,10 @@ from rollout.layers.row_invariance import minimum_rows
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.sizing import num_kv_slots
+from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.residency import Residency
-from rollout.runner import ModelRunner
+from rollout.runner import Forwarded, ModelRunner
 from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import rows_of_continuation, sample_rows
 from rollout.sampling.sampler import Sampled, sample, score
@@ -42,8 +43,20 @@ of one row took 16.0 ms, a step of four 14.2."""
 class TargetWorker:
     """Owns the target. A draft of nothing but the root makes it plain decoding."""
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
-        """``progress`` is told how far the weights are read."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        features: Features | None = None,
+        draft_slot_bytes: int = 0,
+    ) -> None:
+        """
+        Args:
+            progress: told how far the weights are read.
+            features: hidden states that drafts want of every row.
+            draft_slot_bytes: what drafts are going to keep for each of the target's KV slots.
+        """
         device = resolve_device(config.model.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -65,7 +78,7 @@ class TargetWorker:
         if config.exact:
             exact_rows = minimum_rows(self.model.linears(), self.longest_step)
             self.minimum_rows = max(self.minimum_rows, exact_rows)
-        num_slots = num_kv_slots(config.memory, spec, self.model.dtype, device)
+        num_slots = num_kv_slots(config.memory, spec, self.model.dtype, device, draft_slot_bytes)
         # One row more than requests may run: scoring borrows it between steps.
         self.memory = CacheMemory(
             num_slots,
@@ -89,6 +102,7 @@ class TargetWorker:
             req_to_token=self.memory.req_to_token.table,
             minimum_rows=self.minimum_rows,
             device=device,
+            features=features,
         )
 
     @property
@@ -104,8 +118,8 @@ class TargetWorker:
         """Tokens the request may still emit."""
         return min(request.remaining_len, self.max_context_len - len(request.tokens))
 
-    def verify(self, batch: Batch, trees: DraftTrees) -> torch.Tensor:
-        """Logits [R, V] at each sampling entry's root and draft nodes, in that order."""
+    def verify(self, batch: Batch, trees: DraftTrees) -> Forwarded:
+        """Logits at each sampling entry's root and draft nodes, in that order; features."""
         self.weights.require_whole()
         return self.runner.forward(batch, trees)
 
@@ -203,7 +217,7 @@ class TargetWorker:
                 entry = Scheduled(request=running, start=computed, run_len=length, draft_slots=none)
                 batch = Batch(step=0, entries=[entry])
                 first = len(request.tokens) - 1
-                yield self.runner.forward(batch, only_roots(1), scored_from=first)
+                yield self.runner.forward(batch, only_roots(1), scored_from=first).logits_RV
                 computed += length
         finally:
             self.memory.release(row, tokens[:computed])

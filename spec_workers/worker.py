@@ -21,6 +21,7 @@ from rollout.types import (
 )
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget
+from spec_workers.observation import Observation
 from spec_workers.request_stats import count_step
 from spec_workers.target import TargetWorker
 
@@ -87,14 +88,23 @@ class SpecWorker:
         proposed = None if floor is None else self.propose(batch, floor)
         verified = self.budget.choose(batch, proposed)
         draft_ms = clock.lap()
-        logits_RV = self.target.verify(batch, verified.trees)
+        forwarded = self.target.verify(batch, verified.trees)
+        logits_RV = forwarded.logits_RV
         if logits_RV.is_cuda:
             torch.cuda.synchronize(logits_RV.device)  # sampling waits for it anyway
         forward_ms = clock.lap()
         results = self.target.accept(batch, verified.trees, logits_RV)
         self.target.commit(batch, results)
         sample_ms = clock.lap()
-        self.observe(batch, None if proposed is None else verified.trees)
+        self.observe(
+            Observation(
+                batch=batch,
+                trees=verified.trees,
+                was_asked=proposed is not None,
+                forwarded=forwarded,
+                results=results,
+            )
+        )
         times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
         self.budget.observe(batch, verified, results, times)
         times.draft += clock.lap()
@@ -116,8 +126,8 @@ class SpecWorker:
         """Draft nodes, each entry's most probable ones first, none less probable than ``floor``."""
         raise TypeError(f"{type(self).__name__} does not say what it proposes")
 
-    def observe(self, batch: Batch, trees: DraftTrees | None) -> None:
-        """What was verified of what was proposed; None when nothing was asked for."""
+    def observe(self, step: Observation) -> None:
+        """What was verified of what was proposed, and what came of it."""
 
     def release(self, request: Request) -> None:
         """The request ended."""

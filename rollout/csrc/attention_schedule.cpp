@@ -36,8 +36,9 @@ void check_entry(const PlanArrays& plan, int64_t entry, int64_t slots) {
   require(first_node >= 0 && nodes >= 0 && nodes <= kMaxNodes &&
               first_node + nodes <= static_cast<int64_t>(plan.node_slots.size()),
           "node_offsets_B1", entry, "must rise by 0 to 63 nodes, within N");
-  require(plan.q_offsets[entry + 1] - plan.q_offsets[entry] == run_len + nodes, "q_offsets_B1",
-          entry, "must rise by run_len and the number of draft nodes");
+  const int64_t queries = plan.q_offsets[entry + 1] - plan.q_offsets[entry];
+  require(queries >= 0 && queries <= run_len + nodes, "q_offsets_B1", entry,
+          "must rise by at most run_len and the number of draft nodes");
   require(all_within(plan.req_to_token + row * plan.table_row_stride, start + run_len, slots),
           "req_to_token", entry, "names a slot outside the pool");
   require(all_within(plan.node_slots.data() + first_node, nodes, slots), "node_slots_N", entry,
@@ -80,12 +81,14 @@ void AttentionSchedule::add_entry(const PlanArrays& plan, int64_t entry) {
   const int32_t start = plan.starts[entry], run_len = plan.run_lens[entry];
   const int32_t first_node = plan.node_offsets[entry];
   const int32_t rows = run_len + plan.node_offsets[entry + 1] - first_node;
+  // The entry's query rows are its last ones: what comes before is in the pools already.
+  const int32_t first_query = rows - (plan.q_offsets[entry + 1] - plan.q_offsets[entry]);
   const int64_t group = sizes_.heads / sizes_.kv_heads;
   const int64_t len = start + rows;
   const int32_t tile_rows = static_cast<int32_t>(std::clamp<int64_t>(
       std::min((kTileRowHeads + group - 1) / group, kTileScoreFloats / (group * len)), 1,
       kMaxTailKeys));
-  for (int32_t begin = 0; begin < rows; begin += tile_rows) {
+  for (int32_t begin = first_query; begin < rows; begin += tile_rows) {
     const int32_t end = std::min(begin + tile_rows, rows);
     // Tail keys: what run tokens follow the tile's first row, then the draft nodes up to its last.
     const int32_t run_tail = std::max(std::min(end, run_len) - begin - 1, 0);
@@ -106,7 +109,7 @@ void AttentionSchedule::add_entry(const PlanArrays& plan, int64_t entry) {
                       .tail_masks = nullptr,
                       .shared_len = shared_len,
                       .tail_len = run_tail + nodes,
-                      .first_row = plan.q_offsets[entry] + begin,
+                      .first_row = plan.q_offsets[entry] + begin - first_query,
                       .rows = end - begin});
     max_tile_rows_ = std::max<int64_t>(max_tile_rows_, end - begin);
     max_len_ = std::max<int64_t>(max_len_, shared_len + run_tail + nodes);

@@ -61,6 +61,8 @@ class CacheMemory:
         self.prefix_cache = PrefixCache(self.slots)
         self.shares_prefixes = prefix_cache
         self.counters = MemoryCounters()
+        # Counts up when what a row's table already says of computed positions changes.
+        self.row_versions = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
         self._draft_slots = np.empty(0, dtype=np.int32)  # reserved for the step in flight
         self._accepted = np.zeros(num_slots + 1, dtype=bool)  # of those, now in req_to_token
@@ -99,6 +101,7 @@ class CacheMemory:
             return None
         row = self.req_to_token.allocate_row()
         self.req_to_token.table[row, :cached_len] = slots
+        self.row_versions[row] += 1
         self._rows[row] = _Row(node=node, shared_len=cached_len, allocated_len=cached_len)
         self.counters.looked_up += len(tokens)
         self.counters.hit += cached_len
@@ -167,6 +170,7 @@ class CacheMemory:
         self.prefix_cache.lock(node)
         self.prefix_cache.unlock(state.node)
         self.req_to_token.table[row, : len(tokens)] = self.prefix_cache.path_slots(node)
+        self.row_versions[row] += 1
         state.node, state.shared_len = node, len(tokens)
 
     def release(self, row: int, tokens: Sequence[int]) -> None:

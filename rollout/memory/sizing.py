@@ -12,13 +12,19 @@ from rollout.models.spec import ModelSpec
 
 
 def num_kv_slots(
-    config: MemoryConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    config: MemoryConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    draft_slot_bytes: int = 0,
 ) -> int:
     """Slots that fit ``kv_bytes``, else ``kv_fraction`` of what is free on the device now.
 
+    ``draft_slot_bytes``: what drafts keep for each of the target's slots.
+
     Raises OutOfMemoryError when not even two tokens fit.
     """
-    slot_bytes = KvPool.bytes_per_slot(
+    slot_bytes = draft_slot_bytes + KvPool.bytes_per_slot(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

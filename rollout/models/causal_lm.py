@@ -11,6 +11,7 @@ import torch
 
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear
+from rollout.models.features import Taps
 from rollout.models.spec import ModelSpec
 
 
@@ -35,9 +36,16 @@ class CausalLM(Protocol):
     device: torch.device
 
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: LayerAttention
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: LayerAttention,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, E], final norm applied, in the model's dtype; T may be zero."""
+        """Hidden states [T, E], final norm applied, in the model's dtype; T may be zero.
+
+        ``taps``, where given, is shown the hidden states on the way.
+        """
         ...
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:

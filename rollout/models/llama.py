@@ -16,6 +16,7 @@ from rollout.layers.linear import Linear
 from rollout.layers.rope import cos_sin_table
 from rollout.layers.storage import allocate_storage, free_storage
 from rollout.models.causal_lm import LayerAttention
+from rollout.models.features import Taps
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 from rollout.ops.rotary import rotary_
@@ -81,7 +82,11 @@ class Llama:
         self._next_norms_E.append(self.final_norm_E)
 
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: LayerAttention
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: LayerAttention,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, E] after the final norm. Each norm is done where its residual is."""
         spec, eps = self.spec, self.spec.rms_norm_eps
@@ -91,6 +96,8 @@ class Llama:
         for index, (layer, next_norm_E) in enumerate(
             zip(self.layers, self._next_norms_E, strict=True)
         ):
+            if taps is not None:
+                taps.enter(index, residual_TE)
             qkv_THD = layer.qkv(hidden_TE).view(-1, sum(heads), spec.head_dim)
             q_THD, k_TKD, v_TKD = qkv_THD.split(heads, dim=1)
             if layer.q_norm_D is not None and layer.k_norm_D is not None:
@@ -103,6 +110,9 @@ class Llama:
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps)
             hidden_TE = layer.down(silu_mul(layer.gate_up(hidden_TE)))
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, next_norm_E, eps)
+        if taps is not None:
+            taps.enter(spec.num_layers, residual_TE)
+            taps.leave(hidden_TE)
         return hidden_TE
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:

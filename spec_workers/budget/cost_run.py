@@ -85,7 +85,7 @@ def _run(tokens: list[int], row: int, start: int, run_len: int) -> Batch:
 def _forward_ms(target: TargetWorker, batch: Batch) -> float:
     started = time.perf_counter()
     scored_from = batch.entries[0].start
-    logits_RV = target.runner.forward(batch, only_roots(1), scored_from=scored_from)
+    logits_RV = target.runner.forward(batch, only_roots(1), scored_from=scored_from).logits_RV
     if logits_RV.is_cuda:
         torch.cuda.synchronize()
     return (time.perf_counter() - started) * 1e3

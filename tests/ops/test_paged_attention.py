@@ -214,6 +214,25 @@ def test_a_path_of_a_tree_is_plain_decoding(
         assert_bitwise(decode_one_by_one(case, q, slots, root), tree[rows])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_rows_of_an_entry_alone_are_the_same(dtype: torch.dtype, seed: int) -> None:
+    """Keys and values of the rows before them are in the pools already."""
+    case = make_case(random_entries(seed, 5), dtype=dtype, seed=seed)
+    rng = random.Random(seed)
+    whole = case.run()
+    q, plan = batch(case.requests)
+    kept = [rng.randint(0, request.entry.num_rows) for request in case.requests]
+    plan.q_offsets_B1 = torch.tensor([0, *kept], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    q_last = torch.cat([r.q[len(r.q) - n :] for r, n in zip(case.requests, kept, strict=True)])
+    expected = torch.cat([o[len(o) - n :] for o, n in zip(whole, kept, strict=True)])
+    scale = q.shape[-1] ** -0.5
+    assert_bitwise(paged_attention(q_last, case.k_pool, case.v_pool, plan, scale), expected)
+    torch.testing.assert_close(
+        reference.paged_attention(q_last, case.k_pool, case.v_pool, plan, scale),
+        expected, rtol=1e-2, atol=1e-2,
+    )  # fmt: skip
+
+
 def test_scratch_left_by_another_call_is_not_read(set_threads) -> None:
     case = make_case(random_entries(1, 6), dtype=torch.bfloat16)
     poison = Case(case.requests, case.k_pool * torch.nan, case.v_pool * torch.nan)

@@ -28,21 +28,18 @@ def paged_attention(
 def _slots_by_query_row(plan: AttentionPlan) -> list[tuple[int, torch.Tensor]]:
     """Each query row with the slots of its keys in position order."""
     node_offsets, node_masks = plan.node_offsets_B1.tolist(), plan.node_masks_N.tolist()
+    q_offsets = plan.q_offsets_B1.tolist()
     rows: list[tuple[int, torch.Tensor]] = []
-    for entry, (row, first, start, run_len) in enumerate(
-        zip(
-            plan.rows_B.tolist(),
-            plan.q_offsets_B1.tolist(),
-            plan.starts_B.tolist(),
-            plan.run_lens_B.tolist(),
-            strict=False,  # q_offsets has one more
-        )
+    for entry, (row, start, run_len) in enumerate(
+        zip(plan.rows_B.tolist(), plan.starts_B.tolist(), plan.run_lens_B.tolist(), strict=True)
     ):
         context = plan.req_to_token[row, : start + run_len].long()
-        rows += [(first + j, context[: start + j + 1]) for j in range(run_len)]
+        seen = [context[: start + j + 1] for j in range(run_len)]
         nodes = slice(node_offsets[entry], node_offsets[entry + 1])
         slots = plan.node_slots_N[nodes].long()
         for node, mask in enumerate(node_masks[nodes]):
             path = [k for k in range(node + 1) if mask >> (k + 1) & 1]
-            rows.append((first + run_len + node, torch.cat((context, slots[path]))))
+            seen.append(torch.cat((context, slots[path])))
+        first, last = q_offsets[entry], q_offsets[entry + 1]
+        rows += zip(range(first, last), seen[len(seen) - (last - first) :], strict=True)
     return rows

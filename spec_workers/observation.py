@@ -1,0 +1,22 @@
+"""What a step gave, for those who propose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.runner import Forwarded
+from rollout.types import Batch, DraftTrees, EntryResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Handed to `observe` when accepted nodes' slots are in ``req_to_token``.
+
+    The requests of the batch do not hold the emitted tokens yet: the scheduler appends them after.
+    """
+
+    batch: Batch
+    trees: DraftTrees  # as verified
+    was_asked: bool  # whether anything was asked for
+    forwarded: Forwarded
+    results: list[EntryResult]  # parallel to the batch's entries

@@ -1,0 +1,45 @@
+"""The hidden states a forward keeps for drafts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.config import DType
+from rollout.errors import InvalidInputError
+from rollout.models.features import Features, Taps
+from rollout.models.loader import load_model
+from tests.helpers.dense_attention import DenseAttention
+
+
+@torch.inference_mode()
+def test_taps_are_the_residual_stream_and_change_nothing(tiny_model_path):
+    model = load_model(tiny_model_path, DType.float32, torch.device("cpu"))
+    tokens = torch.arange(11)
+    attention = DenseAttention([11])
+    untapped = model.forward(tokens, attention.positions, attention)
+    taps = Taps(Features(layers=(0, 2), final=True), 7, 48, untapped)
+    tapped = model.forward(tokens, attention.positions, attention, taps)
+    assert torch.equal(tapped, untapped)
+    first, last, final = taps.features_TF.split(48, dim=1)
+    assert torch.equal(first, model.embedding_VE[tokens[:7]])
+    assert torch.equal(final, untapped[:7])
+    last = last.double()
+    normed = last * (last.square().mean(-1, keepdim=True) + model.spec.rms_norm_eps).rsqrt()
+    torch.testing.assert_close(normed.float() * model.final_norm_E, final, rtol=1e-5, atol=1e-5)
+
+
+def test_one_readers_columns_among_those_of_all():
+    eagle, mtp = Features(layers=(1, 2, 5)), Features(final=True)
+    both = eagle | mtp
+    assert both == Features(layers=(1, 2, 5), final=True)
+    features = torch.arange(2 * 12.0).view(2, 12)
+    assert both.select(features, eagle).tolist() == features[:, :9].tolist()
+    assert both.select(features, mtp).tolist() == features[:, 9:].tolist()
+    assert both.select(features, both) is features
+
+
+@pytest.mark.parametrize("layers", [(2, 1), (1, 1), (-1,)])
+def test_layers_must_ascend(layers):
+    with pytest.raises(InvalidInputError, match=r"features\.layers"):
+        Features(layers=layers)
