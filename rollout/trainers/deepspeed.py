@@ -15,9 +15,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.layout import Slot
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
+from rollout.trainers.slot import Slot
 
 _Masters = dict[int, Callable[[], torch.Tensor]]  # by id of the parameter
 

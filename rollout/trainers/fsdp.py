@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from rollout.trainers.layout import Slot, Weight, slots_of
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
+from rollout.trainers.slot import Slot, Weight, slots_of
 
 
 class FSDP2Source(ParameterSource):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rollout.trainers.layout import Slot
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
+from rollout.trainers.slot import Slot
 
 
 class HFSource(ParameterSource):

@@ -3,65 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.names import checkpoint_name
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a trainer keeps one parameter: looked up anew each time, for wrappers swap tensors."""
-
-    name: str  # as the model's own tree of modules names it
-    module: nn.Module
-    attribute: str
-    shape: tuple[int, ...]  # of the whole parameter, however it is sharded
-    dtype: torch.dtype
-
-    @property
-    def parameter(self) -> torch.Tensor:
-        return getattr(self.module, self.attribute)
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One tensor of the checkpoint: its first input, changed by ``combine`` where there are more.
-
-    The result has the shape and dtype of the first input. ``combine`` writes into no input.
-    """
-
-    name: str
-    inputs: tuple[Slot, ...]
-    combine: Combine | None = None
-
-
-def slots_of(model: nn.Module) -> list[Slot]:
-    """The model's parameters in its own order, tied ones once. Buffers are no weights."""
-    return list(_slots(model))
-
-
-def _slots(model: nn.Module) -> Iterator[Slot]:
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                # ZeRO-3 leaves an empty parameter and its shape beside it.
-                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                yield Slot(name, module, attribute, shape, parameter.dtype)
+from rollout.trainers.slot import Slot, Weight
 
 
 def weights_of(model: nn.Module, slots: Sequence[Slot]) -> list[Weight]:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.layout import Slot, Weight, slots_of, weights_of
+from rollout.trainers.layout import weights_of
 from rollout.trainers.ranks import Ranks
+from rollout.trainers.slot import Slot, Weight, slots_of
 from rollout.trainers.stream import WeightStream
 from rollout.weights.manifest import Manifest, TensorSpec
 

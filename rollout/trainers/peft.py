@@ -17,8 +17,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.layout import Combine, Slot, Weight
 from rollout.trainers.names import checkpoint_name, unwrapped
+from rollout.trainers.slot import Combine, Slot, Weight
 
 _Places = dict[tuple[int, str], Slot]  # by id of the module, and attribute
 

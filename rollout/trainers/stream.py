@@ -8,16 +8,32 @@ for the end of a good update.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 import torch
 
+from rollout.trainers.ranks import Ranks
+from rollout.trainers.slot import Slot, Weight
 from rollout.weights.manifest import Manifest
 
-if TYPE_CHECKING:
-    from rollout.trainers.parameter_source import ParameterSource
+
+class Gathering(Protocol):
+    """What a stream asks of a `ParameterSource`; see there."""
+
+    ranks: Ranks
+
+    def weights(self) -> list[Weight]: ...
+
+    def manifest_of(self, weights: Iterable[Weight]) -> Manifest: ...
+
+    def buckets(self, weights: Iterable[Weight]) -> Iterator[list[Weight]]: ...
+
+    def gathered(self, slots: Sequence[Slot]) -> AbstractContextManager[list[torch.Tensor]]: ...
+
+    def value(self, weight: Weight, inputs: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
 
 class WeightStream:
@@ -27,7 +43,7 @@ class WeightStream:
     WeightUpdateError.
     """
 
-    def __init__(self, source: ParameterSource) -> None:
+    def __init__(self, source: Gathering) -> None:
         self._source = source
         self._weights = source.weights()
         self._tensors = self._run()
