@@ -28,12 +28,14 @@ async def send_weights(
     try:
         with SharedMemorySender(bucket_bytes, num_segments=2) as sender:
             loading = None
-            async for handle in _handles(sender, weights, bucket_bytes):
+            try:
+                async for handle in _handles(sender, weights, bucket_bytes):
+                    if loading is not None:
+                        await update.wait(loading)
+                    loading = update.start("load_weights", handle)
+            finally:  # it reads what goes with the sender
                 if loading is not None:
                     await update.wait(loading)
-                loading = update.start("load_weights", handle)
-            if loading is not None:
-                await update.wait(loading)
     except BaseException as error:
         await update.call("abandon_weight_update", f"the sending worker failed: {error!r}")
         raise
