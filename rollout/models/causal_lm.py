@@ -48,6 +48,10 @@ class CausalLM(Protocol):
         """
         ...
 
+    def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, [T, E] in the model's dtype: a new tensor."""
+        ...
+
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] in the model's dtype."""
         ...

@@ -1,0 +1,180 @@
+"""EAGLE-3 (Li et al. 2025): one decoder layer over three hidden states of the target, fused.
+
+Legend: T query rows, R rows whose logits are wanted, E hidden, F feature columns, D draft
+vocabulary, V the target's vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from rollout.layers.destination import Destination
+from rollout.layers.linear import Linear
+from rollout.layers.rope import cos_sin_table
+from rollout.models.causal_lm import CausalLM, LayerAttention
+from rollout.models.decoder_layer import (
+    DecoderLayer,
+    allocate_weights,
+    linear_destinations,
+    release_weights,
+)
+from rollout.models.draft_model import DraftSpec
+from rollout.ops.rms_norm import add_rms_norm, rms_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Options:
+    """What checkpoints of one DraftSpec differ in."""
+
+    own_embedding: bool = False  # else the target's
+    own_head: bool = True  # else the target's
+    fc_bias: bool = False
+    norm_before_fc: bool = False  # the features are normed, all columns together
+    norm_before_residual: bool = False  # the residual is the normed hidden state
+
+
+class Eagle3Layer(DecoderLayer):
+    """Attends from the normed embedding beside the normed hidden state: 2E columns."""
+
+    def __init__(
+        self, spec: DraftSpec, *, dtype: torch.dtype, device: torch.device, packing: bool
+    ) -> None:
+        hidden = spec.hidden_size
+        super().__init__(
+            spec.decoder, dtype=dtype, device=device, packing=packing, attention_inputs=2 * hidden
+        )
+        self.embedding_norm_E = torch.empty(hidden, dtype=dtype, device=device)
+        self.hidden_norm_E = torch.empty(hidden, dtype=dtype, device=device)
+
+    def norms(self) -> dict[str, torch.Tensor]:
+        own = {"input_layernorm": self.embedding_norm_E, "hidden_norm": self.hidden_norm_E}
+        return own | super().norms()
+
+
+class Eagle3:
+    """See DraftModel. Weights are uninitialised until written through ``destinations``.
+
+    ``token_ids_D`` ascends; ``draft_order_D`` is where each of its tokens stands in the
+    checkpoint, None where the checkpoint's order ascends too. Tensors of the head are read and
+    written in the checkpoint's order.
+    """
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        target: CausalLM,
+        *,
+        options: Eagle3Options,
+        token_ids_D: torch.Tensor | None = None,
+        draft_order_D: torch.Tensor | None = None,
+        packing: bool = True,
+    ) -> None:
+        self.spec = spec
+        self.options = options
+        self.dtype = target.dtype
+        self.device = target.device
+        self.token_ids_D = None if token_ids_D is None else token_ids_D.to(self.device)
+        self._draft_order_D = draft_order_D
+        self._target = target
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> Linear:
+            return Linear(
+                inputs, outputs, bias=bias, dtype=self.dtype, device=self.device, packing=packing
+            )
+
+        def table(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+        hidden, decoder = spec.hidden_size, spec.decoder
+        self.feature_norm_F = table(spec.feature_size) if options.norm_before_fc else None
+        self.fc = linear(spec.feature_size, hidden, options.fc_bias)
+        self.layer = Eagle3Layer(spec, dtype=self.dtype, device=self.device, packing=packing)
+        self.final_norm_E = table(hidden)
+        self.head = linear(hidden, spec.draft_vocab_size) if options.own_head else None
+        self.embedding_VE = table(decoder.vocab_size, hidden) if options.own_embedding else None
+        self.cos_sin_PD = cos_sin_table(
+            decoder.rope, decoder.head_dim, decoder.max_context_len, self.device
+        )
+
+    def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
+        if self.feature_norm_F is not None:
+            eps = self.spec.decoder.rms_norm_eps
+            features_TF = rms_norm(features_TF, self.feature_norm_F, eps)
+        return self.fc(features_TF)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: LayerAttention,
+    ) -> torch.Tensor:
+        """The residual stream that leaves the layer: the final norm is in ``logits``."""
+        layer, eps = self.layer, self.spec.decoder.rms_norm_eps
+        normed_TE = rms_norm(hidden_TE, layer.hidden_norm_E, eps)
+        embedded_TE = rms_norm(self._embed(input_ids_T), layer.embedding_norm_E, eps)
+        joined_T2E = torch.cat([embedded_TE, normed_TE], dim=1)
+        residual_TE = normed_TE if self.options.norm_before_residual else hidden_TE.clone()
+
+        attended_TE = layer.attend(0, joined_T2E, positions_T, self.cos_sin_PD, attention)
+        normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
+        return residual_TE.add_(layer.feed_forward(normed_TE))
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        normed_RE = rms_norm(hidden_RE, self.final_norm_E, self.spec.decoder.rms_norm_eps)
+        return self._target.logits(normed_RE) if self.head is None else self.head(normed_RE)
+
+    def _embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        if self.embedding_VE is None:
+            return self._target.embed(input_ids_T)
+        return self.embedding_VE[input_ids_T]
+
+    def linears(self) -> list[Linear]:
+        head = [] if self.head is None else [self.head]
+        return [self.fc, *self.layer.linears(), *head]
+
+    def destinations(self) -> dict[str, Destination]:
+        """Named as the authors name them, behind ``draft.``; see also DraftModel."""
+        found = linear_destinations("draft", self.fc, {"fc": self.spec.hidden_size})
+        found |= self.layer.destinations("draft.midlayer")
+        found |= {f"draft.{name}.weight": Destination.of(it) for name, it in self._tables().items()}
+        if self.head is not None:
+            head = self.head.weight_rows(0, self.spec.draft_vocab_size)
+            found["draft.lm_head.weight"] = _reordered(head, self._draft_order_D)
+        return found
+
+    def finish_loading(self) -> None:
+        for linear in self.linears():
+            linear.pack()
+
+    def release(self) -> int:
+        return release_weights(self.linears(), self._plain_weights())
+
+    def allocate(self) -> None:
+        allocate_weights(self.linears(), self._plain_weights())
+
+    def _plain_weights(self) -> list[torch.Tensor]:
+        return [*self.layer.norms().values(), *self._tables().values()]
+
+    def _tables(self) -> dict[str, torch.Tensor]:
+        """What is neither a product's nor the layer's, by name."""
+        found = {
+            "input_norm": self.feature_norm_F,
+            "norm": self.final_norm_E,
+            "embed_tokens": self.embedding_VE,
+        }
+        return {name: table for name, table in found.items() if table is not None}
+
+
+def _reordered(head: Destination, order_D: torch.Tensor | None) -> Destination:
+    """A head whose rows arrive in another order than they are kept: row order[i] is kept at i."""
+    if order_D is None:
+        return head
+    place_D = torch.argsort(order_D)
+    return replace(
+        head,
+        write=lambda values: head.write(values[order_D.to(values.device)]),
+        read=lambda: (kept := head.read())[place_D.to(kept.device)],
+    )
