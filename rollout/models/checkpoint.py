@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_TABLE_DTYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 _LISTED = 12
 
 
@@ -44,9 +45,11 @@ class Checkpoint:
     computes, are passed over.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tables: Collection[str] = ()) -> None:
+        """``tables``: last parts of the names of tensors that hold integers or truth values."""
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
+        self._tables = frozenset(tables)
         for file, names in _files(folder).items():
             self._read_header(file, names)
 
@@ -59,7 +62,8 @@ class Checkpoint:
         """The dtype that holds most bytes."""
         bytes_of: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
-            bytes_of[tensor.dtype] += tensor.num_bytes
+            if tensor.dtype.is_floating_point:
+                bytes_of[tensor.dtype] += tensor.num_bytes
         return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -74,6 +78,11 @@ class Checkpoint:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for name in names:
                     yield name, opened.get_tensor(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own."""
+        with safe_open(self.tensors[name].file, framework="pt", device="cpu") as opened:
+            return opened.get_tensor(name).clone()
 
     def _read_header(self, file: Path, names: list[str] | None) -> None:
         """Take the named tensors of one file, or all of them."""
@@ -95,12 +104,15 @@ class Checkpoint:
     def _add(self, name: str, file: Path, shape: list[int], dtype: str) -> None:
         if name.endswith("rotary_emb.inv_freq"):
             return
-        if dtype not in _DTYPES:
+        known = _DTYPES
+        if name.rpartition(".")[2] in self._tables:
+            known = _DTYPES | _TABLE_DTYPES
+        if dtype not in known:
             raise CheckpointError(
-                f"{file}: {name} is stored as {dtype}; only {', '.join(_DTYPES)} are read "
+                f"{file}: {name} is stored as {dtype}; only {', '.join(known)} are read "
                 "(quantised weights are not)"
             )
-        self.tensors[name] = StoredTensor(file, tuple(shape), _DTYPES[dtype])
+        self.tensors[name] = StoredTensor(file, tuple(shape), known[dtype])
 
 
 def listed(items: list[str]) -> str:

@@ -66,6 +66,13 @@ class ModelSpec:
         config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         extra_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+        return ModelSpec.of(config, extra_eos, max_context_len)
+
+    @staticmethod
+    def of(
+        config: Mapping[str, Any], extra_eos: object = None, max_context_len: int | None = None
+    ) -> ModelSpec:
+        """Of the values of a config.json. Raises what `read` does."""
         return _spec(config, extra_eos, max_context_len)
 
 

@@ -32,7 +32,9 @@ class Eagle3Options:
     own_head: bool = True  # else the target's
     fc_bias: bool = False
     norm_before_fc: bool = False  # the features are normed, all columns together
+    norm_each_feature: bool = False  # EAGLE-3.1: each layer's are normed, by a norm of their own
     norm_before_residual: bool = False  # the residual is the normed hidden state
+    norm_output: bool = False  # EAGLE-3.1: the next step takes what the head reads
 
 
 class Eagle3Layer(DecoderLayer):
@@ -56,9 +58,8 @@ class Eagle3Layer(DecoderLayer):
 class Eagle3:
     """See DraftModel. Weights are uninitialised until written through ``destinations``.
 
-    ``token_ids_D`` ascends; ``draft_order_D`` is where each of its tokens stands in the
-    checkpoint, None where the checkpoint's order ascends too. Tensors of the head are read and
-    written in the checkpoint's order.
+    A head whose tokens do not ascend in its checkpoint is kept in ascending order, and read and
+    written in the checkpoint's.
     """
 
     def __init__(
@@ -67,16 +68,22 @@ class Eagle3:
         target: CausalLM,
         *,
         options: Eagle3Options,
-        token_ids_D: torch.Tensor | None = None,
-        draft_order_D: torch.Tensor | None = None,
+        stored_ids_D: torch.Tensor | None = None,
         packing: bool = True,
     ) -> None:
+        """``stored_ids_D``: int64, the target's token of each draft token, in the order of the
+        checkpoint; None: the vocabulary is the target's."""
         self.spec = spec
         self.options = options
         self.dtype = target.dtype
         self.device = target.device
-        self.token_ids_D = None if token_ids_D is None else token_ids_D.to(self.device)
-        self._draft_order_D = draft_order_D
+        self.token_ids_D: torch.Tensor | None = None
+        self._order_D: torch.Tensor | None = None  # kept row i is the checkpoint's row order[i]
+        if stored_ids_D is not None:
+            ascending = stored_ids_D.sort()
+            self.token_ids_D = ascending.values.to(self.device)
+            if not torch.equal(ascending.values, stored_ids_D):
+                self._order_D = ascending.indices
         self._target = target
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> Linear:
@@ -88,6 +95,8 @@ class Eagle3:
             return torch.empty(shape, dtype=self.dtype, device=self.device)
 
         hidden, decoder = spec.hidden_size, spec.decoder
+        each = range(spec.features.count if options.norm_each_feature else 0)
+        self.feature_norms = [table(spec.target_hidden_size) for _ in each]
         self.feature_norm_F = table(spec.feature_size) if options.norm_before_fc else None
         self.fc = linear(spec.feature_size, hidden, options.fc_bias)
         self.layer = Eagle3Layer(spec, dtype=self.dtype, device=self.device, packing=packing)
@@ -99,9 +108,13 @@ class Eagle3:
         )
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
+        eps = self.spec.decoder.rms_norm_eps
         if self.feature_norm_F is not None:
-            eps = self.spec.decoder.rms_norm_eps
             features_TF = rms_norm(features_TF, self.feature_norm_F, eps)
+        if self.feature_norms:
+            layers = features_TF.split(self.spec.target_hidden_size, dim=1)
+            pairs = zip(layers, self.feature_norms, strict=True)
+            features_TF = torch.cat([rms_norm(layer, norm, eps) for layer, norm in pairs], dim=1)
         return self.fc(features_TF)
 
     def forward(
@@ -111,7 +124,7 @@ class Eagle3:
         positions_T: torch.Tensor,
         attention: LayerAttention,
     ) -> torch.Tensor:
-        """The residual stream that leaves the layer: the final norm is in ``logits``."""
+        """The residual stream that leaves the layer; normed with ``norm_output`` alone."""
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
         normed_TE = rms_norm(hidden_TE, layer.hidden_norm_E, eps)
         embedded_TE = rms_norm(self._embed(input_ids_T), layer.embedding_norm_E, eps)
@@ -120,11 +133,15 @@ class Eagle3:
 
         attended_TE = layer.attend(0, joined_T2E, positions_T, self.cos_sin_PD, attention)
         normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
-        return residual_TE.add_(layer.feed_forward(normed_TE))
+        hidden_TE = residual_TE.add_(layer.feed_forward(normed_TE))
+        return (
+            rms_norm(hidden_TE, self.final_norm_E, eps) if self.options.norm_output else hidden_TE
+        )
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        normed_RE = rms_norm(hidden_RE, self.final_norm_E, self.spec.decoder.rms_norm_eps)
-        return self._target.logits(normed_RE) if self.head is None else self.head(normed_RE)
+        if not self.options.norm_output:
+            hidden_RE = rms_norm(hidden_RE, self.final_norm_E, self.spec.decoder.rms_norm_eps)
+        return self._target.logits(hidden_RE) if self.head is None else self.head(hidden_RE)
 
     def _embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         if self.embedding_VE is None:
@@ -142,7 +159,7 @@ class Eagle3:
         found |= {f"draft.{name}.weight": Destination.of(it) for name, it in self._tables().items()}
         if self.head is not None:
             head = self.head.weight_rows(0, self.spec.draft_vocab_size)
-            found["draft.lm_head.weight"] = _reordered(head, self._draft_order_D)
+            found["draft.lm_head.weight"] = _reordered(head, self._order_D)
         return found
 
     def finish_loading(self) -> None:
@@ -164,12 +181,13 @@ class Eagle3:
             "input_norm": self.feature_norm_F,
             "norm": self.final_norm_E,
             "embed_tokens": self.embedding_VE,
+            **{f"fc_norm.{index}": norm for index, norm in enumerate(self.feature_norms)},
         }
         return {name: table for name, table in found.items() if table is not None}
 
 
 def _reordered(head: Destination, order_D: torch.Tensor | None) -> Destination:
-    """A head whose rows arrive in another order than they are kept: row order[i] is kept at i."""
+    """A head whose rows come and go in another order than they are kept in."""
     if order_D is None:
         return head
     place_D = torch.argsort(order_D)

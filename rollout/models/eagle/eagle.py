@@ -1,0 +1,105 @@
+"""EAGLE and EAGLE-2 (Li et al. 2024): one decoder layer over the target's last hidden state.
+
+Legend: T query rows, R rows whose logits are wanted, E hidden, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.layers.destination import Destination
+from rollout.layers.linear import Linear
+from rollout.layers.rope import cos_sin_table
+from rollout.models.causal_lm import CausalLM, LayerAttention
+from rollout.models.decoder_layer import (
+    DecoderLayer,
+    allocate_weights,
+    linear_destinations,
+    release_weights,
+)
+from rollout.models.draft_model import DraftSpec
+from rollout.ops.rms_norm import add_rms_norm
+
+
+class Eagle:
+    """See DraftModel. Weights are uninitialised until written through ``destinations``.
+
+    It extrapolates what the target's head reads: the state after the final norm goes in, and what
+    comes out goes into the target's head as it is. Its layer has no norm before the attention.
+    """
+
+    token_ids_D: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        target: CausalLM,
+        *,
+        own_embedding: bool = False,
+        fc_bias: bool = True,
+        packing: bool = True,
+    ) -> None:
+        self.spec = spec
+        self.dtype = target.dtype
+        self.device = target.device
+        self._target = target
+        hidden, decoder = spec.hidden_size, spec.decoder
+        self.fc = Linear(
+            2 * hidden, hidden, bias=fc_bias, dtype=self.dtype, device=self.device, packing=packing
+        )
+        self.layer = DecoderLayer(decoder, dtype=self.dtype, device=self.device, packing=packing)
+        self.embedding_VE: torch.Tensor | None = None
+        if own_embedding:
+            shape = (decoder.vocab_size, hidden)
+            self.embedding_VE = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.cos_sin_PD = cos_sin_table(
+            decoder.rope, decoder.head_dim, decoder.max_context_len, self.device
+        )
+
+    def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
+        return features_TF
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: LayerAttention,
+    ) -> torch.Tensor:
+        layer, eps = self.layer, self.spec.decoder.rms_norm_eps
+        embedding_VE = self.embedding_VE
+        embedded_TE = (
+            self._target.embed(input_ids_T) if embedding_VE is None else embedding_VE[input_ids_T]
+        )
+        residual_TE = self.fc(torch.cat([embedded_TE, hidden_TE], dim=1))
+        attended_TE = layer.attend(0, residual_TE, positions_T, self.cos_sin_PD, attention)
+        normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
+        return residual_TE.add_(layer.feed_forward(normed_TE))
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self._target.logits(hidden_RE)
+
+    def linears(self) -> list[Linear]:
+        return [self.fc, *self.layer.linears()]
+
+    def destinations(self) -> dict[str, Destination]:
+        """Named as the authors name them, behind ``draft.``; see also DraftModel."""
+        found = linear_destinations("draft", self.fc, {"fc": self.spec.hidden_size})
+        found |= self.layer.destinations("draft.layers.0")
+        if self.embedding_VE is not None:
+            found["draft.embed_tokens.weight"] = Destination.of(self.embedding_VE)
+        return found
+
+    def finish_loading(self) -> None:
+        for linear in self.linears():
+            linear.pack()
+
+    def release(self) -> int:
+        return release_weights(self.linears(), self._plain_weights())
+
+    def allocate(self) -> None:
+        allocate_weights(self.linears(), self._plain_weights())
+
+    def _plain_weights(self) -> list[torch.Tensor]:
+        embedding = [] if self.embedding_VE is None else [self.embedding_VE]
+        return [*self.layer.norms().values(), *embedding]

@@ -1,0 +1,153 @@
+"""The layouts EAGLE drafts are published in: which one a folder has, and what it calls what.
+
+* EAGLE, EAGLE-2: the authors' (SafeAILab/EAGLE, ``cnets1.py``), and HASS checkpoints, which share
+  it: ``fc``, ``layers.0``; embedding perhaps, head and final norm never.
+* EAGLE-3: the authors' (``cnets.py``) and SpecForge's (``LlamaForCausalLMEagle3``): ``fc``,
+  ``midlayer``, ``norm``, ``lm_head``, ``d2t``, ``t2d``; ``layers.0`` in place of ``midlayer``
+  where vLLM wrote them.
+* vLLM's speculators: config.json has ``speculators_model_type`` and keeps the layer's options in
+  ``transformer_layer_config``; ``eagle3`` names tensors as vLLM does, ``eagle`` says ``fusion_fc``
+  and ``transformer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.checkpoint import listed
+from rollout.models.draft_model import DraftFamily
+
+VOCABULARY_TABLES = ("d2t", "t2d")
+_KNOWN = (
+    "EAGLE's own (fc, layers.0 or midlayer), SpecForge's (fc, midlayer, lm_head), vLLM "
+    "speculators' (speculators_model_type eagle or eagle3)"
+)
+# Options that change the arithmetic, with the values that leave it as implemented.
+_IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
+    "num_hidden_layers": (1, None),
+    "logit_scale": (None, 1),
+    "is_causal": (None, True),
+    "layernorms": (None, False),
+    "parallel_drafting": (None, False),
+    "use_aux_hidden_state": (None, True),
+    "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True),
+    "use_mtp_layernorm": (None, False),
+    "eh_proj_before_attn": (None, False),
+}
+_RENAMED = {
+    DraftFamily.EAGLE3: {"layers.0.": "midlayer."},
+    DraftFamily.EAGLE: {"fusion_fc.": "fc.", "transformer.": "layers.0."},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleLayout:
+    """A folder's layout, its options resolved."""
+
+    family: DraftFamily
+    layer_config: Mapping[str, Any]  # of the decoder layer, as a config.json
+    canonical: Mapping[str, str]  # the checkpoint's tensor names to ours; the vocabulary's without
+    draft_vocab_size: int | None  # None: the target's
+    feature_layers: tuple[int, ...] | None  # residual streams entering these; None: the defaults
+    norm_before_residual: bool
+    norm_output: bool
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint brings a tensor, by our name without ``draft.``."""
+        return f"draft.{name}" in self.canonical.values()
+
+
+def eagle_layout(config: Mapping[str, Any], names: Iterable[str]) -> EagleLayout:
+    """Recognise a folder by its config.json and the names of its tensors.
+
+    Raises CheckpointError for an unknown layout, UnsupportedModelError, naming it, for an option
+    that is not implemented.
+    """
+    plain = {name: name.removeprefix("model.") for name in names}
+    weights = {
+        name: short
+        for name, short in plain.items()
+        if short.rpartition(".")[2] not in VOCABULARY_TABLES
+    }
+    is_speculators = "speculators_model_type" in config
+    family = _family(config, weights.values())
+    nested = config.get("eagle_config") or {}
+    layer_config = config.get("transformer_layer_config") or {} if is_speculators else config
+    for options in (config, layer_config, nested):
+        _refuse_others(options)
+    return EagleLayout(
+        family=family,
+        layer_config=layer_config,
+        canonical={name: f"draft.{_renamed(short, family)}" for name, short in weights.items()},
+        draft_vocab_size=config.get("draft_vocab_size"),
+        feature_layers=_feature_layers(config, nested),
+        norm_before_residual=_norm_before_residual(config, is_speculators, family),
+        norm_output=bool(config.get("norm_output") or nested.get("return_hidden_post_norm")),
+    )
+
+
+def _family(config: Mapping[str, Any], names: Iterable[str]) -> DraftFamily:
+    found = set(names)
+    declared = config.get("speculators_model_type")
+    if declared is not None:
+        if declared in (DraftFamily.EAGLE, DraftFamily.EAGLE3):
+            return DraftFamily(declared)
+        raise UnsupportedModelError(
+            f"config.json: speculators_model_type={declared!r} is not implemented; only "
+            f"{DraftFamily.EAGLE} and {DraftFamily.EAGLE3} are"
+        )
+    if "fc.weight" in found:
+        if found & {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}:
+            return DraftFamily.EAGLE3
+        if "layers.0.self_attn.q_proj.weight" in found:
+            return DraftFamily.EAGLE
+    raise CheckpointError(
+        f"no known layout of an EAGLE draft: its tensors are {listed(sorted(found)) or 'none'}; "
+        f"known are {_KNOWN}"
+    )
+
+
+def _refuse_others(options: Mapping[str, Any]) -> None:
+    for name, values in _IMPLEMENTED.items():
+        if name in options and options[name] not in values:
+            raise UnsupportedModelError(
+                f"config.json: {name}={options[name]!r} is not implemented for an EAGLE draft; "
+                f"only {' or '.join(map(repr, values))}"
+            )
+
+
+def _renamed(name: str, family: DraftFamily) -> str:
+    for theirs, ours in _RENAMED[family].items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _feature_layers(config: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """SpecForge's ``eagle_config`` numbers the layers whose output is read, vLLM those entered."""
+    entered = config.get("eagle_aux_hidden_state_layer_ids")
+    left = nested.get("eagle_aux_hidden_state_layer_ids")
+    layers = entered or [layer + 1 for layer in left or ()]
+    if not layers:
+        return None
+    if list(layers) != sorted(set(layers)):
+        raise UnsupportedModelError(
+            f"config.json: eagle_aux_hidden_state_layer_ids={layers!r} must ascend"
+        )
+    return tuple(layers)
+
+
+def _norm_before_residual(
+    config: Mapping[str, Any], is_speculators: bool, family: DraftFamily
+) -> bool:
+    value = config.get("norm_before_residual")
+    if value is None and is_speculators and family is DraftFamily.EAGLE3:
+        raise CheckpointError(
+            "config.json: norm_before_residual is missing; speculators takes that for false and "
+            "vLLM for true, so say which the draft was trained with"
+        )
+    return bool(value)

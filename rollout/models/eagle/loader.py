@@ -1,0 +1,217 @@
+"""From the folder of an EAGLE draft to a draft model.
+
+Legend: D draft vocabulary, V the target's vocabulary, E hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.layers.destination import mismatches, same_values
+from rollout.models.causal_lm import CausalLM
+from rollout.models.checkpoint import Checkpoint, listed
+from rollout.models.draft_model import DraftFamily, DraftModel, DraftSpec
+from rollout.models.eagle.eagle import Eagle
+from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options
+from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
+from rollout.models.eagle.vocabulary import target_token_ids
+from rollout.models.features import Features
+from rollout.models.spec import ModelSpec, read_json
+
+_COMPARED_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    checkpoint: Checkpoint
+    layout: EagleLayout
+    spec: DraftSpec
+
+
+def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
+    """What a draft is and reads, before any weights are loaded: config.json and headers.
+
+    Its layer has as many positions as the target, whatever its config says. Raises CheckpointError
+    for a folder that is incomplete, of an unknown layout or for another target,
+    UnsupportedModelError for options that are not implemented.
+    """
+    return _opened(Path(folder), target).spec
+
+
+@torch.inference_mode()
+def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) -> DraftModel:
+    """Read an EAGLE, EAGLE-2 or EAGLE-3 draft of a loaded target, in the target's dtype and device.
+
+    The embedding is the target's, unless the folder brings one of other values. Raises what
+    `read_eagle_spec` does, and CheckpointError for tensors that are missing, unexpected or of
+    another shape.
+    """
+    opened = _opened(Path(folder), target.spec)
+    checkpoint, layout, spec = opened.checkpoint, opened.layout, opened.spec
+    own_embedding = layout.has("embed_tokens.weight") and not _is_targets(
+        checkpoint.read(_stored_name(layout, "embed_tokens.weight")), target
+    )
+    _require_width(spec, layout, target.spec, own_embedding)
+    draft: Eagle | Eagle3
+    if spec.family is DraftFamily.EAGLE:
+        draft = Eagle(
+            spec,
+            target,
+            own_embedding=own_embedding,
+            fc_bias=layout.has("fc.bias"),
+            packing=packing,
+        )
+    else:
+        options = Eagle3Options(
+            own_embedding=own_embedding,
+            own_head=layout.has("lm_head.weight"),
+            fc_bias=layout.has("fc.bias"),
+            norm_before_fc=layout.has("input_norm.weight"),
+            norm_each_feature=layout.has("fc_norm.0.weight"),
+            norm_before_residual=layout.norm_before_residual,
+            norm_output=layout.norm_output,
+        )
+        stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
+        draft = Eagle3(spec, target, options=options, stored_ids_D=stored_ids_D, packing=packing)
+    _read_into(draft, checkpoint, layout, skip_embedding=not own_embedding)
+    return draft
+
+
+def _opened(folder: Path, target: ModelSpec) -> _Folder:
+    if not folder.is_dir():
+        raise CheckpointError(f"draft {str(folder)!r}: no such folder")
+    config = read_json(folder / "config.json")
+    checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
+    try:
+        layout = eagle_layout(config, checkpoint.tensors)
+        return _Folder(checkpoint, layout, _spec(config, layout, target))
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{folder}: {error}") from error
+
+
+def _spec(config: Mapping[str, Any], layout: EagleLayout, target: ModelSpec) -> DraftSpec:
+    layer = dict(layout.layer_config)
+    layer |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    if not layer.get("use_sliding_window", True):
+        layer["sliding_window"] = None
+    at = {DraftFamily.EAGLE: "layers.0", DraftFamily.EAGLE3: "midlayer"}[layout.family]
+    decoder = replace(
+        ModelSpec.of(layer),
+        vocab_size=target.vocab_size,
+        max_context_len=target.max_context_len,
+        qkv_bias=layout.has(f"{at}.self_attn.q_proj.bias"),
+        o_bias=layout.has(f"{at}.self_attn.o_proj.bias"),
+        mlp_bias=layout.has(f"{at}.mlp.down_proj.bias"),
+        qk_norm=layout.has(f"{at}.self_attn.q_norm.weight"),
+    )
+    for size in (config.get("target_hidden_size"), layer.get("target_hidden_size")):
+        if size not in (None, target.hidden_size):
+            raise CheckpointError(
+                f"config.json: target_hidden_size={size}, but the target's is {target.hidden_size}"
+            )
+    return DraftSpec(
+        family=layout.family,
+        decoder=decoder,
+        draft_vocab_size=layout.draft_vocab_size or target.vocab_size,
+        features=_features(layout, target.num_layers),
+        target_hidden_size=target.hidden_size,
+    )
+
+
+def _features(layout: EagleLayout, num_layers: int) -> Features:
+    if layout.family is DraftFamily.EAGLE:
+        return Features(final=True)
+    layers = layout.feature_layers or (2, num_layers // 2, num_layers - 3)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
+        raise CheckpointError(
+            f"the draft reads the streams entering layers {list(layers)}, the target has "
+            f"{num_layers}; eagle_aux_hidden_state_layer_ids in config.json says otherwise"
+        )
+    return Features(layers=layers)
+
+
+def _require_width(
+    spec: DraftSpec, layout: EagleLayout, target: ModelSpec, own_embedding: bool
+) -> None:
+    """What is taken from the target must be as wide as the draft."""
+    own_head = layout.has("lm_head.weight")
+    if not own_head and spec.draft_vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"draft_vocab_size={spec.draft_vocab_size} without lm_head.weight: the target's head "
+            f"has {target.vocab_size} rows"
+        )
+    if not own_head and layout.layer_config.get("tie_word_embeddings") and own_embedding:
+        raise UnsupportedModelError(
+            "tie_word_embeddings=True with an embedding of its own and no lm_head.weight is not "
+            "implemented for an EAGLE draft"
+        )
+    if spec.hidden_size != target.hidden_size and not (own_embedding and own_head):
+        raise CheckpointError(
+            f"the draft's hidden size is {spec.hidden_size}, the target's {target.hidden_size}: "
+            "such a draft needs embed_tokens.weight and lm_head.weight of its own"
+        )
+
+
+def _is_targets(embedding_VE: torch.Tensor, target: CausalLM) -> bool:
+    vocab_size, hidden = target.spec.vocab_size, target.spec.hidden_size
+    if tuple(embedding_VE.shape) != (vocab_size, hidden):
+        return False
+    starts = range(0, vocab_size, _COMPARED_ROWS)
+    rows = torch.arange(vocab_size, device=target.device).split(_COMPARED_ROWS)
+    return all(
+        same_values(embedding_VE[start : start + len(part)], target.embed(part))
+        for start, part in zip(starts, rows, strict=True)
+    )
+
+
+def _token_ids(checkpoint: Checkpoint, spec: DraftSpec, vocab_size: int) -> torch.Tensor | None:
+    """The target's token of each draft token, in the checkpoint's order; None: the same tokens."""
+    tables = {
+        name.rpartition(".")[2]: name
+        for name in checkpoint.tensors
+        if name.rpartition(".")[2] in VOCABULARY_TABLES
+    }
+    if "d2t" not in tables:
+        if spec.draft_vocab_size != vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.folder}: draft_vocab_size={spec.draft_vocab_size} of {vocab_size} "
+                "tokens, but d2t, which says which, is missing"
+            )
+        return None
+    t2d = checkpoint.read(tables["t2d"]) if "t2d" in tables else None
+    try:
+        ids_D = target_token_ids(
+            checkpoint.read(tables["d2t"]), t2d, spec.draft_vocab_size, vocab_size
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    return None if torch.equal(ids_D, torch.arange(vocab_size)) else ids_D
+
+
+def _stored_name(layout: EagleLayout, name: str) -> str:
+    return next(theirs for theirs, ours in layout.canonical.items() if ours == f"draft.{name}")
+
+
+def _read_into(
+    draft: DraftModel, checkpoint: Checkpoint, layout: EagleLayout, *, skip_embedding: bool
+) -> None:
+    offered = {
+        name: ours
+        for name, ours in layout.canonical.items()
+        if not (skip_embedding and ours == "draft.embed_tokens.weight")
+    }
+    destinations = draft.destinations()
+    shapes = {ours: checkpoint.tensors[name].shape for name, ours in offered.items()}
+    problems = mismatches(destinations, shapes)
+    if problems:
+        raise CheckpointError(f"{checkpoint.folder}: {listed(problems)}")
+    for name, tensor in checkpoint:
+        if name in offered:
+            destinations[offered[name]].write(tensor)
+    draft.finish_loading()
