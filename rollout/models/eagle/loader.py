@@ -5,7 +5,8 @@ Legend: D draft vocabulary, V the target's vocabulary, E hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,6 @@ def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
     return _opened(Path(folder), target).spec
 
 
-@torch.inference_mode()
 def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) -> DraftModel:
     """Read an EAGLE, EAGLE-2 or EAGLE-3 draft of a loaded target, in the target's dtype and device.
 
@@ -53,34 +53,17 @@ def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) ->
     another shape.
     """
     opened = _opened(Path(folder), target.spec)
-    checkpoint, layout, spec = opened.checkpoint, opened.layout, opened.spec
-    own_embedding = layout.has("embed_tokens.weight") and not _is_targets(
-        checkpoint.read(_stored_name(layout, "embed_tokens.weight")), target
-    )
-    _require_width(spec, layout, target.spec, own_embedding)
-    draft: Eagle | Eagle3
-    if spec.family is DraftFamily.EAGLE:
-        draft = Eagle(
-            spec,
-            target,
-            own_embedding=own_embedding,
-            fc_bias=layout.has("fc.bias"),
-            packing=packing,
-        )
-    else:
-        options = Eagle3Options(
-            own_embedding=own_embedding,
-            own_head=layout.has("lm_head.weight"),
-            fc_bias=layout.has("fc.bias"),
-            norm_before_fc=layout.has("input_norm.weight"),
-            norm_each_feature=layout.has("fc_norm.0.weight"),
-            norm_before_residual=layout.norm_before_residual,
-            norm_output=layout.norm_output,
-        )
-        stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
-        draft = Eagle3(spec, target, options=options, stored_ids_D=stored_ids_D, packing=packing)
-    _read_into(draft, checkpoint, layout, skip_embedding=not own_embedding)
-    return draft
+    with _naming(opened.checkpoint.folder):
+        return _loaded(opened, target, packing)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Errors about what a folder holds name the folder."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{folder}: {error}") from error
 
 
 def _opened(folder: Path, target: ModelSpec) -> _Folder:
@@ -88,11 +71,9 @@ def _opened(folder: Path, target: ModelSpec) -> _Folder:
         raise CheckpointError(f"draft {str(folder)!r}: no such folder")
     config = read_json(folder / "config.json")
     checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
-    try:
+    with _naming(folder):
         layout = eagle_layout(config, checkpoint.tensors)
         return _Folder(checkpoint, layout, _spec(config, layout, target))
-    except (CheckpointError, UnsupportedModelError) as error:
-        raise type(error)(f"{folder}: {error}") from error
 
 
 def _spec(config: Mapping[str, Any], layout: EagleLayout, target: ModelSpec) -> DraftSpec:
@@ -136,6 +117,32 @@ def _features(layout: EagleLayout, num_layers: int) -> Features:
     return Features(layers=layers)
 
 
+def _loaded(opened: _Folder, target: CausalLM, packing: bool) -> DraftModel:
+    checkpoint, layout, spec = opened.checkpoint, opened.layout, opened.spec
+    own_embedding = layout.has("embed_tokens.weight") and not _is_targets(
+        checkpoint.read(_stored_name(layout, "embed_tokens.weight")), target
+    )
+    _require_width(spec, layout, target.spec, own_embedding)
+    fc_bias = layout.has("fc.bias")
+    draft: Eagle | Eagle3
+    if spec.family is DraftFamily.EAGLE:
+        draft = Eagle(spec, target, own_embedding=own_embedding, fc_bias=fc_bias, packing=packing)
+    else:
+        options = Eagle3Options(
+            own_embedding=own_embedding,
+            own_head=layout.has("lm_head.weight"),
+            fc_bias=fc_bias,
+            norm_before_fc=layout.has("input_norm.weight"),
+            norm_each_feature=layout.has("fc_norm.0.weight"),
+            norm_before_residual=layout.norm_before_residual,
+            norm_output=layout.norm_output,
+        )
+        stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
+        draft = Eagle3(spec, target, options=options, stored_ids_D=stored_ids_D, packing=packing)
+    _read_into(draft, checkpoint, layout, skip_embedding=not own_embedding)
+    return draft
+
+
 def _require_width(
     spec: DraftSpec, layout: EagleLayout, target: ModelSpec, own_embedding: bool
 ) -> None:
@@ -158,6 +165,7 @@ def _require_width(
         )
 
 
+@torch.inference_mode()
 def _is_targets(embedding_VE: torch.Tensor, target: CausalLM) -> bool:
     vocab_size, hidden = target.spec.vocab_size, target.spec.hidden_size
     if tuple(embedding_VE.shape) != (vocab_size, hidden):
@@ -180,17 +188,13 @@ def _token_ids(checkpoint: Checkpoint, spec: DraftSpec, vocab_size: int) -> torc
     if "d2t" not in tables:
         if spec.draft_vocab_size != vocab_size:
             raise CheckpointError(
-                f"{checkpoint.folder}: draft_vocab_size={spec.draft_vocab_size} of {vocab_size} "
-                "tokens, but d2t, which says which, is missing"
+                f"draft_vocab_size={spec.draft_vocab_size} of {vocab_size} tokens, but d2t, which "
+                "says which, is missing"
             )
         return None
     t2d = checkpoint.read(tables["t2d"]) if "t2d" in tables else None
-    try:
-        ids_D = target_token_ids(
-            checkpoint.read(tables["d2t"]), t2d, spec.draft_vocab_size, vocab_size
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    d2t = checkpoint.read(tables["d2t"])
+    ids_D = target_token_ids(d2t, t2d, spec.draft_vocab_size, vocab_size)
     return None if torch.equal(ids_D, torch.arange(vocab_size)) else ids_D
 
 
@@ -210,7 +214,7 @@ def _read_into(
     shapes = {ours: checkpoint.tensors[name].shape for name, ours in offered.items()}
     problems = mismatches(destinations, shapes)
     if problems:
-        raise CheckpointError(f"{checkpoint.folder}: {listed(problems)}")
+        raise CheckpointError(listed(problems))
     for name, tensor in checkpoint:
         if name in offered:
             destinations[offered[name]].write(tensor)

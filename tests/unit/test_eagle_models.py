@@ -1,0 +1,235 @@
+"""EAGLE drafts against an independent implementation: a teacher-forced pass, then two steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.config import DType
+from rollout.models.eagle.loader import load_eagle, read_eagle_spec
+from rollout.models.features import Taps
+from rollout.models.loader import load_model
+from rollout.weights.kept import KeptWeights
+from rollout.weights.parts import WeightParts
+from tests.helpers.dense_attention import DenseAttention
+from tests.helpers.plain_eagle import PlainEagle1, PlainEagle3
+from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
+from tests.helpers.tiny_model import save_tiny_llama
+
+CPU = torch.device("cpu")
+TOKENS = torch.tensor([5, 9, 11, 3, 70, 2, 96, 0, 33])  # the last follows the sequence
+
+
+class GrowingAttention:
+    """Dense attention of rows over all rows that came before, in earlier calls too."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def run(self, layer, q_THD, k_TKD, v_TKD):
+        assert layer == 0
+        self.keys.append(k_TKD.clone())
+        self.values.append(v_TKD.clone())
+        keys, values = torch.cat(self.keys), torch.cat(self.values)
+        rows, seen = len(q_THD), len(keys)
+        mask = torch.ones(rows, seen, dtype=torch.bool).tril(seen - rows)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q_THD.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1),
+            attn_mask=mask, enable_gqa=True,
+        )  # fmt: skip
+        return out.transpose(0, 1).contiguous()
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("target"), num_layers=8, intermediate_size=40)
+
+
+@pytest.fixture(scope="module")
+def target(target_path):
+    return load_model(target_path, DType.float32, CPU)
+
+
+@torch.inference_mode()
+def features_of(target, features):
+    """Of every token but the last: [T, F]."""
+    tokens = TOKENS[:-1]
+    attention = DenseAttention([len(tokens)])
+    taps = Taps(features, len(tokens), target.spec.hidden_size, target.final_norm_E)
+    target.forward(tokens, attention.positions, attention, taps)
+    return taps.features_TF
+
+
+def files_of(folder):
+    config = json.loads((folder / "config.json").read_text())
+    return load_file(folder / "model.safetensors"), config
+
+
+@torch.inference_mode()
+def steps(model, features, *, recompute):
+    """Logits of the pass over given tokens, then of two steps on its last hidden state.
+
+    ``recompute``: the model attends over whole sequences, so each step runs it all anew.
+    """
+    given = len(TOKENS) - 1
+    tokens, hidden = TOKENS[1:], model.fuse(features)
+    positions = torch.arange(given)
+    attention = GrowingAttention()
+    if recompute:
+        out = model.forward(tokens, hidden, positions)
+    else:
+        out = model.forward(tokens, hidden, positions, attention)
+    logits = [model.logits(out)]
+    for step, token in enumerate((17, 51)):
+        new_token, new_hidden = torch.tensor([token]), out[-1:]
+        new_position = torch.tensor([given + step])
+        if recompute:
+            tokens, hidden = torch.cat([tokens, new_token]), torch.cat([hidden, new_hidden])
+            positions = torch.cat([positions, new_position])
+            out = model.forward(tokens, hidden, positions)[-1:]
+        else:
+            out = model.forward(new_token, new_hidden, new_position, attention)
+        logits.append(model.logits(out))
+    return torch.cat(logits)
+
+
+def embedding_and_head(target_path):
+    tensors = load_file(target_path / "model.safetensors")
+    return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+
+CASES = {
+    "the authors'": {"layout": "eagle", "layers": (2, 4, 5)},
+    "SpecForge's, unsorted vocabulary": {"draft_vocab_size": 31, "unsorted": True},
+    "SpecForge's, tokens in d2t": {"draft_vocab_size": 31, "absolute": True},
+    "speculators'": {"layout": "speculators", "draft_vocab_size": 40, "layers": (0, 3, 8)},
+    "speculators' norm_before_residual and norm_before_fc": {
+        "layout": "speculators",
+        "options": {"norm_before_residual": True, "norm_before_fc": True},
+    },
+    "biases, one kv head, odd sizes": {
+        "bias": True, "num_heads": 5, "num_kv_heads": 1, "head_dim": 6, "intermediate_size": 33,
+    },
+    "normed queries and keys": {"layout": "speculators", "options": {"qk_norm": True}},
+    "EAGLE-3.1": {"options": {"fc_norm": True, "norm_output": True}},
+    "two layers read, another width": {"hidden_size": 30, "layers": (1, 7)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_eagle3_is_the_papers(case, target_path, target, tmp_path):
+    folder = save_tiny_eagle3(tmp_path / "draft", target_path, **CASES[case])
+    tensors, config = files_of(folder)
+    draft = load_eagle(folder, target)
+    assert draft.spec == read_eagle_spec(folder, target.spec)
+    assert draft.spec.features.layers == CASES[case].get("layers", (0, 1, 2))
+    features = features_of(target, draft.spec.features)
+
+    layer = config.get("transformer_layer_config", config)
+    plain = PlainEagle3(tensors, layer, embedding_and_head(target_path)[0], config)
+    expected = steps(plain, features.split(48, dim=1), recompute=True)
+    if draft.token_ids_D is not None:
+        stored = tensors["d2t"]
+        if not CASES[case].get("absolute"):
+            stored = stored + torch.arange(len(stored))
+        assert draft.token_ids_D.tolist() == sorted(stored.tolist())
+        expected = expected[:, stored.argsort()]
+    assert draft.token_ids_D is None or len(draft.token_ids_D) == draft.spec.draft_vocab_size
+    found = steps(draft, features, recompute=False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"bias": False, "num_heads": 5, "num_kv_heads": 1, "head_dim": 6},
+        {"layout": "speculators"},
+        {"own_embedding": True},
+    ],
+)
+def test_eagle_is_the_papers(case, target_path, target, tmp_path):
+    folder = save_tiny_eagle1(tmp_path / "draft", target_path, **case)
+    tensors, config = files_of(folder)
+    draft = load_eagle(folder, target)
+    assert draft.spec.features.final
+    assert (draft.embedding_VE is None) == ("own_embedding" not in case)
+    features = features_of(target, draft.spec.features)
+    embedding, head = embedding_and_head(target_path)
+    layer = config.get("transformer_layer_config", config)
+    plain = PlainEagle1(tensors, layer, embedding, head)
+    expected = steps(plain, [features], recompute=True)
+    found = steps(draft, features, recompute=False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("save", [save_tiny_eagle1, save_tiny_eagle3])
+@torch.inference_mode()
+def test_no_rows_pass(save, target_path, target, tmp_path):
+    draft = load_eagle(save(tmp_path / "draft", target_path), target)
+    nothing = torch.empty(0, dtype=torch.int64)
+    hidden = draft.fuse(torch.empty(0, draft.spec.feature_size))
+    out = draft.forward(nothing, hidden, nothing, GrowingAttention())
+    assert out.shape == (0, draft.spec.hidden_size)
+    assert draft.logits(out).shape == (0, draft.spec.draft_vocab_size)
+
+
+def test_what_a_draft_takes_from_the_target_follows_it(target_path, tmp_path):
+    target = load_model(target_path, DType.float32, CPU)
+    draft = load_eagle(save_tiny_eagle1(tmp_path / "draft", target_path), target)
+    features = features_of(target, draft.spec.features)
+    before = steps(draft, features, recompute=False)
+    destinations = target.destinations()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        destinations[name].write(-destinations[name].read())
+    tensors, config = files_of(tmp_path / "draft")
+    embedding, head = embedding_and_head(target_path)
+    plain = PlainEagle1(tensors, config, -embedding, -head)
+    plain.embedding = -embedding
+    after = steps(draft, features, recompute=False)
+    assert not torch.allclose(after, before)
+    expected = steps(plain, [features], recompute=True)
+    torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [(save_tiny_eagle1, {}), (save_tiny_eagle3, {"draft_vocab_size": 31, "unsorted": True})],
+)
+def test_a_draft_is_a_part_that_holds_its_own_alone(save, options, target_path, tmp_path):
+    target = load_model(target_path, DType.float32, CPU)
+    folder = save(tmp_path / "draft", target_path, **options)
+    draft = load_eagle(folder, target)
+    parts = WeightParts({"target": target})
+    parts.add("draft", draft)
+    tensors, _ = files_of(folder)
+    own = draft.destinations()
+    assert all(name.startswith("draft.") for name in own)
+    for name, destination in own.items():  # in the checkpoint's order, whatever is kept
+        assert torch.equal(destination.read(), tensors[name.removeprefix("draft.")])
+
+    features = features_of(target, draft.spec.features)
+    before, digest = steps(draft, features, recompute=False), parts.digest("draft")
+    kept = KeptWeights({"draft": draft})
+    num_bytes = sum(destination.read().nbytes for destination in own.values())
+    assert draft.release() >= num_bytes  # packed weights are padded
+    assert target.embedding_VE.untyped_storage().nbytes()
+    draft.allocate()
+    kept.write_back({"draft": draft})
+    kept.discard()
+    assert parts.digest("draft") == digest
+    assert torch.equal(steps(draft, features, recompute=False), before)
+
+
+def test_products_pack_where_the_targets_do(target_path, target, tmp_path):
+    folder = save_tiny_eagle3(tmp_path / "draft", target_path)
+    for packing in (True, False):
+        draft = load_eagle(folder, target, packing=packing)
+        linears = draft.linears()
+        assert len(linears) == 6
+        packed = {linear.is_packed for linear in linears}
+        assert packed == ({target.head.is_packed} if packing else {False})
