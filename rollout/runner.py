@@ -75,6 +75,7 @@ class ModelRunner:
         effect the keys and values of all query rows are in their slots.
         """
         rows = self._query_rows(batch, trees, scored_from)
+        self._kv_pool.note_forward(rows.slots)
         attention = PagedAttention(
             keys=self._kv_pool.keys,
             values=self._kv_pool.values,

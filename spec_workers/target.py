@@ -87,7 +87,7 @@ class TargetWorker:
             config.memory.prefix_cache,
         )
         self._chunk_len = min(scheduler.chunk_len, scheduler.max_step_tokens)
-        kv_pool = KvPool(
+        self.kv_pool = KvPool(
             num_layers=spec.num_layers,
             num_slots=num_slots,
             num_kv_heads=spec.num_kv_heads,
@@ -95,10 +95,10 @@ class TargetWorker:
             dtype=self.model.dtype,
             device=device,
         )
-        self.residency = Residency(self.weights, [kv_pool])
+        self.residency = Residency(self.weights, [self.kv_pool])
         self.runner = ModelRunner(
             model=self.model,
-            kv_pool=kv_pool,
+            kv_pool=self.kv_pool,
             req_to_token=self.memory.req_to_token.table,
             minimum_rows=self.minimum_rows,
             device=device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rollout.layers.storage import allocate_storage, free_storage
@@ -11,6 +12,10 @@ class KvPool:
     """Keys and values of shape [num_slots + 1, kv_heads, head_dim], per layer.
 
     Slot 0 is the null slot: padding rows write there and nothing ever reads it.
+
+    ``writes_S``, int64 [num_slots + 1]: the number of the forward that wrote a slot last, counted
+    from 1; 0: none has. Who keeps something beside a slot's KV sees by it whether they still belong
+    together.
     """
 
     def __init__(
@@ -27,6 +32,13 @@ class KvPool:
         self.num_slots = num_slots
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.writes_S = np.zeros(num_slots + 1, dtype=np.int64)
+        self._forwards = 0
+
+    def note_forward(self, slots: np.ndarray) -> None:
+        """One is about to write these slots."""
+        self._forwards += 1
+        self.writes_S[slots] = self._forwards
 
     @staticmethod
     def bytes_per_slot(

@@ -1,0 +1,178 @@
+"""One draft network with keys and values of its own: known positions, and nodes of a tree.
+
+Legend: B requests, T query rows, N tree nodes, K next tokens noted per slot, E hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.attention import PagedAttention
+from rollout.models.draft_model import DraftModel
+from rollout.ops.paged_attention import AttentionPlan
+from spec_workers.draft_kv import DraftKv
+from spec_workers.ragged import offsets_of, places_within
+
+
+@dataclass(kw_only=True, slots=True)
+class KnownRuns:
+    """Positions whose next tokens are known: a causal run of each request, T in all."""
+
+    rows_B: NDArray[np.int64]  # of req_to_token
+    starts_B: NDArray[np.int64]  # first position
+    lens_B: NDArray[np.int64]  # positions, 0 too
+    next_TK: NDArray[np.int32]  # the tokens after each position; the last is what it is run with
+    tokens_B: list[list[int]]  # each request's at [0, start + K), as far as there are any
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeRows:
+    """New nodes of trees, one tree below the known positions of each request, T in all.
+
+    A tree's nodes are numbered from 1 in the order they were run in; bit 0 of a mask stands for
+    what is known and is always set. ``bands_B`` says whose scratch slots a tree has: the same in
+    every call that makes it grow.
+    """
+
+    rows_B: NDArray[np.int64]  # of req_to_token; none of DraftKv.lens_Q[rows] may be 0
+    bands_B: NDArray[np.int64]
+    counts_B: NDArray[np.int64]  # nodes so far, new ones included
+    new_B: NDArray[np.int64]  # so many last ones are run
+    masks_N: NDArray[np.uint64]  # of all nodes so far: bit j, node j is on the path
+    input_ids_T: NDArray[np.int64]
+    positions_T: NDArray[np.int64]
+
+
+class DraftRunner:
+    """Runs one DraftModel. Its KV, ``req_to_token`` and plans are its own."""
+
+    def __init__(
+        self, model: DraftModel, kv: DraftKv, *, minimum_rows: int, nodes_per_tree: int
+    ) -> None:
+        """
+        Args:
+            kv: with scratch slots for ``nodes_per_tree`` nodes of each band in use.
+            minimum_rows: fewer are padded: the processor's products of fewer are slower.
+        """
+        self.model = model
+        self.kv = kv
+        self.nodes_per_tree = nodes_per_tree
+        self._minimum_rows = minimum_rows
+        self._table_device = torch.from_numpy(kv.table).to(model.device)
+
+    @torch.inference_mode()
+    def extend(self, runs: KnownRuns, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """Run known positions; their keys and values stay. Hidden states [T, E], T may be zero.
+
+        ``hidden_TE``: what the network takes at each position.
+        """
+        kv, rows_B, lens_B = self.kv, runs.rows_B, runs.lens_B
+        kv.follow(rows_B, runs.starts_B, runs.tokens_B)
+        positions_T = np.repeat(runs.starts_B, lens_B) + places_within(lens_B)
+        slots_T = kv.target_slots(np.repeat(rows_B, lens_B), positions_T)
+        kv.place(rows_B, lens_B, slots_T)
+        used = lens_B > 0  # a plan has no empty runs
+        plan = self._plan(
+            rows_B=rows_B[used],
+            starts_B=kv.lens_Q[rows_B[used]],
+            run_lens_B=lens_B[used],
+            query_lens_B=lens_B[used],
+        )
+        hidden_TE = self._run(runs.next_TK[:, -1], hidden_TE, positions_T, slots_T, plan)
+        kv.keep(rows_B, lens_B, slots_T, runs.next_TK)
+        return hidden_TE
+
+    @torch.inference_mode()
+    def run_nodes(self, nodes: NodeRows, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """Run new tree nodes. Hidden states [T, E]. The rows must have been followed.
+
+        ``hidden_TE``: of each node's parent.
+        """
+        counts_B = nodes.counts_B
+        scratch_B = self.kv.first_scratch + nodes.bands_B * self.nodes_per_tree
+        within_N = places_within(counts_B)
+        slots_N = np.repeat(scratch_B, counts_B) + within_N
+        is_new_N = within_N >= np.repeat(counts_B - nodes.new_B, counts_B)
+        plan = self._plan(
+            rows_B=nodes.rows_B,
+            starts_B=self.kv.lens_Q[nodes.rows_B] - 1,
+            run_lens_B=np.ones_like(counts_B),
+            query_lens_B=nodes.new_B,
+            node_lens_B=counts_B,
+            node_masks_N=nodes.masks_N,
+            node_slots_N=slots_N,
+        )
+        slots_T = slots_N[is_new_N]
+        return self._run(nodes.input_ids_T, hidden_TE, nodes.positions_T, slots_T, plan)
+
+    def _run(
+        self,
+        input_ids_T: NDArray,
+        hidden_TE: torch.Tensor,
+        positions_T: NDArray[np.int64],
+        slots_T: NDArray,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        rows = len(positions_T)
+        missing = max(0, self._minimum_rows - rows)
+        if missing:
+            hidden_TE = torch.cat([hidden_TE, hidden_TE.new_zeros(missing, hidden_TE.shape[1])])
+        attention = PagedAttention(
+            keys=self.kv.pool.keys,
+            values=self.kv.pool.values,
+            slots_T=self._int64(slots_T, missing),
+            plan=plan,
+            scale=self.model.spec.head_dim**-0.5,
+        )
+        hidden_TE = self.model.forward(
+            self._int64(input_ids_T, missing),
+            hidden_TE,
+            self._int64(positions_T, missing),
+            attention,
+        )
+        return hidden_TE[:rows]
+
+    def _plan(
+        self,
+        *,
+        rows_B: NDArray,
+        starts_B: NDArray,
+        run_lens_B: NDArray,
+        query_lens_B: NDArray,
+        node_lens_B: NDArray | None = None,
+        node_masks_N: NDArray[np.uint64] | None = None,
+        node_slots_N: NDArray | None = None,
+    ) -> AttentionPlan:
+        if self.model.device.type != "cpu":  # on the CPU the tensor is a view of the array
+            self._table_device.copy_(torch.from_numpy(self.kv.table))
+        no_nodes = np.zeros(len(rows_B), dtype=np.int64)
+        masks_N = np.zeros(0, dtype=np.uint64) if node_masks_N is None else node_masks_N
+        slots_N = np.zeros(0, dtype=np.int64) if node_slots_N is None else node_slots_N
+        return AttentionPlan(
+            req_to_token=self._table_device,
+            rows_B=self._int32(rows_B),
+            starts_B=self._int32(starts_B),
+            run_lens_B=self._int32(run_lens_B),
+            q_offsets_B1=self._int32(offsets_of(query_lens_B)),
+            node_offsets_B1=self._int32(
+                offsets_of(no_nodes if node_lens_B is None else node_lens_B)
+            ),
+            node_masks_N=self._tensor(masks_N.view(np.int64)),
+            node_slots_N=self._int32(slots_N),
+        )
+
+    def _int64(self, array: NDArray, padding: int) -> torch.Tensor:
+        """Padded with zeros: token 0, position 0, the null slot."""
+        padded = np.zeros(len(array) + padding, dtype=np.int64)
+        padded[: len(array)] = array
+        return self._tensor(padded)
+
+    def _int32(self, array: NDArray) -> torch.Tensor:
+        return self._tensor(array.astype(np.int32))
+
+    def _tensor(self, array: NDArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.model.device, non_blocking=True)

@@ -1,0 +1,51 @@
+"""What a worker asks of a neural draft."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rollout.models.features import Features
+from rollout.types import Batch, DraftTrees, Request
+from spec_workers.observation import Observation
+
+
+class Drafter(Protocol):
+    """Proposes trees, and reads what the target computed of what was verified."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the values of its trees' ``sources_N``."""
+        ...
+
+    @property
+    def features(self) -> Features:
+        """What it reads of the target."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Nodes of one request's tree, the root excluded."""
+        ...
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+        """Each entry's most probable nodes first, none less probable than ``floor``."""
+        ...
+
+    def observe(self, step: Observation) -> None:
+        """Draft-extend: run the positions the target computed in this step.
+
+        Steps in which this is not called leave holes: positions the draft does not attend to.
+        """
+        ...
+
+    def release(self, request: Request) -> None:
+        """The request ended."""
+        ...
+
+    def weights_changed(self) -> None:
+        """The target's or the draft's: nothing computed with the old ones is read again."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Gauges, for metrics."""
+        ...
