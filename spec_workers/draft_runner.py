@@ -109,6 +109,22 @@ class DraftRunner:
         slots_T = slots_N[is_new_N]
         return self._run(nodes.input_ids_T, hidden_TE, nodes.positions_T, slots_T, plan)
 
+    @torch.inference_mode()
+    def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """[T, E]: what a first step takes, of the target's features; T may be zero."""
+        return self.model.fuse(self._padded(features_TF))[: len(features_TF)]
+
+    @torch.inference_mode()
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """[R, D]; R may be zero."""
+        return self.model.logits(self._padded(hidden_RE))[: len(hidden_RE)]
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        missing = self._minimum_rows - len(rows)
+        if missing <= 0:
+            return rows
+        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+
     def _run(
         self,
         input_ids_T: NDArray,
@@ -119,8 +135,6 @@ class DraftRunner:
     ) -> torch.Tensor:
         rows = len(positions_T)
         missing = max(0, self._minimum_rows - rows)
-        if missing:
-            hidden_TE = torch.cat([hidden_TE, hidden_TE.new_zeros(missing, hidden_TE.shape[1])])
         attention = PagedAttention(
             keys=self.kv.pool.keys,
             values=self.kv.pool.values,
@@ -130,7 +144,7 @@ class DraftRunner:
         )
         hidden_TE = self.model.forward(
             self._int64(input_ids_T, missing),
-            hidden_TE,
+            self._padded(hidden_TE),
             self._int64(positions_T, missing),
             attention,
         )

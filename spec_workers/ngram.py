@@ -10,7 +10,6 @@ import numpy as np
 
 from ngram_native import Source
 from rollout.config import EngineConfig
-from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
@@ -20,6 +19,7 @@ from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.draft_tree import only_roots
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
+from spec_workers.options import check_budget, check_number
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -156,11 +156,10 @@ def build(
     Raises InvalidInputError, naming the option; OSError for a ``corpus_path`` that cannot be read.
     """
     # Before the model, which may take minutes to load: mistakes show at once.
-    if budget not in ("learned", "fixed"):
-        raise InvalidInputError("spec.budget", budget, "must be learned or fixed")
-    _check_number("min_probability", min_probability, 1)
-    _check_number("calibration_seconds", calibration_seconds, 3600)
-    _check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
+    check_budget(budget)
+    check_number("min_probability", min_probability, 1)
+    check_number("calibration_seconds", calibration_seconds, 3600)
+    check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
     draft_corpus = NgramCorpus(
         ModelSpec.read(Path(config.model.path)).vocab_size,
         corpus_bytes=corpus_bytes,
@@ -182,12 +181,3 @@ def build(
         ),
     )
 
-
-def _check_number(
-    name: str, value: object, most: float, kind: type[int] | type[float] = float
-) -> None:
-    """Raise InvalidInputError unless ``value`` is a number in [0, most], whole where it must be."""
-    allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value <= most:
-        noun = "an integer" if kind is int else "a number"
-        raise InvalidInputError(f"spec.{name}", value, f"must be {noun} in [0, {most:g}]")

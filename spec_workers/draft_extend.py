@@ -1,0 +1,62 @@
+"""Draft-extend: what the target computed in a step, as rows a draft can run.
+
+Legend: B entries, T rows, R rows that trees grow from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spec_workers.draft_runner import KnownRuns
+from spec_workers.observation import Observation
+
+
+@dataclass(kw_only=True, slots=True)
+class Extension:
+    """Every computed position whose next token is known, and where the sequences go on."""
+
+    runs: KnownRuns  # one for each entry, T rows in all
+    query_rows_T: NDArray[np.int64]  # of the target's forward
+    entries_R: list[int]  # those that are sampled from again
+    last_rows_R: NDArray[np.int64]  # of T: each one's last
+    ends_R: NDArray[np.int64]  # tokens of their sequences, the emitted ones included
+
+    @staticmethod
+    def of(step: Observation) -> Extension:
+        """Runs of committed tokens, then the accepted nodes: finished requests' too, for what they
+        leave in the prefix cache."""
+        following: list[int] = []
+        query_rows: list[int] = []
+        lens: list[int] = []
+        entries, last_rows, ends = [], [], []
+        first_rows = step.forwarded.offsets_B1.tolist()
+        for b, (entry, result) in enumerate(zip(step.batch.entries, step.results, strict=True)):
+            request, path = entry.request, result.path
+            tokens = request.tokens[entry.start + 1 : entry.end + 1] + result.token_ids
+            following += tokens
+            # Without a token behind it, as where the logits were broken, the root is not run.
+            run_len = min(entry.run_len, len(tokens))
+            query_rows += range(first_rows[b], first_rows[b] + run_len)
+            query_rows += [first_rows[b] + entry.run_len - 1 + node for node in path]
+            lens.append(run_len + len(path))
+            if result.token_ids and result.finish_reason is None:
+                entries.append(b)
+                last_rows.append(len(query_rows) - 1)
+                ends.append(entry.end + len(result.token_ids))
+        runs = KnownRuns(
+            rows_B=np.array([entry.request.row for entry in step.batch.entries], dtype=np.int64),
+            starts_B=np.array([entry.start for entry in step.batch.entries], dtype=np.int64),
+            lens_B=np.array(lens, dtype=np.int64),
+            next_TK=np.array(following, dtype=np.int32)[:, None],
+            tokens_B=[entry.request.tokens for entry in step.batch.entries],
+        )
+        return Extension(
+            runs=runs,
+            query_rows_T=np.array(query_rows, dtype=np.int64),
+            entries_R=entries,
+            last_rows_R=np.array(last_rows, dtype=np.int64),
+            ends_R=np.array(ends, dtype=np.int64),
+        )

@@ -1,0 +1,65 @@
+"""The weights of a mixture, learned from what came true.
+
+Legend: R rows, C candidates, K components, X contexts that learn apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spec_workers.shared_noise import COMPONENTS
+
+_DEPTH_OF = np.array([0, 1, 2, 2, 3])  # levels below the root to buckets: 0, 1, 2-3, 4 and more
+_CONFIDENT = (0.5, 0.9)  # where the draft's highest probability changes its bucket
+_CONTEXTS = 2 * 4 * 3
+
+_FIRST_GUESS = 8.0  # observations it is worth
+_MEMORY = 400.0  # observations
+_LEAST = 1e-6
+
+
+class LearnedMixture:
+    """How much each component is believed; apart for greedy rows, depths, and a draft's confidence.
+
+    Online expectation-maximization (Cappé, Moulines 2009): each observation adds the components'
+    responsibilities for it, and older ones fade.
+    """
+
+    def __init__(self) -> None:
+        self._counts_XK = np.full((_CONTEXTS, COMPONENTS), _FIRST_GUESS / COMPONENTS)
+
+    def contexts(
+        self,
+        is_greedy_R: NDArray[np.bool_],
+        depths_R: NDArray[np.int64],
+        highest_R: NDArray[np.floating],
+    ) -> NDArray[np.int64]:
+        """int64 [R] in [0, X). ``depths_R``: levels below the root; ``highest_R``: the draft's
+        probability of its likeliest token."""
+        depth_R = _DEPTH_OF[np.minimum(depths_R, len(_DEPTH_OF) - 1)]
+        return (is_greedy_R * 4 + depth_R) * 3 + np.searchsorted(_CONFIDENT, highest_R)
+
+    def probabilities(
+        self, contexts_R: NDArray[np.int64], components_RCK: NDArray[np.floating]
+    ) -> NDArray[np.float32]:
+        """Float32 [R, C], of tokens with these probabilities under each component."""
+        weights_XK = self._counts_XK / self._counts_XK.sum(axis=1, keepdims=True)
+        weights_RK1 = weights_XK[contexts_R].astype(np.float32)[:, :, None]
+        return np.minimum((components_RCK @ weights_RK1)[:, :, 0], np.float32(1.0))
+
+    def learn(
+        self,
+        contexts_R: NDArray[np.int64],
+        components_RCK: NDArray[np.floating],
+        came_true_RC: NDArray[np.bool_],
+    ) -> None:
+        """``came_true_RC``: at most one candidate of each row; none: it was some other token."""
+        chosen_RK = np.where(came_true_RC[:, :, None], components_RCK, 0).sum(axis=1, dtype=float)
+        other_RK = 1.0 - components_RCK.sum(axis=1, dtype=float)
+        likelihood_RK = np.where(came_true_RC.any(axis=1, keepdims=True), chosen_RK, other_RK)
+        share_RK = self._counts_XK[contexts_R] * np.maximum(likelihood_RK, _LEAST)
+        share_RK /= share_RK.sum(axis=1, keepdims=True)
+        np.add.at(self._counts_XK, contexts_R, share_RK)
+        totals_X = self._counts_XK.sum(axis=1, keepdims=True)
+        self._counts_XK *= np.minimum(1.0, _MEMORY / totals_X)

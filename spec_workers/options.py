@@ -1,0 +1,26 @@
+"""Checks of workers' options, before a model is loaded."""
+
+from __future__ import annotations
+
+from rollout.errors import InvalidInputError
+
+
+def check_number(
+    name: str,
+    value: object,
+    most: float,
+    kind: type[int] | type[float] = float,
+    *,
+    least: float = 0,
+) -> None:
+    """Raise InvalidInputError unless ``value`` is a number in [least, most], whole where it must
+    be."""
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not least <= value <= most:
+        noun = "an integer" if kind is int else "a number"
+        raise InvalidInputError(f"spec.{name}", value, f"must be {noun} in [{least:g}, {most:g}]")
+
+
+def check_budget(value: object) -> None:
+    if value not in ("learned", "fixed"):
+        raise InvalidInputError("spec.budget", value, "must be learned or fixed")
