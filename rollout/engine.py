@@ -304,11 +304,14 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
 
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None:
         """No later request may meet KV of the old weights; running ones may, unless retracted."""
-        aborted = self.scheduler.abort_all() if abort else []
+        if abort:
+            self._abort_all()
         if retract:
             self.scheduler.retract_all()
         self.worker.memory.reset()
-        self._hand_out([self._end(request) for request in aborted])
+
+    def _abort_all(self) -> None:
+        self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
 
     def _end(self, request: Request) -> Rollout:
         self.worker.release(request)

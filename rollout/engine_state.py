@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.scheduler import Scheduler
-from rollout.types import MemoryTag, PauseMode, Request, Rollout
+from rollout.types import MemoryTag, PauseMode
 from rollout.weights.ipc import HandleReceiver
 from rollout.worker import Worker
 
@@ -35,7 +35,7 @@ class StateCalls(ABC):
             known = ", ".join(PauseMode)
             raise InvalidInputError("mode", mode, f"must be one of {known}") from None
         if mode is PauseMode.ABORT:
-            self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
+            self._abort_all()
         elif mode is PauseMode.RETRACT:
             self.scheduler.retract_all()
         self.is_paused = True
@@ -114,13 +114,10 @@ class StateCalls(ABC):
             raise EngineStateError(self.why_not)
 
     @abstractmethod
-    def _hand_out(self, rollouts: list[Rollout]) -> None: ...
-
-    @abstractmethod
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...
 
     @abstractmethod
-    def _end(self, request: Request) -> Rollout: ...
+    def _abort_all(self) -> None: ...
 
 
 def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:

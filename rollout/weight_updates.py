@@ -37,7 +37,13 @@ class WeightCalls(ABC):
 
     @property
     def weight_version(self) -> int:
+        """Of the target: what each token carries."""
         return self.worker.weights.version
+
+    @property
+    def weight_versions(self) -> dict[str, int]:
+        """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
+        return self.worker.weights.versions
 
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None:
         """Open an update that several calls bring.
@@ -55,7 +61,8 @@ class WeightCalls(ABC):
         """Commit: the next step samples from the new weights.
 
         The prefix cache is dropped and the n-gram corpus kept. Requests in flight go on with all
-        their KV recomputed; with ``flush_cache=False`` they keep it.
+        their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
+        weights, everything of the target's is kept.
         """
         weights = self.worker.weights
         if weights.is_under_way and weights.state is WeightState.LOADING:
@@ -63,9 +70,12 @@ class WeightCalls(ABC):
             # whatever happens in between.
             options = weights.options
             try:
-                self._leave_old_weights(
-                    retract=options.flush_cache, abort=options.abort_all_requests
-                )
+                if weights.reaches_target:
+                    self._leave_old_weights(
+                        retract=options.flush_cache, abort=options.abort_all_requests
+                    )
+                elif options.abort_all_requests:
+                    self._abort_all()
             except BaseException as error:
                 weights.abandon(f"leaving the old weights failed: {error}")
                 raise
@@ -213,3 +223,6 @@ class WeightCalls(ABC):
 
     @abstractmethod
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...
+
+    @abstractmethod
+    def _abort_all(self) -> None: ...

@@ -15,9 +15,13 @@ class UpdateOptions:
     """The keywords every update call takes."""
 
     selector: str = "all"  # or one part: target, draft, draft_step_<i>
-    flush_cache: bool = True  # requests in flight recompute their KV; the prefix cache always goes
+    # Requests in flight recompute their KV; the prefix cache goes either way. An update that leaves
+    # the target alone leaves all of it alone too.
+    flush_cache: bool = True
     abort_all_requests: bool = False  # requests in flight end with what they have
-    weight_version: int | None = None  # default: one more than the one in use
+    # Of the target where the update reaches it, else of the parts it reaches. Default: one more
+    # than the one in use.
+    weight_version: int | None = None
     partial: bool = False  # names that do not come keep their values; else each must come
     check_finite: bool = False  # refuse NaN and infinities
     timeout: float = 300.0  # seconds without a call after which an open update counts as abandoned

@@ -3,7 +3,7 @@
 States::
 
               begin            first write             commit
-    WHOLE ------------> OPEN ---------------> LOADING --------> WHOLE (version bumped)
+    WHOLE ------------> OPEN ---------------> LOADING --------> WHOLE (versions bumped)
       ^                  | failed, abandoned     | failed, abandoned
       +------------------+                       v
                                                TORN --begin--> OPEN ... only a full update commits
@@ -31,6 +31,9 @@ from rollout.weights.options import UpdateOptions
 from rollout.weights.part import WeightPart
 from rollout.weights.parts import WeightParts
 
+TARGET = "target"
+"""The part whose version tokens carry. Others only propose: their updates leave it alone."""
+
 
 class WeightState(enum.Enum):
     WHOLE = "whole"
@@ -44,7 +47,7 @@ class _Update:
     """The update that is under way."""
 
     options: UpdateOptions
-    version: int
+    versions: dict[str, int]  # of its parts, once it is committed
     parts: frozenset[str]
     destinations: Mapping[str, Destination]
     manifest: Manifest | None
@@ -53,9 +56,13 @@ class _Update:
     checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
     loaded: dict[str, TensorSpec] = field(default_factory=dict)
 
+    @property
+    def version(self) -> int:
+        return self.versions.get(TARGET, max(self.versions.values()))
+
 
 class WeightTransaction:
-    """Owns the weight version of a worker's models and whether they may serve.
+    """Owns the weight versions of a worker's models and whether they may serve.
 
     ``parts``: by the names selectors use, the target first; see `WeightParts`.
     """
@@ -64,7 +71,7 @@ class WeightTransaction:
         self, parts: Mapping[str, WeightPart], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.parts = WeightParts(parts)
-        self.version = 0
+        self._versions: dict[str, int] = {}  # of parts that were ever updated
         self.state = WeightState.WHOLE
         self.reason = ""  # why it does not serve
         self.is_resident = True  # False while the memory of the parts is given back
@@ -72,6 +79,16 @@ class WeightTransaction:
         self._update: _Update | None = None
         self._torn: frozenset[str] = frozenset()
         self.expired = ""  # why the last update ended, if it was for silence
+
+    @property
+    def version(self) -> int:
+        """The target's: that of the tokens it samples."""
+        return self._versions.get(TARGET, 0)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """By part. Each counts the updates that reached it, or was given a number by its last."""
+        return {part: self._versions.get(part, 0) for part in self.parts}
 
     @property
     def serves(self) -> bool:
@@ -84,6 +101,11 @@ class WeightTransaction:
         """Between begin and commit. Finds out on the way that a sender has gone silent."""
         self._abandon_if_silent()
         return self._update is not None
+
+    @property
+    def reaches_target(self) -> bool:
+        """Whether the update under way does: if not, what the target computed stays true."""
+        return self._update is not None and TARGET in self._update.parts
 
     @property
     def options(self) -> UpdateOptions:
@@ -118,10 +140,8 @@ class WeightTransaction:
             raise WeightUpdateError(
                 f"an update to version {self._update.version} is under way; end or abandon it first"
             )
-        version = self.version + 1 if options.weight_version is None else options.weight_version
-        if version == self.version:
-            raise InvalidInputError("weight_version", version, "must differ from the one in use")
         parts = self.parts.selected(options.selector)
+        versions = self._next_versions(parts, options.weight_version)
         if self._torn and (options.partial or not self._torn <= parts):
             raise WeightUpdateError(
                 f"the weights are torn: {self.reason}; partial={options.partial} and "
@@ -132,7 +152,7 @@ class WeightTransaction:
             checks.refuse_mismatches(destinations, manifest, partial=options.partial)
         self._update = _Update(
             options=options,
-            version=version,
+            versions=versions,
             parts=parts,
             destinations=destinations,
             manifest=manifest,
@@ -183,7 +203,8 @@ class WeightTransaction:
             self.abandon(f"it failed: {error}")
             raise
         self._update, self._torn = None, frozenset()
-        self.state, self.reason, self.version = WeightState.WHOLE, "", update.version
+        self.state, self.reason = WeightState.WHOLE, ""
+        self._versions |= update.versions
 
     def abandon(self, reason: str) -> None:
         """Give the open update up, if there is one: torn if it had written, else as it was."""
@@ -211,6 +232,19 @@ class WeightTransaction:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
         self.require_resident()
         return self.parts.digest(selector)
+
+    def _next_versions(self, parts: frozenset[str], given: int | None) -> dict[str, int]:
+        """``given`` numbers the target where it is among the parts, else all of them.
+
+        No token carries a draft's, so that one may be given twice.
+        """
+        in_use = self.versions
+        following = {part: in_use[part] + 1 for part in parts}
+        if given is None:
+            return following
+        if TARGET in parts and given == in_use[TARGET]:
+            raise InvalidInputError("weight_version", given, "must differ from the one in use")
+        return following | dict.fromkeys({TARGET} & parts or parts, given)
 
     def _write(
         self, update: _Update, name: str, tensor: torch.Tensor, direct: bool, check_finite: bool

@@ -79,7 +79,7 @@ def update(weights: WeightTransaction, pairs, **options) -> None:
 def test_an_update_reaches_what_its_selector_names(weights, selector, pairs, expected, finished):
     update(weights, pairs, selector=selector)
     assert values(weights) == expected
-    assert weights.version == 1
+    assert tuple(weights.versions.values()) == finished
     assert tuple(part.finished for part in weights.parts.values()) == finished
 
 
@@ -326,3 +326,28 @@ def test_tied_names_may_both_bring_the_same_nan():
     update(weights, [("embedding", broken), ("head", broken.clone())])
     with pytest.raises(InvalidInputError, match="tied twin"):
         update(weights, [("embedding", broken), ("head", torch.zeros(2))])
+
+
+def test_a_draft_counts_versions_of_its_own(weights):
+    assert weights.versions == {"target": 0, "draft": 0}
+    update(weights, [DRAFT], selector="draft")
+    update(weights, [DRAFT], selector="draft", weight_version=7)
+    assert weights.versions == {"target": 0, "draft": 7}
+    assert weights.version == 0
+    update(weights, ALL, weight_version=3)
+    assert weights.versions == {"target": 3, "draft": 8}
+    update(weights, [DRAFT], selector="draft", weight_version=8)  # a label: no token carries it
+    with pytest.raises(InvalidInputError, match="weight_version"):
+        weights.begin(UpdateOptions(weight_version=3))
+
+
+def test_an_update_that_fails_counts_nowhere(weights):
+    weights.begin(UpdateOptions(selector="draft"))
+    with pytest.raises(InvalidInputError):
+        weights.load([LAYER, DRAFT])
+    assert weights.versions == {"target": 0, "draft": 0}
+    weights.begin(UpdateOptions(selector="draft"))
+    assert not weights.reaches_target
+    weights.abandon("no more")
+    weights.begin(UpdateOptions())
+    assert weights.reaches_target
