@@ -55,13 +55,15 @@ class Residency:
         """Give back what the tags name; the bytes freed by tag.
 
         ``keep_weights``: their values are set aside and `resume` brings them back; else they are
-        lost. Raises what `require_held` and `KeptWeights` raise; then nothing was released.
+        lost, but for frozen parts, whose weights nobody would send again. Raises what
+        `require_held` and `KeptWeights` raise; then nothing was released.
         """
         self.require_held(tags)
         freed = dict.fromkeys(tags, 0)
         if MemoryTag.WEIGHTS in tags:
             parts = self._weights.parts
-            self._kept = KeptWeights(parts) if keep_weights else None
+            names = frozenset(parts) if keep_weights else parts.frozen
+            self._kept = KeptWeights(parts, names) if names else None
             self._weights.is_resident = False
             freed[MemoryTag.WEIGHTS] = sum(part.release() for part in parts.values())
         if MemoryTag.KV_CACHE in tags:
@@ -92,16 +94,17 @@ class Residency:
         weights, parts = self._weights, self._weights.parts
         for part in parts.values():
             part.allocate()
-        kept, self._kept = self._kept, None
         weights.is_resident = True
+        kept, self._kept = self._kept, None
+        if lost := frozenset(parts) - (kept.names if kept else frozenset()):
+            weights.tear(lost, "the weights were released without a copy")
         if kept is None:
-            weights.tear(parts, "the weights were released without a copy")
             return
         try:
             kept.write_back(parts)
         except BaseException as error:
             self.released -= {MemoryTag.WEIGHTS}
-            weights.tear(parts, f"the released weights could not be brought back: {error}")
+            weights.tear(kept.names, f"the released weights could not be brought back: {error}")
             raise
         finally:
             kept.discard()

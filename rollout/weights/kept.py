@@ -14,42 +14,43 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.layers.destination import Destination
-from rollout.weights.part import WeightPart
+from rollout.weights.parts import WeightParts
 
 _FILE_BYTES = 256 << 20
 """Of one file, and so of the copy held in memory while it is written."""
 
 
 class KeptWeights:
-    """A bitwise copy of every tensor of some parts, outside the memory they give back.
+    """A bitwise copy of every tensor that some parts own, outside the memory they give back.
 
     What is on a device goes to host memory. What is in host memory goes to safetensors files, in a
     folder of the system's temporary one (``TMPDIR``; on a tmpfs that would be memory still), which
     is removed by ``discard``, and at exit.
     """
 
-    def __init__(self, parts: Mapping[str, WeightPart]) -> None:
+    def __init__(self, parts: WeightParts, names: frozenset[str]) -> None:
         """Raises OSError or SafetensorError where the folder cannot hold them; none is left."""
+        self.names = names
         self._on_host: dict[str, torch.Tensor] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="specrollout-weights-"))
         self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._files: list[Path] = []
         try:
-            self._save(_destinations(parts))
+            self._save(_each_once(parts.destinations(names)))
         except BaseException:
             self.discard()
             raise
 
-    def write_back(self, parts: Mapping[str, WeightPart]) -> None:
+    def write_back(self, parts: WeightParts) -> None:
         """To the same parts, whose memory is there again."""
-        destinations = _destinations(parts)
+        destinations = _each_once(parts.destinations(self.names))
         for name, values in self._on_host.items():
             destinations[name].write(values)
         for path in self._files:
             for name, values in load_file(path).items():
                 destinations[name].write(values)
-        for part in parts.values():
-            part.finish_loading()
+        for part in sorted(self.names):
+            parts[part].finish_loading()
 
     def discard(self) -> None:
         self._on_host.clear()
@@ -85,11 +86,6 @@ def _remove(folder: Path, owner: int) -> None:
             shutil.rmtree(folder)
 
 
-def _destinations(parts: Mapping[str, WeightPart]) -> dict[str, Destination]:
-    """Each tensor once: under one of two tied names, and in one of the parts that share it."""
-    return {
-        name: destination
-        for _, part in sorted(parts.items())
-        for name, destination in part.destinations().items()
-        if destination.required
-    }
+def _each_once(destinations: Mapping[str, Destination]) -> dict[str, Destination]:
+    """Under one of two tied names, and in one of the parts that share it."""
+    return {name: each for name, each in destinations.items() if each.required}

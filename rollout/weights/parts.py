@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -12,12 +13,20 @@ from rollout.errors import InvalidInputError
 from rollout.layers.destination import Destination, same_values
 from rollout.weights.part import WeightPart
 
+_DRAFT_STEP = re.compile(r"draft_step_\d+")
+
 
 class WeightParts(Mapping[str, WeightPart]):
     """Models by the names selectors use, owners before borrowers: the target comes first.
 
     A checkpoint name that several parts have is one tensor in one place, as a draft's embedding may
     be the target's. It belongs to the first of them: the others follow it and never change it.
+
+    What a selector names:
+
+    - ``all``: every part that is not frozen.
+    - a part's own name: that part, frozen or not.
+    - ``draft``, of a chain: every ``draft_step_<i>``.
     """
 
     def __init__(self, parts: Mapping[str, WeightPart]) -> None:
@@ -25,11 +34,15 @@ class WeightParts(Mapping[str, WeightPart]):
         self._parts: dict[str, WeightPart] = {}
         self._owners: dict[str, str] = {}  # checkpoint name -> part
         self._places: dict[str, tuple[int, int]] = {}
+        self._frozen: set[str] = set()
         for part, model in parts.items():
             self.add(part, model)
 
-    def add(self, part: str, model: WeightPart) -> None:
+    def add(self, part: str, model: WeightPart, *, frozen: bool = False) -> None:
         """A draft of the worker whose target is here already.
+
+        ``frozen``: whoever streams weights to ``all`` does not train it: it is left alone by them,
+        and its values outlast a release of memory that keeps no others.
 
         Raises InvalidInputError for a name under which another part keeps a tensor of its own.
         """
@@ -44,6 +57,8 @@ class WeightParts(Mapping[str, WeightPart]):
             self._owners.setdefault(name, part)
             self._places.setdefault(name, destination.place)
         self._parts[part] = model
+        if frozen:
+            self._frozen.add(part)
 
     def __getitem__(self, part: str) -> WeightPart:
         return self._parts[part]
@@ -54,14 +69,21 @@ class WeightParts(Mapping[str, WeightPart]):
     def __len__(self) -> int:
         return len(self._parts)
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        return frozenset(self._frozen)
+
     def selected(self, selector: str) -> frozenset[str]:
-        """Raises InvalidInputError for an unknown one, listing those there are."""
+        """Parts to update. Raises InvalidInputError for an unknown one, listing those there are."""
         if selector == "all":
-            return frozenset(self)
-        if selector not in self:
-            known = ", ".join(["all", *sorted(self)])
-            raise InvalidInputError("selector", selector, f"this worker has: {known}")
-        return frozenset([selector])
+            return frozenset(self) - self._frozen
+        steps = frozenset(part for part in self if _DRAFT_STEP.fullmatch(part))
+        if selector in self:
+            return frozenset([selector])
+        if selector == "draft" and steps:
+            return steps
+        known = ", ".join(["all", *sorted({*self, "draft"} if steps else self)])
+        raise InvalidInputError("selector", selector, f"this worker has: {known}")
 
     def destinations(self, parts: frozenset[str]) -> dict[str, Destination]:
         """Where an update of these parts goes. What they borrow from others may come, unchanged."""
@@ -77,10 +99,18 @@ class WeightParts(Mapping[str, WeightPart]):
                     found[name] = _borrowed(name, owner, destination)
         return found
 
+    def lenders(self, parts: frozenset[str]) -> frozenset[str]:
+        """Other parts that own tensors of these."""
+        owners = (self._owners[name] for part in parts for name in self[part].destinations())
+        return frozenset(owners) - parts
+
     def digest(self, selector: str) -> str:
-        """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
+        """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal.
+
+        Of ``all`` every part has a share, frozen ones too.
+        """
         digest = hashlib.sha256()
-        for part in sorted(self.selected(selector)):
+        for part in sorted(self if selector == "all" else self.selected(selector)):
             for name, destination in sorted(self[part].destinations().items()):
                 if destination.required:
                     digest.update(f"{part} {name} {destination.dtype} {destination.shape}".encode())

@@ -6,11 +6,13 @@ States::
     WHOLE ------------> OPEN ---------------> LOADING --------> WHOLE (versions bumped)
       ^                  | failed, abandoned     | failed, abandoned
       +------------------+                       v
-                                               TORN --begin--> OPEN ... only a full update commits
+                                               TORN --begin--> OPEN ... full updates commit
 
 WHOLE and, where nothing was torn before, OPEN serve: in OPEN no byte has moved yet. What is known
-beforehand is checked in `begin`. After TORN an update must name every tensor of the torn parts.
-Every transport ends in begin, load, commit, abandon.
+beforehand is checked in `begin`. Only parts that an update names are torn by it, and only an update
+that names every tensor of a torn part heals that part; nothing serves before all are whole, the
+target no more than a draft: a draft that silently proposed nothing would be missed by nobody but
+the clock. Every transport ends in begin, load, commit, abandon.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class WeightTransaction:
         self.is_resident = True  # False while the memory of the parts is given back
         self._clock = clock
         self._update: _Update | None = None
-        self._torn: frozenset[str] = frozenset()
+        self._torn: dict[str, str] = {}  # parts whose values are lost, and how they were
         self.expired = ""  # why the last update ended, if it was for silence
 
     @property
@@ -131,8 +133,8 @@ class WeightTransaction:
 
         ``manifest``: all that is going to come; wrong names, shapes and dtypes are then refused
         here. Raises InvalidInputError, and WeightUpdateError while another update is under way,
-        which goes on, or where this one could not heal torn weights, and EngineStateError while the
-        weights are released; nothing has changed then.
+        which goes on, or where this one would build on torn values that it does not replace, and
+        EngineStateError while the weights are released; nothing has changed then.
         """
         self.require_resident()
         self._abandon_if_silent()
@@ -142,7 +144,8 @@ class WeightTransaction:
             )
         parts = self.parts.selected(options.selector)
         versions = self._next_versions(parts, options.weight_version)
-        if self._torn and (options.partial or not self._torn <= parts):
+        built_on = self.parts.lenders(parts) | (parts if options.partial else frozenset())
+        if built_on & self._torn.keys():
             raise WeightUpdateError(
                 f"the weights are torn: {self.reason}; partial={options.partial} and "
                 f"selector={options.selector!r} cannot heal them"
@@ -202,9 +205,11 @@ class WeightTransaction:
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
-        self._update, self._torn = None, frozenset()
-        self.state, self.reason = WeightState.WHOLE, ""
+        self._update = None
         self._versions |= update.versions
+        for part in update.parts:
+            self._torn.pop(part, None)
+        self._settle()
 
     def abandon(self, reason: str) -> None:
         """Give the open update up, if there is one: torn if it had written, else as it was."""
@@ -222,11 +227,8 @@ class WeightTransaction:
 
     def tear(self, parts: Iterable[str], reason: str) -> None:
         """The values of these parts are lost: only a full update makes them serve again."""
-        self._torn |= frozenset(parts)
-        self.state = WeightState.TORN
-        self.reason = (
-            f"{reason}; send an update that names every tensor of {', '.join(sorted(self._torn))}"
-        )
+        self._torn |= dict.fromkeys(parts, reason)
+        self._settle()
 
     def digest(self, selector: str = "all") -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
@@ -245,6 +247,17 @@ class WeightTransaction:
         if TARGET in parts and given == in_use[TARGET]:
             raise InvalidInputError("weight_version", given, "must differ from the one in use")
         return following | dict.fromkeys({TARGET} & parts or parts, given)
+
+    def _settle(self) -> None:
+        """Torn while a part is, else whole."""
+        if not self._torn:
+            self.state, self.reason = WeightState.WHOLE, ""
+            return
+        self.state = WeightState.TORN
+        self.reason = (
+            f"{'; '.join(dict.fromkeys(self._torn.values()))}; "
+            f"send an update that names every tensor of {', '.join(sorted(self._torn))}"
+        )
 
     def _write(
         self, update: _Update, name: str, tensor: torch.Tensor, direct: bool, check_finite: bool
