@@ -147,7 +147,8 @@ class SpecWorker:
         return self.budget.learned()
 
     def counters(self) -> dict[str, float]:
-        return self.target.counters()
+        versions = self.weights.versions.items()
+        return self.target.counters() | {f"weights/{part}": version for part, version in versions}
 
 
 class _Clock:
