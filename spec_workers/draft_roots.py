@@ -37,9 +37,10 @@ class DraftRoots:
         self._ends_Q[rows_R] = ends_R
 
     def has(self, entry: Scheduled) -> bool:
-        row = entry.request.row
-        is_its_own = bool(self._requests_Q[row] == entry.request.request_id)
-        return is_its_own and bool(self._ends_Q[row] == entry.end)
+        """Whether the entry runs its last token alone, and the state before it is kept."""
+        row, request_id = entry.request.row, entry.request.request_id
+        is_its_own = bool(self._requests_Q[row] == request_id)
+        return entry.run_len == 1 and is_its_own and bool(self._ends_Q[row] == entry.end)
 
     def hidden(self, rows_R: NDArray[np.int64]) -> torch.Tensor:
         """[R, E], as a copy."""

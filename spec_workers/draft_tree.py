@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +22,13 @@ def only_roots(num_entries: int) -> DraftTrees:
         probs_N=np.zeros(0, dtype=np.float32),
         sources_N=np.zeros(0, dtype=np.uint8),
     )
+
+
+def spread(trees: DraftTrees, entries: Sequence[int], num_entries: int) -> DraftTrees:
+    """The trees of some entries of a batch as those of the batch; ``entries`` ascends."""
+    counts = np.zeros(num_entries + 1, dtype=np.int64)
+    counts[np.array(entries, dtype=np.intp) + 1] = np.diff(trees.offsets_B1)
+    return replace(trees, offsets_B1=np.cumsum(counts))
 
 
 def first_nodes(trees: DraftTrees, counts_B: NDArray[np.int64]) -> tuple[DraftTrees, NDArray]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rollout.types import Batch, EntryResult
 from spec_workers.mixture import LearnedMixture
 from spec_workers.shared_noise import SharedNoise
+from spec_workers.tree_growth import Expansion
 
 _CANDIDATES = 32
 """Of a row's tokens; those beyond are hardly ever worth a node."""
@@ -37,8 +38,18 @@ class Guesses:
     noise: SharedNoise
     ends_G: NDArray[np.int64]
     guessed: list[_Guessed] = field(default_factory=list)
-    rows_of: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent row, token): row
-    num_rows: int = 0
+    levels: list[Expansion] = field(default_factory=list)  # all but the roots
+
+    def rows_below(self) -> dict[tuple[int, int], int]:
+        """(Row of a node, token of a child that was run too) -> the child's row."""
+        found: dict[tuple[int, int], int] = {}
+        above, first = 0, len(self.entries_G)
+        for level in self.levels:
+            parents = (above + level.parent_rows_F).tolist()
+            keys = zip(parents, level.tokens_F.tolist(), strict=True)
+            found.update(zip(keys, range(first, first + len(parents)), strict=True))
+            above, first = first, first + len(parents)
+        return found
 
 
 class Guesser:
@@ -86,7 +97,6 @@ class Guesser:
         contexts_R = self._mixture.contexts(found.is_greedy_R, depths_R, highest_R)
         probs_RC = self._mixture.probabilities(contexts_R, components_RCK)
         guesses.guessed.append(_Guessed(contexts_R, components_RCK, tokens_RC.numpy()))
-        guesses.num_rows += len(trees_R)
         best_RW = np.argsort(-probs_RC, axis=1)[:, : self._topk]
         tokens_RW = np.take_along_axis(tokens_RC.numpy(), best_RW, axis=1)
         return tokens_RW, np.take_along_axis(probs_RC, best_RW, axis=1)
@@ -94,8 +104,9 @@ class Guesser:
     def learn(self, batch: Batch, results: list[EntryResult]) -> None:
         """From the tokens emitted: along their path as far as there were guesses."""
         guesses, self._last = self._last, None
-        if guesses is None or guesses.batch is not batch or not guesses.num_rows:
+        if guesses is None or guesses.batch is not batch:
             return
+        rows_below = guesses.rows_below()
         rows: list[int] = []
         tokens: list[int] = []
         for tree, b in enumerate(guesses.entries_G):
@@ -105,7 +116,7 @@ class Guesser:
                     break
                 rows.append(row)
                 tokens.append(token)
-                row = guesses.rows_of.get((row, token))
+                row = rows_below.get((row, token))
         if not rows:
             return
         contexts = np.concatenate([each.contexts_R for each in guesses.guessed])

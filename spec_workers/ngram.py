@@ -180,4 +180,3 @@ def build(
             else LearnedBudget.for_target(target, SOURCES, min_probability)
         ),
     )
-

@@ -1,0 +1,154 @@
+"""EAGLE: drafts by a small network that reads the target's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.config import EngineConfig
+from rollout.errors import InvalidInputError
+from rollout.models.eagle.loader import load_eagle, read_eagle_spec
+from rollout.models.loader import Progress
+from rollout.models.spec import ModelSpec
+from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
+from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
+from spec_workers.budget.cost_run import time_forwards
+from spec_workers.draft_sizing import draft_slot_bytes
+from spec_workers.drafter import Drafter
+from spec_workers.eagle_drafter import EagleDrafter
+from spec_workers.observation import Observation
+from spec_workers.options import check_budget, check_number
+from spec_workers.target import TargetWorker
+from spec_workers.worker import SpecWorker
+
+
+class EagleWorker(SpecWorker):
+    """Proposes what a neural draft thinks of."""
+
+    def __init__(
+        self,
+        target: TargetWorker,
+        drafter: Drafter,
+        *,
+        budget: DraftBudget,
+        calibration_seconds: float = 0.0,
+    ) -> None:
+        """See `build` for the options. The target must compute what the drafter reads."""
+        super().__init__(target, budget)
+        self.drafter = drafter
+        self._calibration_seconds = calibration_seconds
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.drafter.max_draft_tokens if self.budget.is_open else 0
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+        return self.drafter.propose(batch, floor)
+
+    def observe(self, step: Observation) -> None:
+        if self.budget.is_open:
+            self.drafter.observe(step)
+
+    def begin(self, learned: Mapping[str, Any]) -> None:
+        super().begin(learned)
+        budget = self.budget
+        if not self._calibration_seconds or not isinstance(budget, LearnedBudget):
+            return
+        if not budget.cost.is_known and not self.residency.why_not:
+            time_forwards(self.target, budget.cost.curve, self._calibration_seconds)
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        self.drafter.release(request)
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.drafter.weights_changed()
+
+    def counters(self) -> dict[str, float]:
+        return super().counters() | self.drafter.counters()
+
+
+def build(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    draft_path: str | None = None,
+    num_steps: int = 4,
+    topk: int = 4,
+    num_draft_tokens: int = 16,
+    budget: str = "learned",
+    min_probability: float = 0.02,
+    calibration_seconds: float = 1.0,
+    frozen: bool = True,
+    lockstep: bool = False,
+) -> EagleWorker:
+    """A worker with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which.
+
+    Args:
+        progress: told how far the target's weights are read.
+        draft_path: the draft's folder.
+        num_steps: depth of a draft tree. Elsewhere: speculative_num_steps.
+        topk: most children of a node, and most nodes of a level that are expanded; 1: chains.
+            Elsewhere: speculative_eagle_topk.
+        num_draft_tokens: most draft nodes per request and step, the root excluded. Elsewhere
+            speculative_num_draft_tokens, which counts the root too.
+        budget: ``learned``: as many as pay, none where none do. ``fixed``: as many as there are.
+        min_probability: nodes less likely to be accepted are never drafted.
+        calibration_seconds: for timing a few forwards as the engine starts, where no earlier run
+            left its cost curve; 0: none, the curve is learned from the steps alone.
+        frozen: a trainer's stream to selector ``all`` leaves the draft alone.
+        lockstep: run the same forwards in every step, whatever the batch, so that ranks with
+            collectives in them stay together; the budget is fixed then.
+
+    Raises InvalidInputError, naming the option; CheckpointError and UnsupportedModelError for a
+    draft that cannot be read.
+    """
+    # Before the model, which may take minutes to load: mistakes show at once.
+    check_budget(budget)
+    check_number("min_probability", min_probability, 1)
+    check_number("calibration_seconds", calibration_seconds, 3600)
+    check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
+    check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
+    check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
+    if topk * (num_steps - 1) >= MAX_TREE_NODES:
+        raise InvalidInputError(
+            "spec.topk", topk,
+            f"topk * (num_steps - 1) nodes are expanded, at most {MAX_TREE_NODES - 1}: with "
+            f"num_steps={num_steps} it can be {(MAX_TREE_NODES - 1) // (num_steps - 1)} at most",
+        )  # fmt: skip
+    if not draft_path:
+        raise InvalidInputError(
+            "spec.draft_path", draft_path,
+            "must name the folder of an EAGLE draft of the target; `specrollout train-draft` "
+            "makes one",
+        )  # fmt: skip
+    target_spec = ModelSpec.read(Path(config.model.path), config.model.max_context_len)
+    draft_spec = read_eagle_spec(draft_path, target_spec)
+    target = TargetWorker(
+        config,
+        progress,
+        features=draft_spec.features,
+        draft_slot_bytes=draft_slot_bytes(config.model, target_spec, draft_spec),
+    )
+    drafter = EagleDrafter(
+        target,
+        load_eagle(draft_path, target.model),
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        lockstep=lockstep,
+    )
+    target.weights.parts.add("draft", drafter.model, frozen=frozen)
+    target.residency.add_kv_pool(drafter.runner.kv.pool)
+    return EagleWorker(
+        target,
+        drafter,
+        budget=(
+            FixedBudget(min_probability)
+            if lockstep or budget == "fixed"
+            else LearnedBudget.for_target(target, drafter.sources, min_probability)
+        ),
+        calibration_seconds=calibration_seconds,
+    )

@@ -1,0 +1,170 @@
+"""EAGLE, EAGLE-2 and EAGLE-3: one draft network that reads its own hidden states further down.
+
+EAGLE (Li et al. 2024a), EAGLE-2 (Li et al. 2024b: dynamic trees), EAGLE-3 (Li et al. 2025). A row
+of the draft joins the hidden state of a position to the token behind it, and tells of the token
+after that. At known positions the hidden states are the target's; below, in the tree, the draft's.
+
+Legend: B entries, G entries whose trees grow, F rows of a level, T rows of the target, E hidden.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.models.draft_model import DraftModel
+from rollout.models.features import Features
+from rollout.types import Batch, DraftTrees, Request
+from spec_workers.draft_extend import Extension
+from spec_workers.draft_kv import DraftKv
+from spec_workers.draft_roots import DraftRoots
+from spec_workers.draft_runner import DraftRunner, NodeRows
+from spec_workers.draft_tree import only_roots, spread
+from spec_workers.guesses import Guesser, Guesses
+from spec_workers.observation import Observation
+from spec_workers.target import TargetWorker
+from spec_workers.tree_growth import Expansion, TreeGrowth
+
+
+class EagleDrafter:
+    """See `Drafter`."""
+
+    def __init__(
+        self,
+        target: TargetWorker,
+        model: DraftModel,
+        *,
+        num_steps: int,
+        topk: int,
+        num_draft_tokens: int,
+        lockstep: bool = False,
+    ) -> None:
+        """
+        Args:
+            target: whose features the draft reads; the draft's KV is made to go with its.
+            num_steps: depth of a tree.
+            topk: most children of a node, and most nodes of a level that are expanded.
+            num_draft_tokens: most nodes of a tree.
+            lockstep: run every level in every step, whatever there is to run.
+        """
+        self.model = model
+        self.features: Features = model.spec.features
+        self.sources = (model.spec.family.value,)
+        self.max_draft_tokens = num_draft_tokens
+        self._target = target
+        self._num_steps = num_steps
+        self._topk = topk
+        self._lockstep = lockstep
+        self._nodes_per_tree = topk * (num_steps - 1)
+        rows = target.memory.req_to_token.max_rows
+        kv = DraftKv(
+            target.memory,
+            target.kv_pool,
+            model.spec,
+            num_scratch=rows * self._nodes_per_tree,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.runner = DraftRunner(
+            model, kv, minimum_rows=target.minimum_rows, nodes_per_tree=self._nodes_per_tree
+        )
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        self._roots = DraftRoots(rows, model.spec.hidden_size, like)
+        self._guesser = Guesser(topk, model.token_ids_D)
+        self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+        growing = [
+            b
+            for b, entry in enumerate(batch.entries)
+            if entry.samples and len(entry.draft_slots) and self._roots.has(entry)
+        ]
+        if not growing and not self._lockstep:
+            return only_roots(len(batch.entries))
+        return spread(self._grown(batch, growing, floor), growing, len(batch.entries))
+
+    def _grown(self, batch: Batch, growing: list[int], floor: float) -> DraftTrees:
+        entries = [batch.entries[b] for b in growing]
+        rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
+        ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
+        sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
+        kv = self.runner.kv
+        kv.follow(rows_G, ends_G - 1, [entry.request.tokens for entry in entries])
+        growth = TreeGrowth(
+            np.minimum(sizes_G, self.max_draft_tokens),
+            # Below its first level a tree needs something to attend to.
+            np.where(kv.lens_Q[rows_G] > 0, np.minimum(sizes_G, self._num_steps), 1),
+            topk=self._topk,
+            max_nodes=self._nodes_per_tree,
+            floor=floor,
+        )
+        guesses = self._guesser.begin(batch, growing)
+        hidden_FE = self._roots.hidden(rows_G)
+        trees_F, depths_F = np.arange(len(growing)), np.zeros(len(growing), dtype=np.int64)
+        growth.add(None, *self._children(guesses, hidden_FE, trees_F, depths_F))
+        for _ in range(self._num_steps - 1):
+            level = growth.expand()
+            if not len(level.trees_F) and not self._lockstep:
+                break
+            hidden_FE = self._run(level, rows_G, ends_G, hidden_FE)
+            guesses.levels.append(level)
+            growth.add(level, *self._children(guesses, hidden_FE, level.trees_F, level.depths_F))
+            self._counters["levels"] += 1
+            self._counters["nodes"] += len(level.trees_F)
+        self._counters["trees"] += len(growing)
+        return growth.finish(source=0)
+
+    def _run(
+        self,
+        level: Expansion,
+        rows_G: NDArray[np.int64],
+        ends_G: NDArray[np.int64],
+        parents_FE: torch.Tensor,
+    ) -> torch.Tensor:
+        nodes = NodeRows(
+            rows_B=rows_G[level.trees_B],
+            bands_B=level.trees_B,
+            counts_B=level.counts_B,
+            new_B=level.new_B,
+            masks_N=level.masks_N,
+            input_ids_T=level.tokens_F,
+            positions_T=ends_G[level.trees_F] + level.depths_F - 2,
+        )
+        parent_rows_F = torch.from_numpy(level.parent_rows_F).to(parents_FE.device)
+        return self.runner.run_nodes(nodes, parents_FE[parent_rows_F])
+
+    def _children(
+        self,
+        guesses: Guesses,
+        hidden_FE: torch.Tensor,
+        trees_F: NDArray[np.int64],
+        depths_F: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        logits_FD = self.runner.logits(hidden_FE)
+        return self._guesser.children(guesses, logits_FD, trees_F, depths_F)
+
+    @torch.inference_mode()
+    def observe(self, step: Observation) -> None:
+        extension = Extension.of(step)
+        query_rows_T = torch.from_numpy(extension.query_rows_T).to(self.model.device)
+        features_TF = self._target.runner.features.select(
+            step.forwarded.features_TF[query_rows_T], self.features
+        )
+        hidden_TE = self.runner.extend(extension.runs, self.runner.fuse(features_TF))
+        last_rows_R = torch.from_numpy(extension.last_rows_R).to(self.model.device)
+        requests = [step.batch.entries[b].request for b in extension.entries_R]
+        self._roots.keep(requests, extension.ends_R, hidden_TE[last_rows_R])
+        self._guesser.learn(step.batch, step.results)
+        self._counters["extended"] += len(query_rows_T)
+
+    def release(self, request: Request) -> None:
+        self._roots.forget_request(request)
+
+    def weights_changed(self) -> None:
+        self.runner.kv.forget()
+        self._roots.forget()
+
+    def counters(self) -> dict[str, float]:
+        """Positions extended; trees grown, levels and nodes run for them. Over its life."""
+        return {f"draft/{name}": float(count) for name, count in self._counters.items()}
