@@ -100,7 +100,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
-        """All samples of all prompts, in prompt order, the samples of one prompt together."""
+        """All samples of all prompts, in prompt order, the samples of one prompt together.
+
+        It steps until its own have ended. Ranks in lockstep that were given different prompts need
+        different numbers of steps: see `step`.
+        """
         requests = self._requests_for(prompts, params)
         rollouts = [rollout for ended in self._run_all(requests) for rollout in ended]
         rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
@@ -237,8 +241,13 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         Which of them end first depends on drafts and on what else runs. Those of a `stream` go to
         that stream, which has an order of its own. A step that raises can be run again. While
         generation is paused nothing runs.
+
+        With nothing unfinished only a worker in lockstep runs: other ranks wait in its forwards.
+        Whoever drives the ranks steps each of them as often, until none has anything unfinished,
+        and pauses, scores and updates them alike.
         """
-        if self.scheduler.has_unfinished and not self.is_paused:
+        has_reason = self.scheduler.has_unfinished or self.worker.lockstep
+        if has_reason and not self.is_paused:
             self._run_step()
         return self.take_ended()
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollout.engine import RolloutEngine
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, InvalidInputError
 from rollout.types import Prompt, Rollout, SamplingParams
 
 T = TypeVar("T")
@@ -60,6 +60,12 @@ class EngineLoop:
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
+        """Raises InvalidInputError for an engine in lockstep: a thread that steps when it has
+        reason to would leave the other ranks waiting."""
+        if engine.worker.lockstep:
+            raise InvalidInputError(
+                "lockstep", True, "not in an EngineLoop: call step() as often on every rank"
+            )
         self._engine = engine
         self._changed = threading.Condition()
         # Guarded by the condition's lock; appended to by anyone, taken from by the loop.

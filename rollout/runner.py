@@ -100,10 +100,9 @@ class ModelRunner:
         return Taps(self.features, rows, self.model.spec.hidden_size, like)
 
     def _logits(self, hidden_TE: torch.Tensor, sampled: np.ndarray) -> torch.Tensor:
-        if not sampled.size:
-            return hidden_TE.new_empty((0, self.model.spec.vocab_size))
-        padded = _padded(sampled, self._minimum_rows)
-        return self.model.logits(hidden_TE[self._tensor(padded)])[: sampled.size]
+        """Of no rows too: a head that is spread over ranks waits for all of them."""
+        rows = _padded(sampled, self._minimum_rows) if sampled.size else sampled
+        return self.model.logits(hidden_TE[self._tensor(rows)])[: sampled.size]
 
     def _query_rows(self, batch: Batch, trees: DraftTrees, scored_from: int | None) -> QueryRows:
         input_ids: list[np.ndarray] = []
@@ -158,7 +157,7 @@ class ModelRunner:
             q_offsets_B1=self._tensor(offsets),
             node_offsets_B1=self._tensor(trees.offsets_B1.astype(np.int32)),
             node_masks_N=self._tensor(trees.masks_N.view(np.int64)),
-            node_slots_N=self._tensor(np.concatenate(node_slots).astype(np.int32)),
+            node_slots_N=self._tensor(_flat(node_slots, 0).astype(np.int32)),
         )
 
     def _int32(self, values: list[int]) -> torch.Tensor:

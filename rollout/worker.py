@@ -59,6 +59,12 @@ class Worker(Protocol):
         """What it drafts from and learns into; None for a worker that has no corpus."""
         ...
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether other ranks wait in its models' forwards: then every step, one of no requests
+        too, enters the same forwards, and the engine steps with nothing to do."""
+        ...
+
     def begin(self, learned: Mapping[str, Any]) -> None:
         """Called once before the first step, with what an earlier engine's worker had learned.
 

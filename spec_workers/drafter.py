@@ -27,6 +27,12 @@ class Drafter(Protocol):
         """Nodes of one request's tree, the root excluded."""
         ...
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether every `propose` and `observe` enters the same forwards, whatever there is to run:
+        other ranks wait in them."""
+        ...
+
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         """Each entry's most probable nodes first, none less probable than ``floor``."""
         ...

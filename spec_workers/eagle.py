@@ -17,6 +17,7 @@ from spec_workers.budget.cost_run import time_forwards
 from spec_workers.draft_sizing import draft_slot_bytes
 from spec_workers.drafter import Drafter
 from spec_workers.eagle_drafter import EagleDrafter
+from spec_workers.idle import check_idle
 from spec_workers.observation import Observation
 from spec_workers.options import check_budget, check_number
 from spec_workers.target import TargetWorker
@@ -35,7 +36,7 @@ class EagleWorker(SpecWorker):
         calibration_seconds: float = 0.0,
     ) -> None:
         """See `build` for the options. The target must compute what the drafter reads."""
-        super().__init__(target, budget)
+        super().__init__(target, budget, lockstep=drafter.lockstep)
         self.drafter = drafter
         self._calibration_seconds = calibration_seconds
 
@@ -142,7 +143,7 @@ def build(
     )
     target.weights.parts.add("draft", drafter.model, frozen=frozen)
     target.residency.add_kv_pool(drafter.runner.kv.pool)
-    return EagleWorker(
+    worker = EagleWorker(
         target,
         drafter,
         budget=(
@@ -152,3 +153,6 @@ def build(
         ),
         calibration_seconds=calibration_seconds,
     )
+    if lockstep:
+        check_idle(worker)
+    return worker

@@ -55,7 +55,7 @@ class EagleDrafter:
         self._target = target
         self._num_steps = num_steps
         self._topk = topk
-        self._lockstep = lockstep
+        self.lockstep = lockstep
         self._nodes_per_tree = topk * (num_steps - 1)
         rows = target.memory.req_to_token.max_rows
         kv = DraftKv(
@@ -80,7 +80,7 @@ class EagleDrafter:
             for b, entry in enumerate(batch.entries)
             if entry.samples and len(entry.draft_slots) and self._roots.has(entry)
         ]
-        if not growing and not self._lockstep:
+        if not growing and not self.lockstep:
             return only_roots(len(batch.entries))
         return spread(self._grown(batch, growing, floor), growing, len(batch.entries))
 
@@ -105,7 +105,7 @@ class EagleDrafter:
         growth.add(None, *self._children(guesses, hidden_FE, trees_F, depths_F))
         for _ in range(self._num_steps - 1):
             level = growth.expand()
-            if not len(level.trees_F) and not self._lockstep:
+            if not len(level.trees_F) and not self.lockstep:
                 break
             hidden_FE = self._run(level, rows_G, ends_G, hidden_FE)
             guesses.levels.append(level)

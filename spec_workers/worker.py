@@ -32,10 +32,13 @@ class SpecWorker:
     No speculation is an empty draft: there is no other path through a step.
     """
 
-    def __init__(self, target: TargetWorker, budget: DraftBudget | None = None) -> None:
+    def __init__(
+        self, target: TargetWorker, budget: DraftBudget | None = None, *, lockstep: bool = False
+    ) -> None:
         """``budget``: how many draft nodes are verified; default: all that are proposed."""
         self.target = target
         self.budget: DraftBudget = budget or FixedBudget()
+        self.lockstep = lockstep
 
     @property
     def memory(self) -> CacheMemory:
