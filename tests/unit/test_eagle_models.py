@@ -229,12 +229,12 @@ def test_a_draft_is_a_part_that_holds_its_own_alone(save, options, target_path, 
 
     features = features_of(target, draft.spec.features)
     before, digest = steps(draft, features, recompute=False), parts.digest("draft")
-    kept = KeptWeights({"draft": draft})
+    kept = KeptWeights(parts, frozenset({"draft"}))
     num_bytes = sum(destination.read().nbytes for destination in own.values())
     assert draft.release() >= num_bytes  # packed weights are padded
     assert target.embedding_VE.untyped_storage().nbytes()
     draft.allocate()
-    kept.write_back({"draft": draft})
+    kept.write_back(parts)
     kept.discard()
     assert parts.digest("draft") == digest
     assert torch.equal(steps(draft, features, recompute=False), before)
