@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from rollout.models.features import Features
@@ -27,14 +28,13 @@ class Drafter(Protocol):
         """Nodes of one request's tree, the root excluded."""
         ...
 
-    @property
-    def lockstep(self) -> bool:
-        """Whether every `propose` and `observe` enters the same forwards, whatever there is to run:
-        other ranks wait in them."""
-        ...
+    def propose(
+        self, batch: Batch, floor: float, entries: Collection[int] | None = None
+    ) -> DraftTrees:
+        """Each entry's most probable nodes first, none less probable than ``floor``.
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        """Each entry's most probable nodes first, none less probable than ``floor``."""
+        ``entries``: of the batch, those for which trees are wanted; default: all that sample.
+        """
         ...
 
     def observe(self, step: Observation) -> None:

@@ -110,6 +110,43 @@ def build(
     check_budget(budget)
     check_number("min_probability", min_probability, 1)
     check_number("calibration_seconds", calibration_seconds, 3600)
+    target, drafter = open_eagle(
+        config,
+        progress,
+        draft_path=draft_path,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        frozen=frozen,
+        lockstep=lockstep,
+    )
+    return EagleWorker(
+        target,
+        drafter,
+        budget=(
+            FixedBudget(min_probability)
+            if lockstep or budget == "fixed"
+            else LearnedBudget.for_target(target, drafter.sources, min_probability)
+        ),
+        calibration_seconds=calibration_seconds,
+    )
+
+
+def open_eagle(
+    config: EngineConfig,
+    progress: Progress | None,
+    *,
+    draft_path: str | None,
+    num_steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    frozen: bool,
+    lockstep: bool,
+) -> tuple[TargetWorker, EagleDrafter]:
+    """A target and a draft that reads it, whose weights and KV are the target's to look after.
+
+    See `build` for the options, and for what is raised, before the target is loaded.
+    """
     check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
     check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
     check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
@@ -143,16 +180,4 @@ def build(
     )
     target.weights.parts.add("draft", drafter.model, frozen=frozen)
     target.residency.add_kv_pool(drafter.runner.kv.pool)
-    worker = EagleWorker(
-        target,
-        drafter,
-        budget=(
-            FixedBudget(min_probability)
-            if lockstep or budget == "fixed"
-            else LearnedBudget.for_target(target, drafter.sources, min_probability)
-        ),
-        calibration_seconds=calibration_seconds,
-    )
-    if lockstep:
-        check_idle(worker)
-    return worker
+    return target, drafter

@@ -9,6 +9,8 @@ Legend: B entries, G entries whose trees grow, F rows of a level, T rows of the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -74,11 +76,16 @@ class EagleDrafter:
         self._guesser = Guesser(topk, model.token_ids_D)
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+    def propose(
+        self, batch: Batch, floor: float, entries: Collection[int] | None = None
+    ) -> DraftTrees:
         growing = [
             b
             for b, entry in enumerate(batch.entries)
-            if entry.samples and len(entry.draft_slots) and self._roots.has(entry)
+            if (entries is None or b in entries)
+            and entry.samples
+            and len(entry.draft_slots)
+            and self._roots.has(entry)
         ]
         if not growing and not self.lockstep:
             return only_roots(len(batch.entries))

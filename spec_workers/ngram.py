@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ngram_native import Source
 from rollout.config import EngineConfig
@@ -16,7 +17,7 @@ from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import time_forwards
 from spec_workers.corpus_feed import CorpusFeed
-from spec_workers.draft_tree import only_roots
+from spec_workers.draft_tree import only_roots, spread
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
 from spec_workers.options import check_budget, check_number
@@ -79,10 +80,8 @@ class NgramWorker(SpecWorker):
         ids = np.array([batch.entries[b].request.request_id for b in drafting], dtype=np.int64)
         budgets = np.array([self._budget(batch, b) for b in drafting], dtype=np.int32)
         proposal = self.corpus.propose(ids, budgets, floor)
-        counts = np.zeros(len(batch.entries) + 1, dtype=np.int64)
-        counts[np.array(drafting) + 1] = np.diff(proposal.offsets_B1)
-        return DraftTrees(
-            offsets_B1=np.cumsum(counts),
+        trees = DraftTrees(
+            offsets_B1=proposal.offsets_B1,
             tokens_N=proposal.tokens_N,
             parents_N=proposal.parents_N,
             depths_N=proposal.depths_N,
@@ -90,6 +89,7 @@ class NgramWorker(SpecWorker):
             probs_N=proposal.probabilities_N,
             sources_N=proposal.sources_N,
         )
+        return spread(trees, drafting, len(batch.entries))
 
     def _budget(self, batch: Batch, b: int) -> int:
         """Nodes worth asking for: the last token a request may emit needs no draft below it."""
@@ -100,10 +100,13 @@ class NgramWorker(SpecWorker):
     def observe(self, step: Observation) -> None:
         if not step.was_asked:
             return
-        sizes = np.diff(step.trees.offsets_B1).tolist()
-        for entry, num_nodes in zip(step.batch.entries, sizes, strict=True):
+        for entry, num_nodes in zip(step.batch.entries, self._num_verified(step), strict=True):
             if entry.samples and self._feed.follows(entry.request):
-                self._feed.note_verified(entry.request, num_nodes)
+                self._feed.note_verified(entry.request, int(num_nodes))
+
+    def _num_verified(self, step: Observation) -> NDArray[np.int64]:
+        """Of each entry, how many first nodes of what the corpus proposed were verified."""
+        return np.diff(step.trees.offsets_B1)
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         super().begin(learned)

@@ -92,9 +92,7 @@ def test_against_a_plain_merge(pairs, data):
     limits = [data.draw(st.integers(0, 48)) for _ in pairs]
     floor = data.draw(st.sampled_from([0.0, 0.021337, 0.207171]))
     ngram, neural = flat([pair[0] for pair in pairs]), flat([pair[1] for pair in pairs])
-    merged = merge_trees(
-        ngram, neural, limits_B=np.array(limits), floor=floor, num_sources=SOURCES
-    )
+    merged = merge_trees(ngram, neural, limits_B=np.array(limits), floor=floor, num_sources=SOURCES)
     found = merged.trees
     check_trees(found)
     for b, (first, second) in enumerate(pairs):

@@ -1,0 +1,191 @@
+"""NGRAM and a neural draft together: one tree from what both propose.
+
+Legend: B entries of a batch, N draft nodes, G nodes of the n-gram trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.config import EngineConfig
+from rollout.models.loader import Progress
+from rollout.models.spec import ModelSpec
+from rollout.types import Batch, DraftTrees, Request
+from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
+from spec_workers.drafter import Drafter
+from spec_workers.eagle import open_eagle
+from spec_workers.ngram import SOURCES, NgramWorker
+from spec_workers.ngram_corpus import NgramCorpus
+from spec_workers.observation import Observation
+from spec_workers.options import check_budget, check_number
+from spec_workers.ragged import places_within
+from spec_workers.target import TargetWorker
+from spec_workers.tree_merge import merge_trees
+
+_LONG = 4
+_SURE = 0.6
+"""A path of the corpus that is accepted so far with this probability is not worth a draft's time:
+the draft would find little that the path lacks, and each of its levels is a forward."""
+
+
+def hybrid_sources(neural: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the values of ``sources_N``: those of the corpus, the draft's, and of both."""
+    return (*SOURCES, *neural, *(f"ngram+{source}" for source in neural))
+
+
+class HybridWorker(NgramWorker):
+    """Proposes the most probable nodes of the corpus's trees and of a neural draft's.
+
+    What both propose has a source of its own, so that the budget learns what it is worth that they
+    agree. The draft is asked about the requests for which the corpus has no long, likely path.
+    """
+
+    def __init__(
+        self,
+        target: TargetWorker,
+        draft_corpus: NgramCorpus,
+        drafter: Drafter,
+        *,
+        num_draft_tokens: int,
+        calibration_seconds: float,
+        budget: DraftBudget,
+    ) -> None:
+        """See `build` for the options."""
+        super().__init__(
+            target,
+            draft_corpus,
+            num_draft_tokens=num_draft_tokens,
+            calibration_seconds=calibration_seconds,
+            budget=budget,
+        )
+        self.drafter = drafter
+        self._num_sources = (len(SOURCES), len(drafter.sources))
+        self._copied_B1 = np.zeros(1, dtype=np.int64)  # offsets of the n-gram trees of this step
+        self._places_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
+        self._spared = 0
+        self._asked = 0
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+        copied = super().propose(batch, floor)
+        self._copied_B1 = copied.offsets_B1
+        self._places_G = places_within(np.diff(copied.offsets_B1))
+        samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
+        undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
+        self._asked += undecided.size
+        self._spared += int(samples_B.sum()) - undecided.size
+        if not undecided.size:
+            return copied
+        grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
+        if not grown.num_nodes:
+            return copied
+        merged = merge_trees(
+            copied,
+            grown,
+            limits_B=np.array([self._budget(batch, b) for b in range(len(batch.entries))]),
+            floor=floor,
+            num_sources=self._num_sources,
+        )
+        self._places_G = merged.places_G
+        return merged.trees
+
+    def observe(self, step: Observation) -> None:
+        super().observe(step)
+        if self.budget.is_open:
+            self.drafter.observe(step)
+
+    def _num_verified(self, step: Observation) -> NDArray[np.int64]:
+        copied_B, verified_B = np.diff(self._copied_B1), np.diff(step.trees.offsets_B1)
+        entries_G = np.repeat(np.arange(copied_B.size), copied_B)
+        is_out_G = (self._places_G < 0) | (self._places_G >= verified_B[entries_G])
+        first_out_B = copied_B.copy()
+        np.minimum.at(first_out_B, entries_G[is_out_G], places_within(copied_B)[is_out_G])
+        return first_out_B
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        self.drafter.release(request)
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.drafter.weights_changed()
+
+    def counters(self) -> dict[str, float]:
+        own = {"hybrid/asked": self._asked, "hybrid/spared": self._spared}
+        return super().counters() | self.drafter.counters() | own
+
+
+def _has_sure_path(trees: DraftTrees) -> NDArray[np.bool_]:
+    count = trees.offsets_B1.size - 1
+    is_sure_N = (trees.depths_N >= _LONG) & (trees.probs_N >= _SURE)
+    entries_N = np.repeat(np.arange(count), np.diff(trees.offsets_B1))
+    return np.bincount(entries_N[is_sure_N], minlength=count) > 0
+
+
+def build(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    draft_path: str | None = None,
+    num_steps: int = 4,
+    topk: int = 4,
+    num_draft_tokens: int = 16,
+    budget: str = "learned",
+    min_probability: float = 0.02,
+    calibration_seconds: float = 1.0,
+    frozen: bool = True,
+    corpus_bytes: int = 256 << 20,
+    corpus_path: str | None = None,
+    external_corpora: Mapping[str, str] | None = None,
+    max_external_bytes: int = 1 << 30,
+    max_external_tokens: int = 1 << 24,
+) -> HybridWorker:
+    """A worker with a corpus and a neural draft.
+
+    Args:
+        draft_path, num_steps, topk, frozen: of `spec_workers.eagle.build`.
+        num_draft_tokens: most draft nodes per request and step, of both together.
+        budget, min_probability, calibration_seconds: of either.
+        corpus_bytes, corpus_path, external_corpora, max_external_bytes, max_external_tokens: of
+            `spec_workers.ngram.build`.
+
+    Raises what those two do.
+    """
+    # Before the model, which may take minutes to load: mistakes show at once.
+    check_budget(budget)
+    check_number("min_probability", min_probability, 1)
+    check_number("calibration_seconds", calibration_seconds, 3600)
+    draft_corpus = NgramCorpus(
+        ModelSpec.read(Path(config.model.path)).vocab_size,
+        corpus_bytes=corpus_bytes,
+        max_external_bytes=max_external_bytes,
+        max_external_tokens=max_external_tokens,
+        configured={} if external_corpora is None else external_corpora,
+        corpus_path=corpus_path,
+    )
+    target, drafter = open_eagle(
+        config,
+        progress,
+        draft_path=draft_path,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        frozen=frozen,
+        lockstep=False,
+    )
+    sources = hybrid_sources(drafter.sources)
+    return HybridWorker(
+        target,
+        draft_corpus,
+        drafter,
+        num_draft_tokens=num_draft_tokens,
+        calibration_seconds=calibration_seconds,
+        budget=(
+            FixedBudget(min_probability)
+            if budget == "fixed"
+            else LearnedBudget.for_target(target, sources, min_probability)
+        ),
+    )

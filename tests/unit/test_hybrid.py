@@ -1,0 +1,128 @@
+"""The hybrid worker: what it asks the draft, what it proposes, and what it tells the corpus."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.overrides import engine_config
+from spec_workers.budget import FixedBudget, LearnedBudget
+from spec_workers.hybrid import HybridWorker, hybrid_sources
+from spec_workers.ngram_corpus import NgramCorpus
+from spec_workers.target import TargetWorker
+from tests.helpers.oracle_drafter import VOCAB, OracleDrafter
+from tests.helpers.tree_checks import check_trees
+
+PROMPTS = [[5, 9, 11, 3, 70], [1, 2, 3], [40, 41]]
+PARAMS = SamplingParams(max_new_tokens=24, seed=4, n=2, ignore_eos=True)
+SOURCES = hybrid_sources(OracleDrafter.sources)
+
+
+class WatchedWorker(HybridWorker):
+    """Notes what was proposed and what the corpus is told of it."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.sources: set[str] = set()
+        self.most_nodes = 0
+        self.noted = 0
+
+    def propose(self, batch, floor):
+        self.copied = self.corpus_trees(batch, floor)
+        trees = super().propose(batch, floor)
+        check_trees(trees)
+        starts = trees.offsets_B1[:-1][np.diff(trees.offsets_B1) > 0]
+        falls = np.diff(trees.probs_N) <= 0
+        falls[starts[starts > 0] - 1] = True
+        assert falls.all()
+        assert (trees.probs_N >= np.float32(floor)).all()
+        self.sources |= {SOURCES[source] for source in trees.sources_N}
+        self.most_nodes = max(self.most_nodes, int(np.diff(trees.offsets_B1).max()))
+        return trees
+
+    def corpus_trees(self, batch, floor):
+        """What the corpus proposes alone: asked again it proposes the same."""
+        return super(HybridWorker, self).propose(batch, floor)
+
+    def _num_verified(self, step):
+        found = super()._num_verified(step)
+        for b in range(len(step.batch.entries)):
+            copied, verified = paths(self.copied, b), set(paths(step.trees, b))
+            held = [path in verified for path in copied]
+            assert found[b] == (held.index(False) if False in held else len(held))
+            self.noted += int(found[b])
+        return found
+
+
+def paths(trees, b):
+    found = [()]
+    for node in range(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])):
+        found.append((*found[trees.parents_N[node]], int(trees.tokens_N[node])))
+    return found[1:]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model_path):
+    engine = RolloutEngine.from_pretrained(tiny_model_path, "none", max_running=4)
+    return engine.generate(PROMPTS, PARAMS)
+
+
+def hybrid_engine(path, drafter, *, num_draft_tokens=8, learned=False, **overrides):
+    def build(config, progress=None):
+        target = TargetWorker(config, progress)
+        corpus = NgramCorpus(
+            VOCAB, corpus_bytes=1 << 24, max_external_bytes=1 << 20, max_external_tokens=1 << 10,
+            configured={}, corpus_path=None,
+        )  # fmt: skip
+        budget = LearnedBudget.for_target(target, SOURCES, 0.02) if learned else FixedBudget(0.02)
+        return WatchedWorker(
+            target, corpus, drafter, num_draft_tokens=num_draft_tokens, calibration_seconds=0,
+            budget=budget,
+        )  # fmt: skip
+
+    return RolloutEngine.from_config(engine_config(path, {"max_running": 4, **overrides}), build)
+
+
+def oracle(plain, *, right=0.7, depth=3):
+    known = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in plain}
+    return OracleDrafter(known, depth=depth, right=right)
+
+
+def numbers(rollouts):
+    return [(r.token_ids, r.logprobs) for r in rollouts]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("overrides", [{}, {"chunk_len": 3, "max_kv_tokens": 120}], ids=str)
+def test_epochs_of_the_same_prompts(tiny_model_path, plain, learned, overrides):
+    drafter = oracle(plain)
+    engine = hybrid_engine(tiny_model_path, drafter, learned=learned, **overrides)
+    for _ in range(3):
+        assert numbers(engine.generate(PROMPTS, PARAMS)) == numbers(plain)
+    worker = engine.worker
+    assert worker.most_nodes <= 8
+    assert {"group", "oracle", "ngram+oracle"} <= worker.sources
+    assert worker.noted > 0
+    assert drafter.num_observed > 0
+    assert drafter.num_released == 3 * len(plain)
+    counters = worker.counters()
+    assert counters["hybrid/asked"] == counters["draft/asked"]
+    assert counters["hybrid/spared"] > 0, "the corpus knows every answer by now"
+
+
+def test_agreement_is_learned_as_a_source_of_its_own(tiny_model_path, plain):
+    engine = hybrid_engine(tiny_model_path, oracle(plain, right=1.0), learned=True)
+    engine.generate(PROMPTS, PARAMS)
+    values = engine.worker.learned()["values"]
+    assert values["sources"] == list(SOURCES)
+    accepted = dict(zip(values["sources"], np.sum(values["accepted"], axis=1), strict=True))
+    assert accepted["oracle"] > 0
+    assert accepted["ngram+oracle"] > 0
+
+
+def test_no_more_nodes_than_a_mask_has_bits(tiny_model_path, plain):
+    drafter = oracle(plain, depth=30)
+    engine = hybrid_engine(tiny_model_path, drafter, num_draft_tokens=63)
+    assert numbers(engine.generate(PROMPTS, PARAMS)) == numbers(plain)
+    assert numbers(engine.generate(PROMPTS, PARAMS)) == numbers(plain)
