@@ -1,0 +1,1 @@
+"""Multi-token prediction: chains of one-layer drafts, one network per step."""

@@ -1,0 +1,185 @@
+"""Where checkpoints keep their MTP chains, and what their steps read.
+
+All are one network with its parts named apart (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
+section 2.2): a decoder layer over a projection of two normed vectors, the embedding of a token and
+the hidden state of the position before. What differs beside the names: the order of the two, and
+whether the first step reads the target's hidden state before or after its final norm. From step to
+step the hidden state goes on after the step's own final norm, as its head reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.checkpoint import listed
+from rollout.models.features import Features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayout:
+    """Names of tensors; ``{step}`` counts the chain's steps from 0, ``{layer}`` from the target's
+    number of layers. A name without either is of one tensor that all steps share."""
+
+    title: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    decoder: str  # prefix of the decoder layer's names
+    final_norm: str
+    hidden_first: bool  # the projection's input is [hidden, embedding], else [embedding, hidden]
+    before_final_norm: bool  # of the target: what the first step reads
+    embedding: str | None = None  # a copy of the target's that a checkpoint may have
+    head: str | None = None  # likewise, or one of its own
+
+    def features(self, num_layers: int) -> Features:
+        """What the chain reads of a target of so many layers."""
+        if self.before_final_norm:
+            return Features(layers=(num_layers,))
+        return Features(final=True)
+
+
+MIMO = MtpLayout(
+    title="MiMo",
+    embedding_norm="model.mtp_layers.{step}.token_layernorm.weight",
+    hidden_norm="model.mtp_layers.{step}.hidden_layernorm.weight",
+    projection="model.mtp_layers.{step}.input_proj.weight",
+    decoder="model.mtp_layers.{step}",
+    final_norm="model.mtp_layers.{step}.final_layernorm.weight",
+    hidden_first=True,
+    before_final_norm=True,
+)
+QWEN3_NEXT = MtpLayout(
+    title="Qwen3-Next",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    projection="mtp.fc.weight",
+    decoder="mtp.layers.{step}",
+    final_norm="mtp.norm.weight",
+    hidden_first=False,
+    before_final_norm=False,
+)
+DEEPSEEK_V3 = MtpLayout(
+    title="DeepSeek-V3",
+    embedding_norm="model.layers.{layer}.enorm.weight",
+    hidden_norm="model.layers.{layer}.hnorm.weight",
+    projection="model.layers.{layer}.eh_proj.weight",
+    decoder="model.layers.{layer}",
+    final_norm="model.layers.{layer}.shared_head.norm.weight",
+    hidden_first=False,
+    before_final_norm=False,
+    embedding="model.layers.{layer}.embed_tokens.weight",
+    head="model.layers.{layer}.shared_head.head.weight",
+)
+SEPARATE = MtpLayout(
+    title="SpecrolloutMTP",
+    embedding_norm="draft.layers.{step}.enorm.weight",
+    hidden_norm="draft.layers.{step}.hnorm.weight",
+    projection="draft.layers.{step}.eh_proj.weight",
+    decoder="draft.layers.{step}",
+    final_norm="draft.layers.{step}.norm.weight",
+    hidden_first=False,
+    before_final_norm=False,
+    head="draft.lm_head.weight",
+)
+"""Our own, of a chain trained apart from its target and kept in a folder of its own."""
+
+IN_TARGET = (MIMO, QWEN3_NEXT, DEEPSEEK_V3)
+
+DECODER_TENSORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
+)
+
+_NOT_IMPLEMENTED: Mapping[str, Sequence[str]] = {
+    "experts": (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert"),
+    "multi-head latent attention": (".q_a_proj.", ".kv_a_proj_with_mqa.", ".kv_b_proj."),
+    "linear attention": (".linear_attn.",),
+    "learned attention sinks": (".attention_sink",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepNames:
+    """The tensors of one step."""
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    decoder: str
+    final_norm: str
+    embedding: str | None  # None: the target's
+    head: str | None  # None: the target's
+
+
+def find_layout(
+    layouts: Iterable[MtpLayout], names: Iterable[str], num_layers: int
+) -> tuple[MtpLayout, list[StepNames]] | None:
+    """The layout whose tensors are among ``names``, and its steps; None where none is.
+
+    ``num_layers``: the target's. Raises UnsupportedModelError for a chain with what is not
+    implemented here, naming it.
+    """
+    present = frozenset(names)
+    for layout in layouts:
+        steps: list[StepNames] = []
+        while (names_of := _step_names(layout, len(steps), num_layers, present)) is not None:
+            steps.append(names_of)
+        if steps:
+            _refuse_unknown(layout, steps, present)
+            return layout, steps
+    return None
+
+
+def _step_names(
+    layout: MtpLayout, step: int, num_layers: int, present: frozenset[str]
+) -> StepNames | None:
+    """None where the checkpoint has no such step."""
+
+    def at(name: str) -> str:
+        return name.format(step=step, layer=num_layers + step)
+
+    def optional(name: str | None) -> str | None:
+        return at(name) if name is not None and at(name) in present else None
+
+    projection, decoder = at(layout.projection), at(layout.decoder)
+    if projection not in present or not any(name.startswith(f"{decoder}.") for name in present):
+        return None
+    return StepNames(
+        embedding_norm=at(layout.embedding_norm),
+        hidden_norm=at(layout.hidden_norm),
+        projection=projection,
+        decoder=decoder,
+        final_norm=at(layout.final_norm),
+        embedding=optional(layout.embedding),
+        head=optional(layout.head),
+    )
+
+
+def _refuse_unknown(layout: MtpLayout, steps: list[StepNames], present: frozenset[str]) -> None:
+    known = {
+        name
+        for step in steps
+        for name in (
+            step.embedding_norm, step.hidden_norm, step.projection, step.final_norm,
+            step.embedding, step.head, *(f"{step.decoder}.{each}" for each in DECODER_TENSORS),
+        )
+    }  # fmt: skip
+    unknown = sorted(
+        name
+        for name in present
+        if name not in known and any(name.startswith(f"{step.decoder}.") for step in steps)
+    )
+    for feature, marks in _NOT_IMPLEMENTED.items():
+        found = [name for name in unknown if any(mark in name for mark in marks)]
+        if found:
+            raise UnsupportedModelError(
+                f"the {layout.title} MTP chain has {feature}, which is not implemented: {found[0]}"
+            )
+    if unknown:
+        raise CheckpointError(f"the {layout.title} MTP chain has unknown tensors: {listed(unknown)}")

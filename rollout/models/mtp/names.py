@@ -1,0 +1,17 @@
+"""Which tensors of a target's checkpoint are its MTP heads'."""
+
+from __future__ import annotations
+
+import re
+
+_MTP = re.compile(r"mtp\.|model\.mtp\.|model\.mtp_layers\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def is_mtp_tensor(name: str, num_layers: int) -> bool:
+    """Whether the tensor predicts tokens beyond the next, and is no part of the target itself.
+
+    ``num_layers``: of the target; in DeepSeek-V3's layout the heads are the layers after those.
+    """
+    layer = _LAYER.match(name)
+    return bool(_MTP.match(name)) or (layer is not None and int(layer[1]) >= num_layers)
