@@ -6,37 +6,155 @@ vocabulary, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear
 from rollout.models.causal_lm import CausalLM, LayerAttention
-from rollout.models.decoder_layer import allocate_weights, linear_destinations, release_weights
+from rollout.models.decoder_layer import allocate_weights, release_weights
 from rollout.models.draft_model import DraftSpec
 from rollout.models.llama import LlamaLayer
 from rollout.models.mtp.layout import StepNames
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
 
-class SharedTensors:
+class ChainTensors:
     """Makes each named tensor of a chain once, however many of its steps have it."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, packing: bool) -> None:
-        self._options = {"dtype": dtype, "device": device}
-        self._packing = packing
+        self.dtype = dtype
+        self.device = device
+        self.packing = packing
         self._tables: dict[str, torch.Tensor] = {}
         self._linears: dict[str, Linear] = {}
 
     def table(self, name: str, *shape: int) -> torch.Tensor:
+        """Uninitialised."""
         if name not in self._tables:
-            self._tables[name] = torch.empty(shape, **self._options)
+            self._tables[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._tables[name]
 
     def linear(self, name: str, inputs: int, outputs: int) -> Linear:
         if name not in self._linears:
-            linear = Linear(inputs, outputs, packing=self._packing, **self._options)
-            self._linears[name] = linear
+            self._linears[name] = Linear(
+                inputs, outputs, dtype=self.dtype, device=self.device, packing=self.packing
+            )
         return self._linears[name]
+
+
+class MtpStep:
+    """See DraftModel. Weights are uninitialised until written through ``destinations``.
+
+    Its hidden states are those after its own final norm: what its head reads, the next step does.
+    """
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        target: CausalLM,
+        names: StepNames,
+        tensors: ChainTensors,
+        *,
+        cos_sin_PD: torch.Tensor,
+        hidden_first: bool,
+        token_ids_D: torch.Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            tensors: where steps of one chain get what they share.
+            hidden_first: see MtpLayout.
+        """
+        self.spec = spec
+        self.dtype = tensors.dtype
+        self.device = tensors.device
+        self.token_ids_D = token_ids_D
+        self.names = names
+        self._target = target
+        self._cos_sin_PD = cos_sin_PD
+        self._hidden_first = hidden_first
+        hidden = spec.hidden_size
+        self._embedding_norm_E = tensors.table(names.embedding_norm, hidden)
+        self._hidden_norm_E = tensors.table(names.hidden_norm, hidden)
+        self._projection = tensors.linear(names.projection, 2 * hidden, hidden)
+        self._layer = LlamaLayer(
+            spec.decoder, dtype=self.dtype, device=self.device, packing=tensors.packing
+        )
+        self._final_norm_E = tensors.table(names.final_norm, hidden)
+        self._embedding_VE = (
+            None
+            if names.embedding is None
+            else tensors.table(names.embedding, spec.decoder.vocab_size, hidden)
+        )
+        self._head = (
+            None if names.head is None else tensors.linear(names.head, hidden, spec.draft_vocab_size)
+        )
+
+    def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
+        return features_TF
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: LayerAttention,
+    ) -> torch.Tensor:
+        layer, eps = self._layer, self.spec.decoder.rms_norm_eps
+        joined = [
+            rms_norm(self._embed(input_ids_T), self._embedding_norm_E, eps),
+            rms_norm(hidden_TE, self._hidden_norm_E, eps),
+        ]
+        if self._hidden_first:
+            joined.reverse()
+        residual_TE = self._projection(torch.cat(joined, dim=1))
+        hidden_TE = rms_norm(residual_TE, layer.attention_norm_E, eps)
+        hidden_TE = layer.attend(0, hidden_TE, positions_T, self._cos_sin_PD, attention)
+        hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps)
+        hidden_TE = layer.feed_forward(hidden_TE)
+        return add_rms_norm(hidden_TE, residual_TE, self._final_norm_E, eps)
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self._target.logits(hidden_RE) if self._head is None else self._head(hidden_RE)
+
+    def _embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        if self._embedding_VE is None:
+            return self._target.embed(input_ids_T)
+        return self._embedding_VE[input_ids_T]
+
+    def linears(self) -> list[Linear]:
+        head = [] if self._head is None else [self._head]
+        return [self._projection, *self._layer.linears(), *head]
+
+    def destinations(self) -> dict[str, Destination]:
+        """By the checkpoint's own names."""
+        found = {name: Destination.of(table) for name, table in self._tables().items()}
+        found[self.names.projection] = self._projection.weight_rows(0, self.spec.hidden_size)
+        found |= self._layer.destinations(self.names.decoder)
+        if self._head is not None and self.names.head is not None:
+            found[self.names.head] = self._head.weight_rows(0, self.spec.draft_vocab_size)
+        return found
+
+    def finish_loading(self) -> None:
+        for linear in self.linears():
+            linear.pack()
+
+    def release(self) -> int:
+        return release_weights(self.linears(), self._plain_weights())
+
+    def allocate(self) -> None:
+        allocate_weights(self.linears(), self._plain_weights())
+
+    def _plain_weights(self) -> list[torch.Tensor]:
+        return [*self._layer.norms().values(), *self._tables().values()]
+
+    def _tables(self) -> dict[str, torch.Tensor]:
+        """What is neither a product's nor the layer's."""
+        names = self.names
+        found = {
+            names.embedding_norm: self._embedding_norm_E,
+            names.hidden_norm: self._hidden_norm_E,
+            names.final_norm: self._final_norm_E,
+        }
+        if names.embedding is not None and self._embedding_VE is not None:
+            found[names.embedding] = self._embedding_VE
+        return found
