@@ -13,6 +13,7 @@ from rollout.layers.destination import mismatches
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.dtype import resolve_dtype
+from rollout.models.mtp.names import is_mtp_tensor
 from rollout.models.registry import MODEL_CLASSES
 from rollout.models.spec import ModelSpec
 
@@ -68,13 +69,23 @@ def resolve_device(name: str) -> torch.device:
 
 
 def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-    """Fill every tensor of a model, or raise CheckpointError before the first is touched."""
+    """Fill every tensor of a model, or raise CheckpointError before the first is touched.
+
+    MTP heads the checkpoint has are passed over.
+    """
     destinations = model.destinations()
-    problems = mismatches(destinations, checkpoint.shapes())
+    shapes = {
+        name: shape
+        for name, shape in checkpoint.shapes().items()
+        if not is_mtp_tensor(name, model.spec.num_layers)
+    }
+    problems = mismatches(destinations, shapes)
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: {listed(problems)}")
-    total, done = checkpoint.num_bytes, 0
+    total, done = sum(checkpoint.tensors[name].num_bytes for name in shapes), 0
     for name, tensor in checkpoint:
+        if name not in shapes:
+            continue
         destinations[name].write(tensor)
         done += checkpoint.tensors[name].num_bytes
         if progress is not None:

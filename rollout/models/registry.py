@@ -25,5 +25,6 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
         "MistralForCausalLM": Llama,
         "Qwen2ForCausalLM": Llama,
         "Qwen3ForCausalLM": Llama,
+        "MiMoForCausalLM": Llama,
     }
 )

@@ -154,13 +154,14 @@ def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool
             return attention, attention, bool(config.get("mlp_bias", False))
         case "MistralForCausalLM":
             return False, False, False
-        case "Qwen2ForCausalLM":
+        case "Qwen2ForCausalLM" | "MiMoForCausalLM":
             return True, False, False
         case "Qwen3ForCausalLM":
             return attention, attention, False
     raise UnsupportedModelError(
         f"config.json: architectures={config.get('architectures')!r} is not implemented; only "
-        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are"
+        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and "
+        "MiMoForCausalLM are"
     )
 
 
@@ -183,7 +184,7 @@ def _refuse_sliding_window(
     for kind in layer_types or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
-    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"):
         slides = bool(config.get("use_sliding_window", False))
         slides &= config.get("max_window_layers", 28) < num_layers
         default: int | None = 4096

@@ -1,0 +1,168 @@
+"""From a folder to an MTP chain: a target's own checkpoint, or a folder of the chain alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.layers.destination import mismatches, same_values
+from rollout.layers.rope import cos_sin_table
+from rollout.models.causal_lm import CausalLM
+from rollout.models.checkpoint import Checkpoint, listed
+from rollout.models.draft_model import DraftFamily, DraftSpec
+from rollout.models.eagle.vocabulary import target_token_ids
+from rollout.models.mtp.layout import IN_TARGET, SEPARATE, MtpLayout, StepNames, find_layout
+from rollout.models.mtp.step import ChainTensors, MtpStep
+from rollout.models.spec import ModelSpec, read_json
+
+_VOCABULARY_TABLE = "d2t"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpChain:
+    """What a folder says of its chain before weights are read."""
+
+    checkpoint: Checkpoint
+    layout: MtpLayout
+    steps: tuple[StepNames, ...]
+    spec: DraftSpec
+
+    @staticmethod
+    def find(folder: Path, target: ModelSpec) -> MtpChain:
+        """From config.json and the names of tensors.
+
+        Raises CheckpointError where there is no chain or it is not one for this target,
+        UnsupportedModelError, naming it, for what is not implemented in a chain.
+        """
+        config = read_json(folder / "config.json")
+        is_separate = config.get("architectures") == [SEPARATE.title]
+        checkpoint = Checkpoint(folder, tables=(_VOCABULARY_TABLE,))
+        layouts = (SEPARATE,) if is_separate else IN_TARGET
+        found = find_layout(layouts, checkpoint.tensors, target.num_layers)
+        if found is None:
+            known = ", ".join(layout.title for layout in layouts)
+            raise CheckpointError(
+                f"{folder}: no MTP chain among its tensors; known layouts are those of {known}"
+            )
+        layout, steps = found
+        decoder = target
+        if is_separate:
+            as_llama = config | {"architectures": ["LlamaForCausalLM"]}
+            decoder = ModelSpec.of(as_llama, max_context_len=target.max_context_len)
+            _refuse_another_targets(folder, decoder, target)
+        decoder = replace(decoder, num_layers=1)
+        _refuse_gated_attention(checkpoint, layout, steps[0], decoder)
+        spec = DraftSpec(
+            family=DraftFamily.MTP,
+            decoder=decoder,
+            draft_vocab_size=_draft_vocab_size(checkpoint, decoder),
+            features=layout.features(target.num_layers),
+            target_hidden_size=target.hidden_size,
+            num_steps=len(steps),
+        )
+        return MtpChain(checkpoint=checkpoint, layout=layout, steps=tuple(steps), spec=spec)
+
+    def load(self, target: CausalLM, *, packing: bool = True) -> list[MtpStep]:
+        """The chain's steps, in order, in the target's dtype and on its device.
+
+        Raises CheckpointError for missing tensors and wrong shapes before one is read.
+        """
+        decoder = self.spec.decoder
+        tensors = ChainTensors(dtype=target.dtype, device=target.device, packing=packing)
+        cos_sin_PD = cos_sin_table(
+            decoder.rope, decoder.head_dim, decoder.max_context_len, target.device
+        )
+        steps = [
+            MtpStep(
+                self.spec,
+                target,
+                self._own_names(names, target),
+                tensors,
+                cos_sin_PD=cos_sin_PD,
+                hidden_first=self.layout.hidden_first,
+                token_ids_D=self._token_ids(target.device),
+            )
+            for names in self.steps
+        ]
+        self._read_into(steps)
+        return steps
+
+    def _own_names(self, names: StepNames, target: CausalLM) -> StepNames:
+        """Without copies of the target's embedding and head: those are read where it has them."""
+        held = target.destinations()
+
+        def own(name: str | None, of_target: str) -> str | None:
+            if name is None or self.checkpoint.tensors[name].shape != held[of_target].shape:
+                return name
+            is_copy = same_values(self.checkpoint.read(name), held[of_target].read())
+            return None if is_copy else name
+
+        return replace(
+            names,
+            embedding=own(names.embedding, "model.embed_tokens.weight"),
+            head=own(names.head, "lm_head.weight"),
+        )
+
+    def _token_ids(self, device: torch.device) -> torch.Tensor | None:
+        if _VOCABULARY_TABLE not in self.checkpoint.tensors:
+            return None
+        token_ids_D = target_token_ids(
+            self.checkpoint.read(_VOCABULARY_TABLE),
+            None,
+            self.spec.draft_vocab_size,
+            self.spec.decoder.vocab_size,
+        )
+        if not bool((token_ids_D.diff() > 0).all()):
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: the tokens of d2t must ascend; sort them, and the rows "
+                "of draft.lm_head.weight with them"
+            )
+        return token_ids_D.to(device)
+
+    def _read_into(self, steps: list[MtpStep]) -> None:
+        destinations = {name: it for step in steps for name, it in step.destinations().items()}
+        prefixes = tuple(f"{step.names.decoder}." for step in steps)
+        passed_over = {name for names in self.steps for name in (names.embedding, names.head)}
+        offered = {
+            name: shape
+            for name, shape in self.checkpoint.shapes().items()
+            if name in destinations or (name.startswith(prefixes) and name not in passed_over)
+        }
+        problems = mismatches(destinations, offered)
+        if problems:
+            raise CheckpointError(f"{self.checkpoint.folder}: {listed(problems)}")
+        for name in offered:
+            destinations[name].write(self.checkpoint.read(name))
+        for step in steps:
+            step.finish_loading()
+
+
+def _draft_vocab_size(checkpoint: Checkpoint, decoder: ModelSpec) -> int:
+    stored = checkpoint.tensors.get(_VOCABULARY_TABLE)
+    return decoder.vocab_size if stored is None else stored.shape[0]
+
+
+def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        own, wanted = getattr(decoder, name), getattr(target, name)
+        if own != wanted:
+            raise CheckpointError(
+                f"{folder}: a chain of {name}={own}, but the target's is {wanted}: it was trained "
+                "for another target"
+            )
+
+
+def _refuse_gated_attention(
+    checkpoint: Checkpoint, layout: MtpLayout, step: StepNames, decoder: ModelSpec
+) -> None:
+    """Qwen3-Next's own layers have a gate beside every query: twice the rows."""
+    name = f"{step.decoder}.self_attn.q_proj.weight"
+    stored = checkpoint.tensors.get(name)
+    if stored is not None and stored.shape[0] == 2 * decoder.num_heads * decoder.head_dim:
+        raise UnsupportedModelError(
+            f"the {layout.title} MTP chain has gated attention, which is not implemented: {name} "
+            "holds a gate beside each query"
+        )

@@ -1,0 +1,147 @@
+"""Random MTP chains in the layouts checkpoints have, and a plain chain to compare with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.tiny_model import save_tiny_llama
+
+E, FFN, VOCAB, LAYERS, HEADS, KV_HEADS, D = 48, 80, 97, 2, 6, 2, 8
+EPS, THETA = 1e-5, 10000.0
+
+# Per layout: the step's own five tensors and the prefix of its decoder layer.
+NAMES = {
+    "mimo": (
+        "model.mtp_layers.{k}.token_layernorm", "model.mtp_layers.{k}.hidden_layernorm",
+        "model.mtp_layers.{k}.input_proj", "model.mtp_layers.{k}.final_layernorm",
+        "model.mtp_layers.{k}",
+    ),
+    "qwen3_next": (
+        "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm",
+        "mtp.layers.{k}",
+    ),
+    "deepseek_v3": (
+        "model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj",
+        "model.layers.{n}.shared_head.norm", "model.layers.{n}",
+    ),
+    "separate": (
+        "draft.layers.{k}.enorm", "draft.layers.{k}.hnorm", "draft.layers.{k}.eh_proj",
+        "draft.layers.{k}.norm", "draft.layers.{k}",
+    ),
+}  # fmt: skip
+
+
+def names_of(layout: str, step: int) -> list[str]:
+    return [name.format(k=step, n=LAYERS + step) for name in NAMES[layout]]
+
+
+def chain_tensors(layout: str, steps: int, *, seed: int = 9) -> dict[str, torch.Tensor]:
+    """A chain's tensors, random; norms differ from one."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def add(name: str, *shape: int) -> None:
+        values = torch.randn(shape, generator=generator)
+        values = values / shape[-1] ** 0.5 if len(shape) == 2 else 1 + 0.2 * values
+        tensors.setdefault(f"{name}.weight", values)
+
+    for step in range(steps):
+        embedding_norm, hidden_norm, projection, final_norm, decoder = names_of(layout, step)
+        for norm in (
+            embedding_norm, hidden_norm, final_norm,
+            f"{decoder}.input_layernorm", f"{decoder}.post_attention_layernorm",
+        ):  # fmt: skip
+            add(norm, E)
+        add(projection, E, 2 * E)
+        add(f"{decoder}.self_attn.q_proj", HEADS * D, E)
+        for kv in ("k_proj", "v_proj"):
+            add(f"{decoder}.self_attn.{kv}", KV_HEADS * D, E)
+        add(f"{decoder}.self_attn.o_proj", E, HEADS * D)
+        for up in ("gate_proj", "up_proj"):
+            add(f"{decoder}.mlp.{up}", FFN, E)
+        add(f"{decoder}.mlp.down_proj", E, FFN)
+    return tensors
+
+
+def save_tiny_mtp(
+    folder: Path,
+    layout: str,
+    steps: int = 2,
+    *,
+    own_head: int | None = None,
+    extra: dict[str, torch.Tensor] | None = None,
+    **model: object,
+) -> tuple[Path, Path]:
+    """A target's folder and its chain's, the same one unless the layout is ``separate``.
+
+    ``own_head``: so many tokens, every other one, make a draft vocabulary with a head of its own.
+    """
+    target = save_tiny_llama(folder / "target", **model)
+    tensors = chain_tensors(layout, steps) | (extra or {})
+    if layout != "separate":
+        stored = load_file(target / "model.safetensors")
+        dtype = stored["model.norm.weight"].dtype
+        stored |= {name: values.to(dtype) for name, values in tensors.items()}
+        save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+        return target, target
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["SpecrolloutMTP"], "num_nextn_predict_layers": steps}
+    if own_head is not None:
+        generator = torch.Generator().manual_seed(4)
+        tensors["draft.lm_head.weight"] = torch.randn(own_head, E, generator=generator)
+        tensors["d2t"] = torch.arange(own_head)
+        config["draft_vocab_size"] = own_head
+    chain = folder / "chain"
+    chain.mkdir()
+    (chain / "config.json").write_text(json.dumps(config))
+    save_file(tensors, chain / "model.safetensors", metadata={"format": "pt"})
+    return target, chain
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def _rotated(x_LHD: torch.Tensor) -> torch.Tensor:
+    length, _, dim = x_LHD.shape
+    angles = torch.arange(length)[:, None] * THETA ** -(torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x_LHD.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def plain_step(
+    tensors: dict[str, torch.Tensor], layout: str, step: int,
+    embedded_LE: torch.Tensor, hidden_LE: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """One step over a whole sequence, float32: [L, E], what its head reads."""
+    tensors = {name: values.float() for name, values in tensors.items()}
+    embedding_norm, hidden_norm, projection, final_norm, decoder = (
+        f"{name}{'' if name == names_of(layout, step)[-1] else '.weight'}"
+        for name in names_of(layout, step)
+    )
+
+    def weight(name: str) -> torch.Tensor:
+        return tensors[f"{decoder}.{name}.weight"]
+
+    e, h = _norm(embedded_LE, tensors[embedding_norm]), _norm(hidden_LE, tensors[hidden_norm])
+    x = torch.cat([h, e] if layout == "mimo" else [e, h], dim=-1) @ tensors[projection].T
+    length = len(x)
+    y = _norm(x, weight("input_layernorm"))
+    q, k, v = (
+        (y @ weight(f"self_attn.{name}_proj").T).view(length, -1, D) for name in ("q", "k", "v")
+    )
+    q, k = _rotated(q), _rotated(k)
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+    scores = torch.einsum("lhd,mhd->hlm", q, k) * D**-0.5
+    scores += torch.full((length, length), float("-inf")).triu(1)
+    attended = torch.einsum("hlm,mhd->lhd", scores.softmax(-1), v).reshape(length, -1)
+    x = x + attended @ weight("self_attn.o_proj").T
+    y = _norm(x, weight("post_attention_layernorm"))
+    gate = torch.nn.functional.silu(y @ weight("mlp.gate_proj").T)
+    x = x + (gate * (y @ weight("mlp.up_proj").T)) @ weight("mlp.down_proj").T
+    return _norm(x, tensors[final_norm])

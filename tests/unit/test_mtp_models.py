@@ -1,0 +1,250 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.config import DType
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.features import Features, Taps
+from rollout.models.loader import load_model
+from rollout.models.mtp.loader import MtpChain
+from rollout.models.mtp.names import is_mtp_tensor
+from rollout.models.spec import ModelSpec
+from tests.helpers.dense_attention import DenseAttention, logits_of
+from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_mtp import LAYERS, VOCAB, E, names_of, plain_step, save_tiny_mtp
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(3, VOCAB, (2, 21), generator=torch.Generator().manual_seed(0))
+IN_TARGET = ["mimo", "qwen3_next", "deepseek_v3"]
+LAYOUTS = [*IN_TARGET, "separate"]
+
+
+def load(target_folder, chain_folder, dtype=DType.float32):
+    target = load_model(target_folder, dtype, CPU)
+    chain = MtpChain.find(chain_folder, ModelSpec.read(target_folder))
+    return target, chain, chain.load(target)
+
+
+def add(folder, tensors, remove=()):
+    file = folder / "model.safetensors"
+    stored = load_file(file) | tensors
+    save_file({name: it for name, it in stored.items() if name not in remove}, file)
+
+
+@torch.inference_mode()
+def features_of(target, wanted, tokens):
+    taps = Taps(wanted, len(tokens), E, target.embed(tokens))
+    attention = DenseAttention([len(tokens)])
+    target.forward(tokens, attention.positions, attention, taps)
+    return taps.features_TF
+
+
+@torch.inference_mode()
+def run_chain(steps, hidden, tokens):
+    """Hidden states of every step over the whole sequence."""
+    found = []
+    for k, step in enumerate(steps):
+        length = len(tokens) - k - 1
+        attention = DenseAttention([length])
+        hidden = step.forward(tokens[k + 1 :], hidden[:length], attention.positions, attention)
+        found.append(hidden)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_chain_is_the_plain_one(layout, num_steps, tmp_path):
+    folders = save_tiny_mtp(tmp_path, layout, num_steps)
+    target, chain, steps = load(*folders)
+    assert len(steps) == chain.spec.num_steps == num_steps
+    assert chain.spec.features == Features(
+        layers=(LAYERS,) if layout == "mimo" else (), final=layout != "mimo"
+    )
+    tensors = load_file(folders[1] / "model.safetensors")
+    head = load_file(folders[0] / "model.safetensors")["lm_head.weight"]
+    for tokens in TOKENS:
+        features = features_of(target, chain.spec.features, tokens)
+        plain = steps[0].fuse(features)
+        for k, (step, ours) in enumerate(
+            zip(steps, run_chain(steps, plain, tokens), strict=True)
+        ):
+            length = len(tokens) - k - 1
+            embedded = target.embed(tokens[k + 1 :])
+            plain = plain_step(tensors, layout, k, embedded, plain[:length])
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(step.logits(ours), plain @ head.T, rtol=1e-4, atol=2e-3)
+
+
+def test_the_steps_differ(tmp_path):
+    target, chain, steps = load(*save_tiny_mtp(tmp_path, "mimo", 2))
+    features = features_of(target, chain.spec.features, TOKENS[0])
+    swapped = run_chain(steps[::-1], features, TOKENS[0])
+    for ours, others in zip(run_chain(steps, features, TOKENS[0]), swapped, strict=True):
+        assert not torch.allclose(ours, others, atol=0.1)
+
+
+@pytest.mark.parametrize("layout", IN_TARGET)
+def test_the_target_passes_its_chain_over(layout, tmp_path):
+    folder, _ = save_tiny_mtp(tmp_path, layout)
+    seen = []
+    model = load_model(folder, DType.auto, CPU, progress=lambda *done: seen.append(done))
+    plain = load_model(save_tiny_llama(tmp_path / "plain"), DType.auto, CPU)
+    assert torch.equal(logits_of(model, [[5, 9, 3]])[0], logits_of(plain, [[5, 9, 3]])[0])
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_destinations_are_the_checkpoints_own_names(layout, tmp_path):
+    folders = save_tiny_mtp(tmp_path, layout)
+    _, _, steps = load(*folders)
+    stored = load_file(folders[1] / "model.safetensors")
+    found = [step.destinations() for step in steps]
+    names = {name for name in stored if layout == "separate" or is_mtp_tensor(name, LAYERS)}
+    assert {name for each in found for name in each} == names
+    for each in found:
+        for name, destination in each.items():
+            assert torch.equal(destination.read(), stored[name]), name
+    shared = set(found[0]) & set(found[1])
+    assert len(shared) == (4 if layout == "qwen3_next" else 0)
+    assert all(found[0][name].place == found[1][name].place for name in shared)
+
+
+def test_released_weights_come_back(tmp_path):
+    target, chain, steps = load(*save_tiny_mtp(tmp_path, "qwen3_next"))
+    features = features_of(target, chain.spec.features, TOKENS[0])
+    before = run_chain(steps, features, TOKENS[0])
+    values = [{name: d.read() for name, d in step.destinations().items()} for step in steps]
+    freed = [step.release() for step in steps]
+    assert freed[0] > freed[1] > 0, "what steps share is freed once"
+    assert [step.release() for step in steps] == [0, 0]
+    for step in steps:
+        step.allocate()
+    for step, kept in zip(steps, values, strict=True):
+        for name, destination in step.destinations().items():
+            destination.write(kept[name])
+        step.finish_loading()
+    for ours, again in zip(before, run_chain(steps, features, TOKENS[0]), strict=True):
+        assert torch.equal(ours, again)
+
+
+def test_copies_of_embedding_and_head_are_the_targets_and_others_the_chains(tmp_path):
+    folder, _ = save_tiny_mtp(tmp_path, "deepseek_v3")
+    stored = load_file(folder / "model.safetensors")
+    other = stored["lm_head.weight"].flip(0).contiguous()
+    embedding, head = (
+        f"model.layers.{{}}.{name}.weight" for name in ("embed_tokens", "shared_head.head")
+    )
+    copies = {
+        embedding.format(2): stored["model.embed_tokens.weight"].clone(),
+        embedding.format(3): stored["model.embed_tokens.weight"].flip(0).contiguous(),
+        head.format(2): stored["lm_head.weight"].clone(),
+        head.format(3): other,
+    }
+    add(folder, copies)
+    target, _, steps = load(folder, folder)
+    assert not set(copies) & set(steps[0].destinations())
+    assert {embedding.format(3), head.format(3)} <= set(steps[1].destinations())
+    hidden = torch.randn(4, E)
+    with torch.inference_mode():
+        assert torch.equal(steps[0].logits(hidden), target.logits(hidden))
+        torch.testing.assert_close(steps[1].logits(hidden), hidden @ other.T)
+
+
+def test_a_draft_vocabulary_with_a_head_of_its_own(tmp_path):
+    folders = save_tiny_mtp(tmp_path, "separate", own_head=40)
+    _, chain, steps = load(*folders)
+    assert chain.spec.draft_vocab_size == 40
+    head = load_file(folders[1] / "model.safetensors")["draft.lm_head.weight"]
+    hidden = torch.randn(3, E)
+    for step in steps:
+        assert step.token_ids_D.tolist() == list(range(0, 80, 2))
+        torch.testing.assert_close(step.logits(hidden), hidden @ head.T)
+    assert steps[0].release() - steps[1].release() == head.nbytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "extra", "what"),
+    [
+        ("deepseek_v3", "mlp.experts.0.gate_proj.weight", "experts"),
+        ("deepseek_v3", "mlp.gate.weight", "experts"),
+        ("deepseek_v3", "self_attn.kv_a_proj_with_mqa.weight", "multi-head latent attention"),
+        ("qwen3_next", "mlp.shared_expert_gate.weight", "experts"),
+        ("mimo", "self_attn.attention_sink_bias", "learned attention sinks"),
+    ],
+)
+def test_what_is_not_implemented_is_named(layout, extra, what, tmp_path):
+    name = f"{names_of(layout, 0)[-1]}.{extra}"
+    folder, _ = save_tiny_mtp(tmp_path, layout, extra={name: torch.zeros(4)})
+    load_model(folder, DType.auto, CPU)  # the target alone is served
+    with pytest.raises(UnsupportedModelError, match=what):
+        MtpChain.find(folder, ModelSpec.read(folder))
+
+
+def test_gated_attention_is_named(tmp_path):
+    name = "mtp.layers.0.self_attn.q_proj.weight"
+    folder, _ = save_tiny_mtp(tmp_path, "qwen3_next", extra={name: torch.zeros(2 * E, E)})
+    with pytest.raises(UnsupportedModelError, match="gated attention"):
+        MtpChain.find(folder, ModelSpec.read(folder))
+
+
+def test_damaged_chains(tmp_path):
+    folder, _ = save_tiny_mtp(tmp_path, "mimo")
+    spec = ModelSpec.read(folder)
+    norm = "model.mtp_layers.1.final_layernorm.weight"
+    target = load_model(folder, DType.auto, CPU)
+
+    add(folder, {norm: torch.ones(E + 1)})
+    with pytest.raises(CheckpointError, match=f"wrong shape: {norm}"):
+        MtpChain.find(folder, spec).load(target)
+    add(folder, {}, remove=[norm])
+    with pytest.raises(CheckpointError, match=f"missing: {norm}"):
+        MtpChain.find(folder, spec).load(target)
+    add(folder, {"model.mtp_layers.1.odd": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="odd"):
+        MtpChain.find(folder, spec)
+    plain = save_tiny_llama(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"no MTP chain.*MiMo, Qwen3-Next, DeepSeek-V3"):
+        MtpChain.find(plain, spec)
+
+
+def test_a_separate_chain_is_for_one_target(tmp_path):
+    target, chain = save_tiny_mtp(tmp_path, "separate", own_head=30)
+    spec = ModelSpec.read(target)
+    config = json.loads((chain / "config.json").read_text())
+    (chain / "config.json").write_text(json.dumps(config | {"vocab_size": 98}))
+    with pytest.raises(CheckpointError, match="vocab_size=98"):
+        MtpChain.find(chain, spec)
+    (chain / "config.json").write_text(json.dumps(config))
+    add(chain, {"d2t": torch.arange(30).flip(0) * 2})
+    with pytest.raises(CheckpointError, match="ascend|distinct"):
+        MtpChain.find(chain, spec).load(load_model(target, DType.auto, CPU))
+
+
+def test_mimo_is_a_qwen2_with_a_chain(tmp_path):
+    spec_of = {}
+    for architecture in ("Qwen2ForCausalLM", "MiMoForCausalLM"):
+        folder = save_tiny_llama(tmp_path / architecture)
+        config = json.loads((folder / "config.json").read_text())
+        config["architectures"] = [architecture]
+        (folder / "config.json").write_text(json.dumps(config))
+        spec_of[architecture] = ModelSpec.read(folder)
+    qwen, mimo = spec_of.values()
+    assert mimo.qkv_bias and (mimo.o_bias, mimo.qk_norm) == (qwen.o_bias, qwen.qk_norm)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mtp"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", False),
+        ("model.layers.2.mlp.up_proj.weight", True),
+        ("model.layers.10.enorm.weight", True),
+        ("model.mtp_layers.0.input_proj.weight", True),
+        ("mtp.fc.weight", True),
+        ("model.norm.weight", False),
+        ("model.mtpx.weight", False),
+    ],
+)
+def test_which_tensors_are_a_chains(name, is_mtp):
+    assert is_mtp_tensor(name, num_layers=2) == is_mtp
