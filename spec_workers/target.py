@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from rollout.memory.kv_pool import KvPool
 from rollout.memory.sizing import num_kv_slots
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.models.mtp.names import is_mtp_tensor
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
 from rollout.sampling.acceptance import accept
@@ -71,7 +73,9 @@ class TargetWorker:
         self.vocab_size = spec.vocab_size
         self.max_context_len = spec.max_context_len
         self.eos_token_ids = spec.eos_token_ids
-        self.weights = WeightTransaction({"target": self.model})
+        self.weights = WeightTransaction(
+            {"target": self.model}, passes_over=partial(is_mtp_tensor, num_layers=spec.num_layers)
+        )
         scheduler = config.scheduler
         self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1

@@ -52,6 +52,7 @@ class _Update:
     versions: dict[str, int]  # of its parts, once it is committed
     parts: frozenset[str]
     destinations: Mapping[str, Destination]
+    passes_over: Callable[[str], bool]
     manifest: Manifest | None
     before: WeightState
     last_call: float  # seconds, by the transaction's clock
@@ -62,17 +63,29 @@ class _Update:
     def version(self) -> int:
         return self.versions.get(TARGET, max(self.versions.values()))
 
+    def takes(self, name: str) -> bool:
+        return name in self.destinations or not self.passes_over(name)
+
+    def taken(self, manifest: Manifest) -> Manifest:
+        return {name: spec for name, spec in manifest.items() if self.takes(name)}
+
 
 class WeightTransaction:
     """Owns the weight versions of a worker's models and whether they may serve.
 
-    ``parts``: by the names selectors use, the target first; see `WeightParts`.
+    ``parts``: by the names selectors use, the target first; see `WeightParts`. ``passes_over``:
+    of a name no part in question has, whether checkpoints have it all the same: then what comes
+    under it goes nowhere.
     """
 
     def __init__(
-        self, parts: Mapping[str, WeightPart], clock: Callable[[], float] = time.monotonic
+        self,
+        parts: Mapping[str, WeightPart],
+        clock: Callable[[], float] = time.monotonic,
+        passes_over: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.parts = WeightParts(parts)
+        self._passes_over = passes_over
         self._versions: dict[str, int] = {}  # of parts that were ever updated
         self.state = WeightState.WHOLE
         self.reason = ""  # why it does not serve
@@ -150,19 +163,21 @@ class WeightTransaction:
                 f"the weights are torn: {self.reason}; partial={options.partial} and "
                 f"selector={options.selector!r} cannot heal them"
             )
-        destinations = self.parts.destinations(parts)
-        if manifest is not None:
-            checks.refuse_mismatches(destinations, manifest, partial=options.partial)
-        self._update = _Update(
+        update = _Update(
             options=options,
             versions=versions,
             parts=parts,
-            destinations=destinations,
-            manifest=manifest,
+            destinations=self.parts.destinations(parts),
+            passes_over=self._passes_over,
+            manifest=None,
             before=self.state,
             last_call=self._clock(),
-            checked=dict(manifest or {}),
         )
+        if manifest is not None:
+            update.manifest = update.taken(manifest)
+            update.checked.update(update.manifest)
+            checks.refuse_mismatches(update.destinations, update.manifest, partial=options.partial)
+        self._update = update
         self.state, self.expired = WeightState.OPEN, ""
 
     def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
@@ -179,10 +194,11 @@ class WeightTransaction:
             if isinstance(named_tensors, Collection):
                 _check_collection(update, named_tensors, direct)
             elif isinstance(named_tensors, WeightSource):
-                _check_incoming(update, named_tensors.manifest(), direct)
+                _check_incoming(update, update.taken(named_tensors.manifest()), direct)
             with closed_iterator(named_tensors) as tensors:
                 for name, tensor in tensors:
-                    self._write(update, name, tensor, direct, check_finite)
+                    if update.takes(name):
+                        self._write(update, name, tensor, direct, check_finite)
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
@@ -291,10 +307,11 @@ def _check_collection(
     update: _Update, named_tensors: Collection[tuple[str, torch.Tensor]], direct: bool
 ) -> None:
     tensors = dict(named_tensors)
-    for name, tensor in tensors.items():
-        checks.refuse_unreadable(name, tensor)
     if len(tensors) < len(named_tensors):
         raise InvalidInputError("named_tensors", len(named_tensors), "holds a name twice")
+    tensors = {name: tensor for name, tensor in tensors.items() if update.takes(name)}
+    for name, tensor in tensors.items():
+        checks.refuse_unreadable(name, tensor)
     incoming = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     _check_incoming(update, incoming, direct)
     checks.refuse_untied(update.destinations, tensors)

@@ -67,9 +67,7 @@ def test_a_chain_is_the_plain_one(layout, num_steps, tmp_path):
     for tokens in TOKENS:
         features = features_of(target, chain.spec.features, tokens)
         plain = steps[0].fuse(features)
-        for k, (step, ours) in enumerate(
-            zip(steps, run_chain(steps, plain, tokens), strict=True)
-        ):
+        for k, (step, ours) in enumerate(zip(steps, run_chain(steps, plain, tokens), strict=True)):
             length = len(tokens) - k - 1
             embedded = target.embed(tokens[k + 1 :])
             plain = plain_step(tensors, layout, k, embedded, plain[:length])
@@ -218,7 +216,7 @@ def test_a_separate_chain_is_for_one_target(tmp_path):
         MtpChain.find(chain, spec)
     (chain / "config.json").write_text(json.dumps(config))
     add(chain, {"d2t": torch.arange(30).flip(0) * 2})
-    with pytest.raises(CheckpointError, match="ascend|distinct"):
+    with pytest.raises(CheckpointError, match="must ascend"):
         MtpChain.find(chain, spec).load(load_model(target, DType.auto, CPU))
 
 
@@ -231,7 +229,8 @@ def test_mimo_is_a_qwen2_with_a_chain(tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
         spec_of[architecture] = ModelSpec.read(folder)
     qwen, mimo = spec_of.values()
-    assert mimo.qkv_bias and (mimo.o_bias, mimo.qk_norm) == (qwen.o_bias, qwen.qk_norm)
+    assert mimo.qkv_bias
+    assert (mimo.o_bias, mimo.qk_norm) == (qwen.o_bias, qwen.qk_norm)
 
 
 @pytest.mark.parametrize(

@@ -182,4 +182,6 @@ def _refuse_unknown(layout: MtpLayout, steps: list[StepNames], present: frozense
                 f"the {layout.title} MTP chain has {feature}, which is not implemented: {found[0]}"
             )
     if unknown:
-        raise CheckpointError(f"the {layout.title} MTP chain has unknown tensors: {listed(unknown)}")
+        raise CheckpointError(
+            f"the {layout.title} MTP chain has unknown tensors: {listed(unknown)}"
+        )

@@ -86,7 +86,9 @@ class MtpStep:
             else tensors.table(names.embedding, spec.decoder.vocab_size, hidden)
         )
         self._head = (
-            None if names.head is None else tensors.linear(names.head, hidden, spec.draft_vocab_size)
+            None
+            if names.head is None
+            else tensors.linear(names.head, hidden, spec.draft_vocab_size)
         )
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
