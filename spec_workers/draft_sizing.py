@@ -13,13 +13,15 @@ from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
 
 
-def draft_slot_bytes(config: ModelConfig, target: ModelSpec, draft: DraftSpec) -> int:
-    """Bytes for each of the target's KV slots, of all pools of the draft's chain.
+def draft_slot_bytes(
+    config: ModelConfig, target: ModelSpec, draft: DraftSpec, num_pools: int = 1
+) -> int:
+    """Bytes for each of the target's KV slots, of all pools of the draft.
 
     A draft has the target's dtype.
     """
     stored = target.dtype or Checkpoint(Path(config.path)).dtype
-    return draft.num_steps * KvPool.bytes_per_slot(
+    return num_pools * KvPool.bytes_per_slot(
         num_layers=draft.num_layers,
         num_kv_heads=draft.num_kv_heads,
         head_dim=draft.head_dim,

@@ -1,0 +1,234 @@
+"""Multi-token prediction: a chain of draft networks, one for each token ahead.
+
+DeepSeek-AI 2024 ("DeepSeek-V3 Technical Report", section 2.2), Gloeckle et al. 2024. Row i of step
+k joins token i + k + 1 to the hidden state of position i: the target's for step 0, that of step
+k - 1 after it. It tells of token i + k + 2. So every step reads a sequence of its own, and has keys
+and values of its own.
+
+Below the known tokens a tree's nodes stand in for those that follow. The k-th level of a tree is
+told of by step k: all nodes down to that level are its rows, a node of depth d at d - 1 positions
+behind the step's last known one, with the hidden state that step k - 1 gave its parent. They go
+into scratch slots; when the true tokens are known those positions are run again.
+
+Legend: B entries, G entries whose trees grow, K steps, N nodes run so far, F those of the last
+level, T rows, E hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.models.draft_model import DraftModel
+from rollout.models.features import Features
+from rollout.types import Batch, DraftTrees, Request, Scheduled
+from spec_workers.chain_extend import ChainExtension
+from spec_workers.chain_nodes import ChainNodes, NodeLevel
+from spec_workers.chain_state import ChainState
+from spec_workers.draft_kv import DraftKv
+from spec_workers.draft_runner import DraftRunner, NodeRows
+from spec_workers.draft_tree import only_roots, spread
+from spec_workers.guesses import Guesser, Guesses
+from spec_workers.observation import Observation
+from spec_workers.target import TargetWorker
+from spec_workers.tree_growth import Expansion, TreeGrowth
+
+
+class MultiLayerEagleDrafter:
+    """See `Drafter`. Each step has its own runner: network, KV pool, ``req_to_token`` and plans."""
+
+    def __init__(
+        self,
+        target: TargetWorker,
+        models: Sequence[DraftModel],
+        *,
+        topk: int,
+        num_draft_tokens: int,
+        lockstep: bool = False,
+    ) -> None:
+        """
+        Args:
+            target: whose features the first step reads; the draft's KV is made to go with its.
+            models: one for each step; one network may stand for several steps.
+            topk: most children of a node, and most nodes of a level that are expanded.
+            num_draft_tokens: most nodes of a tree.
+            lockstep: run every step in every call, whatever there is to run.
+        """
+        self.features: Features = models[0].spec.features
+        self.sources = (models[0].spec.family.value,)
+        self.max_draft_tokens = num_draft_tokens
+        self._target = target
+        self._topk = topk
+        self._lockstep = lockstep
+        self._nodes_per_tree = topk * (len(models) - 1)
+        rows = target.memory.req_to_token.max_rows
+        self.runners = [
+            DraftRunner(
+                model,
+                DraftKv(
+                    target.memory,
+                    target.kv_pool,
+                    model.spec,
+                    num_scratch=rows * self._nodes_per_tree,
+                    dtype=model.dtype,
+                    device=model.device,
+                    horizon=step + 1,
+                ),
+                minimum_rows=target.minimum_rows,
+                nodes_per_tree=self._nodes_per_tree,
+            )
+            for step, model in enumerate(models)
+        ]
+        self._device = models[0].device
+        like = torch.empty(0, dtype=models[0].dtype, device=self._device)
+        self._state = ChainState(rows, len(models), models[0].spec.hidden_size, like)
+        self._guesser = Guesser(topk, models[0].token_ids_D)
+        self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+        last_BK = self._state.last([entry.request for entry in batch.entries])
+        growing = [
+            b
+            for b, entry in enumerate(batch.entries)
+            if entry.samples
+            and entry.run_len == 1
+            and len(entry.draft_slots)
+            and last_BK[b, 0] == entry.end - 2
+        ]
+        if not growing and not self._lockstep:
+            return only_roots(len(batch.entries))
+        trees = self._grown(batch, growing, last_BK[growing], floor)
+        return spread(trees, growing, len(batch.entries))
+
+    def _grown(
+        self, batch: Batch, growing: list[int], last_GK: NDArray[np.int64], floor: float
+    ) -> DraftTrees:
+        entries = [batch.entries[b] for b in growing]
+        rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
+        ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
+        sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
+        growth = TreeGrowth(
+            np.minimum(sizes_G, self.max_draft_tokens),
+            np.minimum(sizes_G, self._reach(entries, rows_G, ends_G, last_GK)),
+            topk=self._topk,
+            max_nodes=self._nodes_per_tree,
+            floor=floor,
+        )
+        guesses = self._guesser.begin(batch, growing)
+        trees_F, depths_F = np.arange(len(growing)), np.zeros(len(growing), dtype=np.int64)
+        hidden_FE = self._state.hidden(0, rows_G)
+        growth.add(None, *self._children(0, guesses, hidden_FE, trees_F, depths_F))
+        nodes = ChainNodes()
+        hidden_TE = hidden_FE[:0]
+        for step in range(1, len(self.runners)):
+            expansion = growth.expand()
+            if not len(expansion.trees_F) and not self._lockstep:
+                break
+            level = nodes.run(expansion)
+            hidden_TE = self._run(step, expansion, level, hidden_TE, rows_G, ends_G)
+            guesses.levels.append(expansion)
+            hidden_FE = hidden_TE[self._tensor(level.new_rows_F)]
+            trees_F, depths_F = expansion.trees_F, expansion.depths_F
+            growth.add(expansion, *self._children(step, guesses, hidden_FE, trees_F, depths_F))
+            self._counters["levels"] += 1
+            self._counters["nodes"] += len(level.trees_T)
+        self._counters["trees"] += len(growing)
+        return growth.finish(source=0)
+
+    def _reach(
+        self,
+        entries: Sequence[Scheduled],
+        rows_G: NDArray[np.int64],
+        ends_G: NDArray[np.int64],
+        last_GK: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """Levels the trees can have: as many as there are steps, one behind the other, that have
+        something to attend to, and the hidden state that their first nodes take."""
+        tokens_G = [entry.request.tokens for entry in entries]
+        reach_G = np.ones(len(entries), dtype=np.int64)
+        goes_on_G = np.ones(len(entries), dtype=bool)
+        for step in range(1, len(self.runners)):
+            kv, first_G = self.runners[step].kv, ends_G - 1 - step
+            kv.follow(rows_G, np.maximum(first_G, 0), tokens_G)
+            goes_on_G &= (last_GK[:, step - 1] == first_G) & (kv.lens_Q[rows_G] > 0)
+            reach_G += goes_on_G
+        return reach_G
+
+    def _run(
+        self,
+        step: int,
+        expansion: Expansion,
+        level: NodeLevel,
+        before_TE: torch.Tensor,
+        rows_G: NDArray[np.int64],
+        ends_G: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """``before_TE``: what the step before gave of its nodes."""
+        nodes = NodeRows(
+            rows_B=rows_G[expansion.trees_B],
+            bands_B=expansion.trees_B,
+            counts_B=expansion.counts_B,
+            new_B=expansion.counts_B,
+            masks_N=expansion.masks_N,
+            input_ids_T=level.tokens_T,
+            positions_T=ends_G[level.trees_T] - 2 - step + level.depths_T,
+        )
+        sources_TE = torch.cat([before_TE, self._state.hidden(step - 1, rows_G)])
+        return self.runners[step].run_nodes(nodes, sources_TE[self._tensor(level.sources_T)])
+
+    def _children(
+        self,
+        step: int,
+        guesses: Guesses,
+        hidden_FE: torch.Tensor,
+        trees_F: NDArray[np.int64],
+        depths_F: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        logits_FD = self.runners[step].logits(hidden_FE)
+        return self._guesser.children(guesses, logits_FD, trees_F, depths_F)
+
+    @torch.inference_mode()
+    def observe(self, step: Observation) -> None:
+        requests = [entry.request for entry in step.batch.entries]
+        extension = ChainExtension(step, len(self.runners))
+        rows_B = extension.runs.rows_B
+        last_BK = self._state.last(requests)
+        self._state.begin(requests)
+        features_TF = step.forwarded.features_TF[self._tensor(extension.sources_T)]
+        features_TF = self._target.runner.features.select(features_TF, self.features)
+        inputs_TE = self.runners[0].fuse(features_TF)
+        for k, runner in enumerate(self.runners):
+            kept_BE = self._state.hidden(k, rows_B)
+            hidden_TE = runner.extend(extension.runs, inputs_TE)
+            self._keep(k, extension, hidden_TE)
+            if k + 1 < len(self.runners):
+                extension.advance(last_BK[:, k], last_BK[:, k + 1])
+                inputs_TE = torch.cat([hidden_TE, kept_BE])[self._tensor(extension.sources_T)]
+        self._guesser.learn(step.batch, step.results)
+        self._counters["extended"] += len(features_TF)
+
+    def _keep(self, step: int, extension: ChainExtension, hidden_TE: torch.Tensor) -> None:
+        runs = extension.runs
+        any_B = runs.lens_B > 0
+        last_rows_B = np.cumsum(runs.lens_B)[any_B] - 1
+        positions_B = extension.ends_B[any_B] - 1
+        hidden_BE = hidden_TE[self._tensor(last_rows_B)]
+        self._state.keep(step, runs.rows_B[any_B], positions_B, hidden_BE)
+
+    def _tensor(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self._device)
+
+    def release(self, request: Request) -> None:
+        self._state.forget_request(request)
+
+    def weights_changed(self) -> None:
+        self._state.forget()
+        for runner in self.runners:
+            runner.kv.forget()
+
+    def counters(self) -> dict[str, float]:
+        """Over the drafter's life: positions extended, trees grown, levels and nodes run for them."""
+        return {f"draft/{name}": float(count) for name, count in self._counters.items()}

@@ -1,0 +1,108 @@
+"""MTP: drafts by a chain of networks, one for each token ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollout.config import EngineConfig
+from rollout.errors import InvalidInputError
+from rollout.models.loader import Progress
+from rollout.models.mtp.loader import MtpChain
+from rollout.models.spec import ModelSpec
+from rollout.types import MAX_TREE_NODES
+from spec_workers.budget import FixedBudget, LearnedBudget
+from spec_workers.draft_sizing import draft_slot_bytes
+from spec_workers.eagle import EagleWorker
+from spec_workers.multi_layer_drafter import MultiLayerEagleDrafter
+from spec_workers.options import check_budget, check_number
+from spec_workers.target import TargetWorker
+
+
+class MultiLayerEagleWorker(EagleWorker):
+    """Proposes what a chain of drafts thinks of."""
+
+    drafter: MultiLayerEagleDrafter
+
+
+def build(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    draft_path: str | None = None,
+    num_steps: int | None = None,
+    topk: int = 1,
+    num_draft_tokens: int = 8,
+    budget: str = "learned",
+    min_probability: float = 0.02,
+    calibration_seconds: float = 1.0,
+    frozen: bool = True,
+    lockstep: bool = False,
+) -> MultiLayerEagleWorker:
+    """A worker with an MTP chain.
+
+    Args:
+        progress: told how far the target's weights are read.
+        draft_path: the chain's folder; default: the target's own, whose checkpoint has MTP heads.
+        num_steps: tokens ahead; default: as many as the chain has networks. Beyond those the last
+            one is run again, with keys and values of its own. Elsewhere: speculative_num_steps.
+        topk: most children of a node, and most nodes of a level that are expanded; 1: a chain of
+            tokens. Elsewhere: speculative_eagle_topk.
+        num_draft_tokens: most draft nodes per request and step, the root excluded. Elsewhere
+            speculative_num_draft_tokens, which counts the root too.
+        budget: ``learned``: as many as pay, none where none do. ``fixed``: as many as there are.
+        min_probability: nodes less likely to be accepted are never drafted.
+        calibration_seconds: for timing a few forwards as the engine starts, where no earlier run
+            left its cost curve; 0: none, the curve is learned from the steps alone.
+        frozen: a trainer's stream to selector ``all`` leaves the chain alone. Only a trainer that
+            sends the chain with the target, by the checkpoint's names, wants it otherwise.
+        lockstep: run the same forwards in every step, whatever the batch, so that ranks with
+            collectives in them stay together; the budget is fixed then.
+
+    Raises InvalidInputError, naming the option; CheckpointError and UnsupportedModelError for a
+    chain that cannot be read.
+    """
+    # Before the model, which may take minutes to load: mistakes show at once.
+    check_budget(budget)
+    check_number("min_probability", min_probability, 1)
+    check_number("calibration_seconds", calibration_seconds, 3600)
+    check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
+    check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
+    if num_steps is not None:
+        check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
+    target_spec = ModelSpec.read(Path(config.model.path), config.model.max_context_len)
+    chain = MtpChain.find(Path(draft_path or config.model.path), target_spec)
+    depth = chain.spec.num_steps if num_steps is None else num_steps
+    if topk * (depth - 1) >= MAX_TREE_NODES:
+        raise InvalidInputError(
+            "spec.topk", topk,
+            f"topk * (num_steps - 1) nodes are expanded, at most {MAX_TREE_NODES - 1}: with "
+            f"num_steps={depth} it can be {(MAX_TREE_NODES - 1) // (depth - 1)} at most",
+        )  # fmt: skip
+    target = TargetWorker(
+        config,
+        progress,
+        features=chain.spec.features,
+        draft_slot_bytes=draft_slot_bytes(config.model, target_spec, chain.spec, num_pools=depth),
+    )
+    networks = chain.load(target.model)
+    drafter = MultiLayerEagleDrafter(
+        target,
+        [networks[min(step, len(networks) - 1)] for step in range(depth)],
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        lockstep=lockstep,
+    )
+    for step, network in enumerate(networks[:depth]):
+        target.weights.parts.add(f"draft_step_{step}", network, frozen=frozen)
+    for runner in drafter.runners:
+        target.residency.add_kv_pool(runner.kv.pool)
+    return MultiLayerEagleWorker(
+        target,
+        drafter,
+        budget=(
+            FixedBudget(min_probability)
+            if lockstep or budget == "fixed"
+            else LearnedBudget.for_target(target, drafter.sources, min_probability)
+        ),
+        calibration_seconds=calibration_seconds,
+    )
