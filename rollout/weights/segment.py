@@ -45,10 +45,10 @@ class _Mapped:
 class OwnedSegment(_Mapped):
     """A segment of this process. It goes with `close`, with this object or with the process.
 
-    Raises WeightUpdateError where shared memory has no room for it.
+    Raises WeightUpdateError where shared memory has no room for it; ``remedy``: what to choose then.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, remedy: str = "choose a smaller bucket_bytes") -> None:
         name, descriptor = _create()
         try:
             # Reserved now: a write to a page there is no room for would kill the process.
@@ -60,8 +60,8 @@ class OwnedSegment(_Mapped):
                 raise
             free = os.statvfs(_FOLDER).f_bavail * os.statvfs(_FOLDER).f_frsize
             raise WeightUpdateError(
-                f"{_FOLDER} has {free} bytes free and a segment needs {num_bytes}: choose a "
-                "smaller bucket_bytes, or give the container more (docker run --shm-size)"
+                f"{_FOLDER} has {free} bytes free and a segment needs {num_bytes}: {remedy}, "
+                "or give the container more (docker run --shm-size)"
             ) from None
         self._remove = weakref.finalize(self, _remove, name, descriptor, os.getpid())
 
