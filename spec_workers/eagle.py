@@ -17,7 +17,7 @@ from spec_workers.budget.cost_run import time_forwards
 from spec_workers.draft_sizing import draft_slot_bytes
 from spec_workers.drafter import Drafter
 from spec_workers.eagle_drafter import EagleDrafter
-from spec_workers.idle import check_idle
+from spec_workers.feature_options import FeatureRingOptions
 from spec_workers.observation import Observation
 from spec_workers.options import check_budget, check_number
 from spec_workers.target import TargetWorker
@@ -84,6 +84,7 @@ def build(
     calibration_seconds: float = 1.0,
     frozen: bool = True,
     lockstep: bool = False,
+    feature_ring: Mapping[str, Any] | None = None,
 ) -> EagleWorker:
     """A worker with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which.
 
@@ -102,6 +103,7 @@ def build(
         frozen: a trainer's stream to selector ``all`` leaves the draft alone.
         lockstep: run the same forwards in every step, whatever the batch, so that ranks with
             collectives in them stay together; the budget is fixed then.
+        feature_ring: `FeatureRingOptions`: keep what the draft reads, for whoever trains it.
 
     Raises InvalidInputError, naming the option; CheckpointError and UnsupportedModelError for a
     draft that cannot be read.
@@ -162,6 +164,7 @@ def open_eagle(
             "must name the folder of an EAGLE draft of the target; `specrollout train-draft` "
             "makes one",
         )  # fmt: skip
+    recording = FeatureRingOptions.of(feature_ring)
     target_spec = ModelSpec.read(Path(config.model.path), config.model.max_context_len)
     draft_spec = read_eagle_spec(draft_path, target_spec)
     target = TargetWorker(
@@ -180,4 +183,17 @@ def open_eagle(
     )
     target.weights.parts.add("draft", drafter.model, frozen=frozen)
     target.residency.add_kv_pool(drafter.runner.kv.pool)
-    return target, drafter
+    worker = EagleWorker(
+        target,
+        drafter,
+        budget=(
+            FixedBudget(min_probability)
+            if lockstep or budget == "fixed"
+            else LearnedBudget.for_target(target, drafter.sources, min_probability)
+        ),
+        calibration_seconds=calibration_seconds,
+    )
+    recorder = recording.recorder(target, drafter.features)
+    if recorder is not None:
+        worker.record(recorder)
+    return worker

@@ -37,9 +37,9 @@ class FeatureRecorder:
     """Follows each n-th request and writes it to the ring when it ends.
 
     The features are those the target computed anyway: of runs and of accepted draft nodes.
-    What was kept of a request is dropped when new weights compute it again: no sequence mixes weight
-    versions. A request too long for the ring is written in pieces, and so
-    are the longest when all that is unwritten takes as much memory as the ring.
+    What was kept of a request is dropped when new weights run it: no sequence mixes weight
+    versions. A request too long for the ring is written in pieces, and so are the longest when all
+    that is unwritten takes as much memory as the ring.
 
     Fewer than each ``every``-th are followed while more would be written than the ring holds
     between two visits of a reader: a ring that nobody reads soon costs nothing.
@@ -152,7 +152,11 @@ class FeatureRecorder:
         """What is kept of it, into the ring. Called between its rows and those of its next step:
         its tokens reach beyond its rows."""
         kept = self._followed[request]
-        if kept is not None and kept.num_rows >= SHORTEST:
+        # A step that raised may have kept rows of tokens that were never appended.
+        if (
+            kept is not None
+            and SHORTEST <= kept.num_rows <= len(request.tokens) - kept.first_position
+        ):
             self.ring.write(
                 request.tokens,
                 kept.blocks,

@@ -21,6 +21,7 @@ from rollout.types import (
 )
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget
+from spec_workers.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
 from spec_workers.request_stats import count_step
 from spec_workers.target import TargetWorker
@@ -38,7 +39,7 @@ class SpecWorker:
         """``budget``: how many draft nodes are verified; default: all that are proposed."""
         self.target = target
         self.budget: DraftBudget = budget or FixedBudget()
-        self.lockstep = lockstep
+        self.recorder: FeatureRecorder | None = None
 
     @property
     def memory(self) -> CacheMemory:
@@ -98,16 +99,17 @@ class SpecWorker:
         forward_ms = clock.lap()
         results = self.target.accept(batch, verified.trees, logits_RV)
         self.target.commit(batch, results)
-        sample_ms = clock.lap()
-        self.observe(
-            Observation(
-                batch=batch,
-                trees=verified.trees,
-                was_asked=proposed is not None,
-                forwarded=forwarded,
-                results=results,
-            )
+        observation = Observation(
+            batch=batch,
+            trees=verified.trees,
+            was_asked=proposed is not None,
+            forwarded=forwarded,
+            results=results,
         )
+        if self.recorder is not None:
+            self.recorder.observe(observation, self.target.runner.features, self.weights.version)
+        sample_ms = clock.lap()
+        self.observe(observation)
         times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
         self.budget.observe(batch, verified, results, times)
         times.draft += clock.lap()
@@ -135,6 +137,13 @@ class SpecWorker:
     def release(self, request: Request) -> None:
         """The request ended."""
         self.budget.forget(request)
+        if self.recorder is not None:
+            self.recorder.release(request)
+
+    def record(self, recorder: FeatureRecorder) -> None:
+        """Keep features of what is rolled out from the next step on, whatever is drafted."""
+        self.target.runner.features |= recorder.ring.features
+        self.recorder = recorder
 
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
         return self.target.score(request, output_ids)
@@ -151,7 +160,12 @@ class SpecWorker:
 
     def counters(self) -> dict[str, float]:
         versions = self.weights.versions.items()
-        return self.target.counters() | {f"weights/{part}": version for part, version in versions}
+        counters = self.target.counters()
+        counters |= {f"weights/{part}": version for part, version in versions}
+        if self.recorder is not None:
+            kept = self.recorder.counters()
+            counters |= {f"features/{name}": value for name, value in kept.items()}
+        return counters
 
 
 class _Clock:

@@ -45,7 +45,7 @@ class _Mapped:
 class OwnedSegment(_Mapped):
     """A segment of this process. It goes with `close`, with this object or with the process.
 
-    Raises WeightUpdateError where shared memory has no room for it; ``remedy``: what to choose then.
+    Raises WeightUpdateError, with this ``remedy``, where shared memory has no room for it.
     """
 
     def __init__(self, num_bytes: int, remedy: str = "choose a smaller bucket_bytes") -> None:
