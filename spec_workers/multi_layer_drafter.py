@@ -230,5 +230,5 @@ class MultiLayerEagleDrafter:
             runner.kv.forget()
 
     def counters(self) -> dict[str, float]:
-        """Over the drafter's life: positions extended, trees grown, levels and nodes run for them."""
+        """Over its life: positions extended, trees grown, levels and nodes run for them."""
         return {f"draft/{name}": float(count) for name, count in self._counters.items()}
