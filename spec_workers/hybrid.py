@@ -18,6 +18,7 @@ from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.drafter import Drafter
 from spec_workers.eagle import open_eagle
+from spec_workers.idle import check_idle
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
@@ -63,11 +64,14 @@ class HybridWorker(NgramWorker):
             budget=budget,
         )
         self.drafter = drafter
+        self.lockstep = drafter.lockstep
         self._num_sources = (len(SOURCES), len(drafter.sources))
         self._copied_B1 = np.zeros(1, dtype=np.int64)  # offsets of the n-gram trees of this step
         self._places_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._spared = 0
         self._asked = 0
+        if self.lockstep:
+            check_idle(self)
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         copied = super().propose(batch, floor)
@@ -77,7 +81,7 @@ class HybridWorker(NgramWorker):
         undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
         self._asked += undecided.size
         self._spared += int(samples_B.sum()) - undecided.size
-        if not undecided.size:
+        if not undecided.size and not self.lockstep:
             return copied
         grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
         if not grown.num_nodes:
@@ -142,11 +146,12 @@ def build(
     external_corpora: Mapping[str, str] | None = None,
     max_external_bytes: int = 1 << 30,
     max_external_tokens: int = 1 << 24,
+    lockstep: bool = False,
 ) -> HybridWorker:
     """A worker with a corpus and a neural draft.
 
     Args:
-        draft_path, num_steps, topk, frozen: of `spec_workers.eagle.build`.
+        draft_path, num_steps, topk, frozen, lockstep: of `spec_workers.eagle.build`.
         num_draft_tokens: most draft nodes per request and step, of both together.
         budget, min_probability, calibration_seconds: of either.
         corpus_bytes, corpus_path, external_corpora, max_external_bytes, max_external_tokens: of
@@ -174,7 +179,7 @@ def build(
         topk=topk,
         num_draft_tokens=num_draft_tokens,
         frozen=frozen,
-        lockstep=False,
+        lockstep=lockstep,
     )
     sources = hybrid_sources(drafter.sources)
     return HybridWorker(
@@ -185,7 +190,7 @@ def build(
         calibration_seconds=calibration_seconds,
         budget=(
             FixedBudget(min_probability)
-            if budget == "fixed"
+            if lockstep or budget == "fixed"
             else LearnedBudget.for_target(target, sources, min_probability)
         ),
     )

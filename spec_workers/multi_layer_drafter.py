@@ -16,7 +16,7 @@ level, T rows, E hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class MultiLayerEagleDrafter:
         self.max_draft_tokens = num_draft_tokens
         self._target = target
         self._topk = topk
-        self._lockstep = lockstep
+        self.lockstep = lockstep
         self._nodes_per_tree = topk * (len(models) - 1)
         rows = target.memory.req_to_token.max_rows
         self.runners = [
@@ -88,17 +88,20 @@ class MultiLayerEagleDrafter:
         self._guesser = Guesser(topk, models[0].token_ids_D)
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+    def propose(
+        self, batch: Batch, floor: float, entries: Collection[int] | None = None
+    ) -> DraftTrees:
         last_BK = self._state.last([entry.request for entry in batch.entries])
         growing = [
             b
             for b, entry in enumerate(batch.entries)
-            if entry.samples
+            if (entries is None or b in entries)
+            and entry.samples
             and entry.run_len == 1
             and len(entry.draft_slots)
             and last_BK[b, 0] == entry.end - 2
         ]
-        if not growing and not self._lockstep:
+        if not growing and not self.lockstep:
             return only_roots(len(batch.entries))
         trees = self._grown(batch, growing, last_BK[growing], floor)
         return spread(trees, growing, len(batch.entries))
@@ -125,7 +128,7 @@ class MultiLayerEagleDrafter:
         hidden_TE = hidden_FE[:0]
         for step in range(1, len(self.runners)):
             expansion = growth.expand()
-            if not len(expansion.trees_F) and not self._lockstep:
+            if not len(expansion.trees_F) and not self.lockstep:
                 break
             level = nodes.run(expansion)
             hidden_TE = self._run(step, expansion, level, hidden_TE, rows_G, ends_G)

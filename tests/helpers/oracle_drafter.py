@@ -19,6 +19,7 @@ class OracleDrafter:
 
     sources = ("oracle",)
     features = Features()
+    lockstep = False
 
     def __init__(
         self, recorded: Mapping[tuple[int, int], Sequence[int]], *, depth: int, right: float

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import DType
 from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftFamily
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec
 from rollout.models.eagle.vocabulary import target_token_ids
@@ -196,3 +197,13 @@ def test_tables_of_the_vocabulary():
     ):
         with pytest.raises(CheckpointError, match="d2t"):
             target_token_ids(d2t, t2d, size, 9)
+
+
+def test_integers_are_read_where_they_are_a_vocabulary_alone(eagle3):
+    with pytest.raises(CheckpointError, match=r"d2t is stored as I64"):
+        Checkpoint(eagle3)
+    checkpoint = Checkpoint(eagle3, tables=("d2t", "t2d"))
+    assert checkpoint.tensors["d2t"].dtype is torch.int64
+    assert checkpoint.tensors["t2d"].dtype is torch.bool
+    edit_tensors(eagle3, lambda it: it.update({"d2t": torch.zeros(10**6).long()}))
+    assert Checkpoint(eagle3, tables=("d2t", "t2d")).dtype is torch.float32

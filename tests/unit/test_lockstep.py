@@ -12,13 +12,13 @@ from rollout.errors import InvalidInputError
 from tests.helpers.launch import launch
 from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_mtp import save_tiny_mtp
 
 PROMPT = [5, 9, 3, 7, 1, 0, 8, 4, 6, 9, 10]  # two chunks of eight: a step that samples nothing
 OPTIONS = {"num_steps": 3, "topk": 4, "num_draft_tokens": 8, "min_probability": 0.0}
-LEVELS = ["draft.forward", "draft.logits"] * 2
-ENTERED = [
-    "draft.logits", *LEVELS, "target.forward", "target.logits", "draft.fuse", "draft.forward",
-]  # fmt: skip
+TARGET = ["target.forward", "target.logits"]
+GROWN = ["draft.logits"] + ["draft.forward", "draft.logits"] * 2
+EXTENDED = {"eagle": ["draft.fuse", "draft.forward"], "mtp": ["draft.fuse"] + ["draft.forward"] * 3}
 
 
 @pytest.fixture(scope="module")
@@ -34,30 +34,32 @@ def test_ranks_with_and_without_requests(target_path, tmp_path, monkeypatch):
         [[short, short], [one, short, (PROMPT[2:], 7)]],  # they end at different times
         [[one], [one]],
     ]
-    drafts = [
-        save(tmp_path / save.__name__, target_path) for save in (save_tiny_eagle1, save_tiny_eagle3)
+    eagle1 = save_tiny_eagle1(tmp_path / "eagle1", target_path)
+    eagle3 = save_tiny_eagle3(tmp_path / "eagle3", target_path)
+    with_chain, _ = save_tiny_mtp(tmp_path, "mimo", 3, vocab_size=11)
+    workers = [
+        ("eagle", target_path, {"draft_path": str(eagle1), **OPTIONS}),
+        ("eagle", target_path, {"draft_path": str(eagle3), **OPTIONS}),
+        ("hybrid", target_path, {"draft_path": str(eagle3), **OPTIONS}),
+        ("mtp", with_chain, {**OPTIONS, "num_steps": None}),
     ]
     cases = [
-        {
-            "target": str(target_path),
-            "spec": "eagle",
-            "options": {"draft_path": str(draft), **OPTIONS},
-            "requests": each,
-        }
-        for draft in drafts
+        {"spec": spec, "target": str(target), "options": options, "requests": each}
+        for spec, target, options in workers
         for each in requests
     ]
     monkeypatch.setenv("LOCKSTEP_CASES", json.dumps(cases))
     ranks = launch("tests.helpers.lockstep_ranks", tmp_path, ranks=2, timeout=90.0)
-    for first, second in zip(*ranks, strict=True):
+    for case, first, second in zip(cases, *ranks, strict=True):
+        entered = GROWN + TARGET + EXTENDED["mtp" if case["spec"] == "mtp" else "eagle"]
         assert first["same_tokens"]
         assert second["same_tokens"]
         assert first["steps"] == second["steps"] > 2
-        assert first["forwards"] == second["forwards"] == ENTERED
+        assert first["forwards"] == second["forwards"] == entered
         assert first["all_alike"]
         assert second["all_alike"]
-    for begin in (0, 3):
-        first, second = (rank[begin : begin + 3] for rank in ranks)
+    for begin in range(0, len(cases), len(requests)):
+        first, second = (rank[begin : begin + len(requests)] for rank in ranks)
         assert [run["idle"] for run in second] == [first[0]["steps"], 0, 0]
         assert first[1]["idle"] > 0
         assert sum(run["accepted"] for run in first) > 0
