@@ -1,0 +1,90 @@
+"""Neural drafts: accept length, what they add to the corpus, and that they never slow a step down.
+
+Held-out prompts are the demo's; no demo draft is trained on them. It trains nothing: drafts that
+are not there are made by `make demo-draft`.
+
+    python benchmarks/bench_eagle.py --draft drafts/eagle3 --mtp drafts/mtp
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from eagle_bench.accept_length import accept_length_rows
+from eagle_bench.entrants import Folders
+from eagle_bench.epochs import epoch_rows
+from eagle_bench.held_out import DEFAULT_PROMPTS, held_out_prompts
+from eagle_bench.speed import settings, speed_rows
+from table import Row, finish, parser
+
+MAX_TOKENS = 128
+
+
+def folders(options: argparse.Namespace) -> Folders:
+    """Raises FileNotFoundError, with the command that makes what is missing."""
+    drafts = {
+        name: None if path == "none" else Path(path)
+        for name, path in (("--draft", options.draft), ("--mtp", options.mtp))
+    }
+    for name, path in drafts.items():
+        if path is not None and not (path / "config.json").exists():
+            raise FileNotFoundError(
+                f"{name} {path}: no draft there; `make demo-draft` trains the demo model's, "
+                f"{name} none leaves it out"
+            )
+    return Folders(model=options.model, eagle3=drafts["--draft"], mtp=drafts["--mtp"])
+
+
+def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
+    """By name, in order; --only picks among the names."""
+    found, prompts = folders(options), held_out_prompts(options.prompts, options.num_prompts)
+    groups = prompts[: max(1, options.num_prompts // 3)]
+    return {
+        "accept length": partial(accept_length_rows, found, prompts, MAX_TOKENS),
+        "epochs, T 0.7": partial(epoch_rows, found, groups, MAX_TOKENS, 0.7),
+        "epochs, T 1.0": partial(epoch_rows, found, groups, MAX_TOKENS, 1.0),
+        **{
+            f"speed, {setting.name}": partial(speed_rows, found, setting, prompts, options.repeats)
+            for setting in settings(MAX_TOKENS)
+        },
+    }
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
+    arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
+    arguments.add_argument("--draft", default="drafts/eagle3", help="an EAGLE-3 draft, or none")
+    arguments.add_argument("--mtp", default="drafts/mtp", help="an MTP chain, or none")
+    arguments.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS)
+    arguments.add_argument("--num-prompts", type=int, default=18)
+    arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--repeats", type=int, default=2, help="races the median is taken of")
+    arguments.add_argument("--only", default="", help="run the parts whose name contains this")
+    options = arguments.parse_args()
+    for name in ("num_prompts", "repeats", "threads"):
+        if getattr(options, name) < 1:
+            arguments.error(f"--{name.replace('_', '-')}={getattr(options, name)}: must be >= 1")
+    torch.set_num_threads(options.threads)
+    try:
+        known = parts(options)
+    except FileNotFoundError as error:
+        arguments.error(str(error))
+    chosen = {name: part for name, part in known.items() if options.only in name}
+    if not chosen:
+        arguments.error(f"--only={options.only!r}: must be part of one of: {'; '.join(known)}")
+    rows: list[Row] = []
+    for name, part in chosen.items():
+        started = time.perf_counter()
+        rows += part()
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+    finish(f"neural drafts, {options.threads} threads", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
