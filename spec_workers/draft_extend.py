@@ -20,8 +20,8 @@ class Extension:
 
     runs: KnownRuns  # one for each entry, T rows in all
     query_rows_T: NDArray[np.int64]  # of the target's forward
-    entries_R: list[int]  # those that are sampled from again
-    last_rows_R: NDArray[np.int64]  # of T: each one's last
+    entries_R: list[int]  # those that will run their last token next
+    last_rows_R: NDArray[np.int64]  # of T: each one's last, behind which comes that token
     ends_R: NDArray[np.int64]  # tokens of their sequences, the emitted ones included
 
     @staticmethod
@@ -42,10 +42,11 @@ class Extension:
             query_rows += range(first_rows[b], first_rows[b] + run_len)
             query_rows += [first_rows[b] + entry.run_len - 1 + node for node in path]
             lens.append(run_len + len(path))
-            if result.token_ids and result.finish_reason is None:
+            end = len(request.tokens) + len(result.token_ids)
+            if result.finish_reason is None and entry.start + lens[-1] == end - 1:
                 entries.append(b)
                 last_rows.append(len(query_rows) - 1)
-                ends.append(entry.end + len(result.token_ids))
+                ends.append(end)
         runs = KnownRuns(
             rows_B=np.array([entry.request.row for entry in step.batch.entries], dtype=np.int64),
             starts_B=np.array([entry.start for entry in step.batch.entries], dtype=np.int64),

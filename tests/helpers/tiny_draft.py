@@ -231,3 +231,24 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Ten
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def save_copying_eagle1(folder: Path, target_folder: Path) -> Path:
+    """An EAGLE draft of a one-layer target that guesses nearly as the target samples.
+
+    Its layer is the target's, over the embeddings alone: all that it misses is the first token of
+    the sequence, and the norms that EAGLE drafts do not have.
+    """
+    theirs = load_file(target_folder / "model.safetensors")
+    config = json.loads((target_folder / "config.json").read_text())
+    hidden = config["hidden_size"]
+    embedding_only = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    at = "model.layers.0."
+    layer = {
+        name.removeprefix("model."): it
+        for name, it in theirs.items()
+        if name.startswith(at) and not name.endswith("input_layernorm.weight")
+    }
+    layer["embed_tokens.weight"] = theirs["model.embed_tokens.weight"]
+    layer["fc.weight"] = embedding_only.to(theirs["model.norm.weight"].dtype)
+    return _write(folder, config, layer)

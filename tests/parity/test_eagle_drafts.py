@@ -1,0 +1,161 @@
+"""What a draft reads belongs to the request: every row is computed again from whole sequences."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import OutOfMemoryError
+from tests.helpers.draft_watch import DraftWatch
+from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
+from tests.helpers.tiny_model import save_tiny_llama
+
+PARAMS = SamplingParams(temperature=0.8, max_new_tokens=10, n=2, seed=3)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
+VOCAB = 61
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(1)
+    shared = random.integers(3, VOCAB, 23).tolist()
+    own = [random.integers(3, VOCAB, length).tolist() for length in (1, 2, 17)]
+    return [*own, shared, [*shared, 9], shared[:12]]
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    return save_tiny_llama(folder, vocab_size=VOCAB, num_layers=1, sharpness=3.0)
+
+
+@pytest.fixture(scope="module", params=["copying", "eagle3"])
+def draft(request, tmp_path_factory, target_path):
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "copying":
+        return save_copying_eagle1(folder, target_path)
+    return save_tiny_eagle3(folder, target_path, layers=(0, 1), draft_vocab_size=40, unsorted=True)
+
+
+def make_engine(target_path, draft, *, spec_options=None, **options):
+    """With a watch on its drafter."""
+    own = {"draft_path": str(draft), "budget": "fixed", "topk": 2, "num_steps": 3}
+    engine = RolloutEngine.from_pretrained(
+        str(target_path),
+        "eagle",
+        spec_options=own | (spec_options or {}),
+        **{"num_threads": 1, "max_running": 5, "chunk_len": 9, "dtype": "float32"} | options,
+    )
+    return engine, DraftWatch(engine.worker.drafter)
+
+
+def plain(target_path, *arguments):
+    engine = RolloutEngine.from_pretrained(str(target_path), "none", num_threads=1)
+    return numbers(engine.generate(*arguments))
+
+
+def numbers(rollouts):
+    return [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
+
+
+def check(engine):
+    engine.check_integrity()
+    engine.worker.drafter.runner.kv.check_integrity(engine.scheduler.running)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefix_cache": False},
+        {"max_step_tokens": 11},
+    ],
+    ids=str,
+)
+def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
+    engine, watch = make_engine(target_path, draft, **options)
+    for params in (PARAMS, GREEDY):
+        for _ in range(2):  # the second time prompts are in the prefix cache
+            rollouts = engine.generate(prompts(), params)
+            assert numbers(rollouts) == plain(target_path, prompts(), params)
+            check(engine)
+    assert watch.known > 200
+    assert watch.nodes > 100
+    if options.get("prefix_cache") is False:
+        assert not any(watch.holes)
+    else:
+        # Siblings part behind the prompt: its last position is one's own, and the others' hole.
+        assert 0 < sum(watch.holes) / len(watch.holes) < 2
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_whatever_happens_between_and_within_steps(target_path, draft, seed, monkeypatch):
+    """Scarce slots, retractions, aborts, scoring, sleep, dropped prefixes, steps that fail."""
+    random = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0.9, max_new_tokens=32, n=2, seed=seed)
+    every = [(index, sample) for index in range(len(prompts())) for sample in range(params.n)]
+    wanted = dict(zip(every, plain(target_path, prompts(), params), strict=True))
+    engine, watch = make_engine(target_path, draft, max_kv_tokens=64)
+    verify, failed = engine.worker.target.verify, 0
+
+    def sometimes(batch, trees):
+        forwarded = verify(batch, trees)
+        if random.random() < 0.1:
+            raise RuntimeError("a hiccup")
+        return forwarded
+
+    monkeypatch.setattr(engine.worker.target, "verify", sometimes)
+    for index, sample in every:
+        prompt = prompts()[index]
+        engine.submit(prompt, params, prompt_index=index, sample_index=sample)
+    victim = engine.submit(prompts()[3], params, prompt_index=3, sample_index=7)
+    steps = 0
+    while engine.has_unfinished:
+        try:
+            ended = engine.step()
+        except RuntimeError:
+            failed += 1
+            continue
+        for rollout in ended:
+            if rollout.sample_index == 7:
+                continue
+            assert numbers([rollout]) == [wanted.pop((rollout.prompt_index, rollout.sample_index))]
+        check(engine)
+        steps += 1
+        match random.integers(0, 24):
+            case 0:
+                engine.flush_cache()
+            case 1:
+                engine.pause_generation("retract")
+                engine.continue_generation()
+            case 2:
+                with suppress(OutOfMemoryError):
+                    engine.score(prompts()[4], prompts()[2])
+            case 3:
+                engine.release_memory(["kv_cache"])
+                engine.resume_memory()
+            case 4 if steps > 10:
+                engine.abort(victim.request_id)
+    assert not wanted
+    assert failed
+    assert engine.metrics().preemptions > 0
+    assert watch.nodes > 100
+
+
+def test_new_weights_of_the_target_are_met_by_no_old_draft(target_path, draft, tmp_path):
+    """The watch computes with the weights there are."""
+    engine, watch = make_engine(target_path, draft)
+    other = save_tiny_llama(tmp_path, vocab_size=VOCAB, num_layers=1, sharpness=3.0, seed=9)
+    engine.generate(prompts(), PARAMS)
+    engine.submit(prompts()[3], PARAMS)
+    for _ in range(6):
+        engine.step()
+    before = watch.nodes
+    engine.update_weights_from_disk(str(other), selector="target")
+    while engine.has_unfinished:
+        engine.step()
+    assert numbers(engine.generate(prompts(), PARAMS)) == plain(other, prompts(), PARAMS)
+    assert watch.nodes > before
+    check(engine)
