@@ -233,5 +233,5 @@ class MultiLayerEagleDrafter:
             runner.kv.forget()
 
     def counters(self) -> dict[str, float]:
-        """Over its life: positions extended, trees grown, levels and nodes run for them."""
+        """Positions extended, trees grown, levels and nodes run for them, since the beginning."""
         return {f"draft/{name}": float(count) for name, count in self._counters.items()}
