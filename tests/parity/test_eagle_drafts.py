@@ -98,15 +98,17 @@ def test_whatever_happens_between_and_within_steps(target_path, draft, seed, mon
     every = [(index, sample) for index in range(len(prompts())) for sample in range(params.n)]
     wanted = dict(zip(every, plain(target_path, prompts(), params), strict=True))
     engine, watch = make_engine(target_path, draft, max_kv_tokens=64)
-    verify, failed = engine.worker.target.verify, 0
+    failed = 0
 
-    def sometimes(batch, trees):
-        forwarded = verify(batch, trees)
+    def sometimes(*args):
         if random.random() < 0.1:
             raise RuntimeError("a hiccup")
-        return forwarded
 
-    monkeypatch.setattr(engine.worker.target, "verify", sometimes)
+    verify = engine.worker.target.verify
+    monkeypatch.setattr(
+        engine.worker.target, "verify", lambda *args: (verify(*args), sometimes())[0]
+    )
+    monkeypatch.setattr(engine.worker.budget, "observe", sometimes)  # when all else is done
     for index, sample in every:
         prompt = prompts()[index]
         engine.submit(prompt, params, prompt_index=index, sample_index=sample)
@@ -159,3 +161,49 @@ def test_new_weights_of_the_target_are_met_by_no_old_draft(target_path, draft, t
     assert numbers(engine.generate(prompts(), PARAMS)) == plain(other, prompts(), PARAMS)
     assert watch.nodes > before
     check(engine)
+
+
+def test_new_weights_of_the_draft_are_met_by_nothing_it_computed(target_path, draft):
+    """The target's KV and its prefix cache stay."""
+    engine, watch = make_engine(target_path, draft)
+    expected = plain(target_path, prompts(), PARAMS)
+    assert numbers(engine.generate(prompts(), PARAMS)) == expected
+    engine.submit(prompts()[3], PARAMS)
+    for _ in range(6):
+        engine.step()
+    names = watch.model.destinations()
+    engine.update_weights_from_tensor(
+        [(name, place.read() * 1.3) for name, place in names.items()], selector="draft"
+    )
+    while engine.has_unfinished:
+        engine.step()
+    watch.holes.clear()
+    assert numbers(engine.generate(prompts(), PARAMS)) == expected
+    assert max(watch.holes) > 8  # cached for the target, not read again by the draft
+    check(engine)
+
+
+def test_an_update_that_keeps_kv_leaves_the_draft_none(target_path, draft, tmp_path):
+    engine = RolloutEngine.from_pretrained(
+        str(target_path),
+        "eagle",
+        spec_options={"draft_path": str(draft), "budget": "fixed"},
+        num_threads=1,
+    )
+    kv = engine.worker.drafter.runner.kv
+    other = save_tiny_llama(tmp_path, vocab_size=VOCAB, num_layers=1, sharpness=3.0, seed=9)
+    params = SamplingParams(temperature=0.8, max_new_tokens=40, ignore_eos=True)
+    request = engine.submit(prompts()[3], params)
+    for _ in range(4):
+        engine.step()
+    assert kv.lens_Q[request.row] == len(request.tokens) - 1
+    before = len(request.tokens)
+    engine.update_weights_from_disk(str(other), selector="target", flush_cache=False)
+    assert not kv.lens_Q.any()
+    proposed = request.stats.proposed
+    engine.step()
+    assert request.stats.proposed == proposed
+    assert kv.lens_Q[request.row] == 1
+    engine.step()
+    assert request.stats.proposed > proposed
+    assert kv.lens_Q[request.row] == len(request.tokens) - before
