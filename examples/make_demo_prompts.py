@@ -3,7 +3,10 @@
 The problems are made by reasoning-gym, as chat messages; their answers go along as an extra
 column, which the job carries through to the rollouts.
 
-    python examples/make_demo_prompts.py [--output FILE] [--problems N]
+    python examples/make_demo_prompts.py [--output FILE] [--problems N] [--training]
+
+``--training`` writes prompts to train a draft on instead: problems of other seeds and the requests
+of open_requests.py. The demo's own are not among them and stay held out.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import reasoning_gym
+from open_requests import open_requests
 
 DEFAULT_OUTPUT = Path(__file__).parent.parent / "runs" / "demo" / "prompts.jsonl"
 SEED = 7
+TRAINING_SEED = 100_000  # reasoning-gym's problem i of seed s is problem 0 of seed s + i
 
 GENERATORS: dict[str, dict[str, Any]] = {
     "gsm_symbolic": {},
@@ -41,16 +46,32 @@ OPEN_REQUESTS = (
 )
 
 
-def problems(count: int) -> Iterator[dict[str, Any]]:
+def problems(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """``count`` problems, the generators taking turns."""
     datasets = {
-        name: iter(reasoning_gym.create_dataset(name, size=count, seed=SEED, **options))
+        name: iter(reasoning_gym.create_dataset(name, size=count, seed=seed, **options))
         for name, options in GENERATORS.items()
     }
     for index in range(count):
         task = list(datasets)[index % len(datasets)]
         problem = next(datasets[task])
         yield row(problem["question"] + INSTRUCTION, task, problem["answer"])
+
+
+def demo_rows(num_problems: int) -> Iterator[dict[str, Any]]:
+    yield from problems(num_problems, SEED)
+    yield from (row(text, "open", None) for text in OPEN_REQUESTS)
+
+
+def training_rows(num_problems: int) -> Iterator[dict[str, Any]]:
+    """The open requests, spread evenly among the problems."""
+    made = 0
+    requests = list(open_requests(TRAINING_SEED))
+    for index, problem in enumerate(problems(num_problems, TRAINING_SEED), start=1):
+        yield problem
+        due = index * len(requests) // num_problems
+        yield from (row(text, "open", None) for text in requests[made:due])
+        made = due
 
 
 def row(request: str, task: str, answer: str | None) -> dict[str, Any]:
@@ -61,8 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE")
     parser.add_argument("--problems", type=int, default=12, metavar="N")
+    parser.add_argument("--training", action="store_true")
     args = parser.parse_args()
-    rows = [*problems(args.problems), *(row(text, "open", None) for text in OPEN_REQUESTS)]
+    rows = list((training_rows if args.training else demo_rows)(args.problems))
     lines = "".join(json.dumps(each) + "\n" for each in rows)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(lines)

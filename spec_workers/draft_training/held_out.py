@@ -1,0 +1,157 @@
+"""Accept length on held-out rollouts: what an engine would emit per forward of the target.
+
+At every position of a rollout the draft grows its tree as the engine does, level by level from the
+true tokens so far, and what of it matches the tokens that came is counted. The engine's output does
+not depend on the draft, so a walk over the recorded tokens, each step as long as its tree matched,
+takes the engine's steps.
+
+Legend: L tokens of a sequence, M = L - 2 rows, R roots, N nodes, W nodes of a root that a level
+expands, K candidates of a node, E hidden, D draft vocabulary, F feature columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.errors import InvalidInputError
+from spec_workers.draft_training.decoder_layer import KeysValues
+from spec_workers.draft_training.draft import TrainableDraft
+from spec_workers.draft_training.sequences import TrainingSequence
+
+_ROOTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """As the worker's options: levels, candidates of a node, nodes kept."""
+
+    num_steps: int = 5
+    topk: int = 4
+    num_draft_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "topk", "num_draft_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(name, getattr(self, name), "must be >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutResult:
+    accept_length: float  # tokens per forward of the target, its own among them
+    matched: list[float]  # share of steps whose tree matched at least that many tokens, from 1 on
+    num_steps: int
+    num_tokens: int
+
+
+@torch.inference_mode()
+def held_out_accept_length(
+    draft: TrainableDraft, sequences: Sequence[TrainingSequence], shape: TreeShape
+) -> HeldOutResult:
+    """``sequences``: with the draft's own features and no others."""
+    lengths: list[int] = []
+    for sequence in sequences:
+        matched_R = matched_lengths(draft, sequence, shape).tolist()
+        position = 0
+        while position < len(matched_R):
+            lengths.append(matched_R[position])
+            position += matched_R[position] + 1
+    if not lengths:
+        raise InvalidInputError("held_out", len(sequences), "needs rollouts of two tokens and more")
+    steps = len(lengths)
+    return HeldOutResult(
+        accept_length=1 + sum(lengths) / steps,
+        matched=[sum(n >= k for n in lengths) / steps for k in range(1, max(lengths) + 1)],
+        num_steps=steps,
+        num_tokens=steps + sum(lengths),
+    )
+
+
+@torch.inference_mode()
+def matched_lengths(
+    draft: TrainableDraft, sequence: TrainingSequence, shape: TreeShape
+) -> torch.Tensor:
+    """For each row from the first root on, how many tokens its tree has right; int64 [R]."""
+    token_ids_L = sequence.tokens.token_ids_L
+    num_rows = len(token_ids_L) - 2
+    hidden_ME, memory = draft.read(token_ids_L[1:-1], sequence.features_NF[:num_rows])
+    roots = torch.arange(sequence.tokens.first_root, num_rows)
+    parts = [
+        _Growth(draft, memory, token_ids_L, roots_R, shape).grow(hidden_ME[roots_R])
+        for roots_R in roots.split(_ROOTS_AT_ONCE)
+    ]
+    return torch.cat(parts)
+
+
+class _Growth:
+    """Trees of many roots of one sequence, grown together (EAGLE-2, Li et al. 2024)."""
+
+    def __init__(
+        self,
+        draft: TrainableDraft,
+        memory: list[KeysValues],
+        token_ids_L: torch.Tensor,
+        roots_R: torch.Tensor,
+        shape: TreeShape,
+    ) -> None:
+        self._draft = draft
+        self._memory = memory
+        self._tokens_L = token_ids_L
+        self._roots_R = roots_R
+        self._shape = shape
+
+    def grow(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """From the first level's hidden states; int64 [R], tokens right on the way down."""
+        draft, roots = self._draft, len(hidden_RE)
+        levels = self._shape.num_steps
+        if draft.max_steps is not None:
+            levels = min(levels, draft.max_steps)
+        scores_RW = torch.zeros(roots, 1)
+        is_true_RW = torch.ones(roots, 1, dtype=torch.bool)
+        chain: list[KeysValues] = []
+        kept_scores, kept_true = [], []
+        for level in range(levels):
+            scores_RN, tokens_RN = self._candidates(hidden_RE, scores_RW)
+            coming_R1 = self._coming(level)
+            width = tokens_RN.shape[1] // is_true_RW.shape[1]
+            is_true_RN = is_true_RW.repeat_interleave(width, dim=1) & (tokens_RN == coming_R1)
+            kept_scores.append(scores_RN)
+            kept_true.append(is_true_RN)
+            if level == levels - 1:
+                break
+            best_RW = scores_RN.topk(min(self._shape.topk, scores_RN.shape[1])).indices
+            scores_RW = scores_RN.gather(1, best_RW)
+            is_true_RW = is_true_RN.gather(1, best_RW)
+            first_R1 = torch.arange(roots)[:, None] * (scores_RN.shape[1] // width)
+            parents = (first_R1 + best_RW // width).flatten()
+            hidden_RE, chain = draft.deepen(
+                level + 1,
+                self._memory,
+                self._roots_R.repeat_interleave(best_RW.shape[1]),
+                tokens_RN.gather(1, best_RW).flatten(),
+                hidden_RE[parents],
+                [(keys[parents], values[parents]) for keys, values in chain],
+            )
+        scores_RN, is_true_RN = torch.cat(kept_scores, dim=1), torch.cat(kept_true, dim=1)
+        # A child's score is never above its parent's, so the best nodes hold their ancestors.
+        best_RN = scores_RN.topk(min(self._shape.num_draft_tokens, scores_RN.shape[1])).indices
+        return is_true_RN.gather(1, best_RN).sum(1)
+
+    def _candidates(
+        self, hidden: torch.Tensor, scores_RW: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log probabilities and target tokens [R, W * K] of the nodes' likeliest children."""
+        logprobs = self._draft.logits(hidden).float().log_softmax(-1)
+        best = logprobs.topk(min(self._shape.topk, logprobs.shape[-1]))
+        scores_RN = (best.values.unflatten(0, scores_RW.shape) + scores_RW[..., None]).flatten(1)
+        tokens = self._draft.vocabulary.token_ids_D[best.indices]
+        return scores_RN, tokens.unflatten(0, scores_RW.shape).flatten(1)
+
+    def _coming(self, level: int) -> torch.Tensor:
+        """The tokens that came at a level [R, 1]; -1 past the end."""
+        at_R = self._roots_R + 2 + level
+        inside_R = at_R < len(self._tokens_L)
+        tokens_R = self._tokens_L[at_R.clamp(max=len(self._tokens_L) - 1)]
+        return torch.where(inside_R, tokens_R, -1)[:, None]

@@ -1,0 +1,119 @@
+"""Sequences laid out flat for one pass of training.
+
+Row i of a sequence joins features i to token i + 1 and guesses token i + 2. A sequence of L tokens
+has M = L - 2 such rows, so that each guess can be compared with the target's own prediction and with
+the token that came.
+
+Legend: B sequences, T rows of all of them, S those among them that guess (per sequence the rows from
+its first root on), F feature columns, E hidden, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.models.features import Features
+from spec_workers.draft_training.sequences import TrainingSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSequence:
+    """Where a sequence's rows are."""
+
+    rows: slice  # among T
+    guesses: slice  # among S: of its last rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_guesses(self) -> int:
+        return self.guesses.stop - self.guesses.start
+
+    @property
+    def first_guess(self) -> int:
+        """The row, counted in the sequence, where guesses begin."""
+        return self.num_rows - self.num_guesses
+
+
+class PackedRows:
+    """Rows of several sequences. Guesses of step s look s tokens further on than their row."""
+
+    def __init__(
+        self,
+        sequences: Sequence[TrainingSequence],
+        features: Features,
+        wanted: Features,
+        device: torch.device,
+    ) -> None:
+        """``features``: the layout of the sequences' features; ``wanted``: those the draft reads."""
+        final = Features(final=True)
+        tokens, inputs, finals, positions, index = [], [], [], [], []
+        self.sequences: list[PackedSequence] = []
+        rows = guesses = 0
+        for sequence in sequences:
+            token_ids_L = sequence.tokens.token_ids_L
+            num_rows = len(token_ids_L) - 2
+            num_guesses = num_rows - sequence.tokens.first_root
+            assert num_guesses > 0, "a sequence without guesses"
+            tokens.append(token_ids_L)
+            inputs.append(features.select(sequence.features_NF[:num_rows], wanted))
+            finals.append(features.select(sequence.features_NF[1:], final))
+            positions.append(torch.arange(num_rows))
+            index.append(torch.arange(rows + num_rows - num_guesses, rows + num_rows))
+            packed = PackedSequence(
+                rows=slice(rows, rows + num_rows), guesses=slice(guesses, guesses + num_guesses)
+            )
+            self.sequences.append(packed)
+            rows, guesses = packed.rows.stop, packed.guesses.stop
+        self._tokens = tokens
+        self._device = device
+        self.features_TF = torch.cat(inputs).to(device)
+        self.positions_T = torch.cat(positions).to(device)
+        self.guesses_S = torch.cat(index).to(device)  # rows that guess, among T
+        self.positions_S = self.positions_T[self.guesses_S]
+        self._final_TE = torch.cat(finals).to(device)  # row i: the target's state at token i + 1
+
+    def tokens_T(self, step: int) -> torch.Tensor:
+        """The tokens rows take in a step: i + 1 + step, and token 0 past the sequence's end."""
+        return self._shifted(1 + step)
+
+    def tokens_S(self, step: int) -> torch.Tensor:
+        """Those of the rows that guess."""
+        return self.tokens_T(step)[self.guesses_S]
+
+    def guessed_tokens_S(self, step: int) -> torch.Tensor:
+        """The tokens that came where step ``step`` guesses; token 0 past the end."""
+        return self._shifted(2 + step)[self.guesses_S]
+
+    def is_inside_S(self, step: int) -> torch.Tensor:
+        """Whether a guess of the step has something to be compared with."""
+        remaining = [torch.arange(each.num_guesses - 1, -1, -1) for each in self.sequences]
+        return torch.cat(remaining).to(self._device) >= step
+
+    def final_SE(self) -> torch.Tensor:
+        """The target's state at the token each guess of step 0 takes: its head says what comes."""
+        return self._final_TE[self.guesses_S]
+
+    def label_rows_S(self, step: int) -> torch.Tensor:
+        """For guesses of the step, which row of ``final_SE`` predicts the same token; of those
+        past the end, the sequence's last."""
+        rows = [
+            torch.arange(each.guesses.start, each.guesses.stop)
+            .add_(step)
+            .clamp_(max=each.guesses.stop - 1)
+            for each in self.sequences
+        ]
+        return torch.cat(rows).to(self._device)
+
+    def _shifted(self, shift: int) -> torch.Tensor:
+        shifted = []
+        for token_ids_L, packed in zip(self._tokens, self.sequences, strict=True):
+            taken = token_ids_L[shift : shift + packed.num_rows]
+            missing = packed.num_rows - len(taken)
+            shifted.append(torch.nn.functional.pad(taken, (0, missing)))
+        return torch.cat(shifted).to(self._device)

@@ -1,0 +1,99 @@
+"""What a draft is trained on: sequences of tokens, and what the target made of them.
+
+Legend: L tokens of a sequence, N = L - 1 rows of features, F feature columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollout.errors import InvalidInputError
+
+SHORTEST = 3  # tokens: a row, the token that follows it, and the one to predict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSequence:
+    """A prompt and its continuation, or a stretch of them."""
+
+    token_ids_L: torch.Tensor  # int64
+    # The first row whose successor the draft is to know: that of the prompt's last token. The
+    # draft's own guesses begin there.
+    first_root: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSequence:
+    """Row i of the features is what the target computed at token i; the last token needs none.
+
+    Only its own rows can be attended to: a stretch from the middle is a sequence of its own.
+    """
+
+    tokens: TokenSequence
+    features_NF: torch.Tensor  # of the layout that `DraftTrainer.features` says
+
+
+def read_rollouts(
+    paths: Sequence[Path], vocab_size: int, max_len: int, field: str = "rollouts"
+) -> list[TokenSequence]:
+    """The rollouts of offline jobs' JSONL files, in file order, cut to ``max_len`` tokens.
+
+    Rollouts too short to train on are left out. Raises InvalidInputError naming ``field`` where a
+    file cannot be read, a row lacks its tokens or a token is none of the vocabulary.
+    """
+    found: list[TokenSequence] = []
+    for path in paths:
+        for where, row in _rows(path, field):
+            prompt_ids, token_ids = (_tokens(row, name, where, field) for name in _COLUMNS)
+            if not prompt_ids:
+                raise InvalidInputError(field, where, "has an empty prompt")
+            token_ids = (prompt_ids + token_ids)[:max_len]
+            if max(token_ids) >= vocab_size:
+                raise InvalidInputError(
+                    field,
+                    where,
+                    f"holds token {max(token_ids)}; the model's vocabulary ends at "
+                    f"{vocab_size}: give the model that made the rollouts",
+                )
+            if len(token_ids) >= max(SHORTEST, len(prompt_ids) + 2):
+                ids_L = torch.tensor(token_ids, dtype=torch.int64)
+                found.append(TokenSequence(token_ids_L=ids_L, first_root=len(prompt_ids) - 1))
+    if not found:
+        raise InvalidInputError(field, [str(path) for path in paths], "hold no rollout of two tokens")
+    return found
+
+
+_COLUMNS = ("prompt_ids", "token_ids")
+
+
+def _rows(path: Path, field: str) -> Iterator[tuple[str, dict]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise InvalidInputError(
+                        field, f"{path}, line {number}", f"is not JSON: {error}"
+                    ) from None
+                yield f"{path}, line {number}", row
+    except OSError as error:
+        raise InvalidInputError(field, str(path), f"cannot be read: {error.strerror}") from None
+
+
+def _tokens(row: object, column: str, where: str, field: str) -> list[int]:
+    tokens = row.get(column) if isinstance(row, dict) else None
+    if tokens is None:
+        raise InvalidInputError(
+            field, where, f"has no {column}; the job writes them with output.prompt_ids=true"
+        )
+    if not isinstance(tokens, list) or any(type(each) is not int or each < 0 for each in tokens):
+        raise InvalidInputError(field, where, f"{column} must be a list of token ids")
+    return tokens

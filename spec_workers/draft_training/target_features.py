@@ -1,0 +1,116 @@
+"""What the target makes of recorded tokens: its hidden states, computed once and kept.
+
+Legend: T query rows, L tokens, N = L - 1 rows of features, F feature columns, H query heads, K kv
+heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.models.causal_lm import CausalLM
+from rollout.models.features import Features, Taps
+from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
+
+_ROWS_AT_ONCE = 1024
+
+
+class TargetFeatures:
+    """Features of a list of sequences, on the target's device.
+
+    The first ones asked for are kept, in the target's dtype, up to ``max_bytes``; those beyond are
+    computed anew each time.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        features: Features,
+        sequences: Sequence[TokenSequence],
+        max_bytes: int,
+    ) -> None:
+        self._model = model
+        self._features = features
+        self._sequences = sequences
+        self._room = max_bytes
+        self._kept: dict[int, TrainingSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def num_rows(self, index: int) -> int:
+        return len(self._sequences[index].token_ids_L) - 1
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def take(self, indices: Sequence[int]) -> list[TrainingSequence]:
+        missing = [index for index in indices if index not in self._kept]
+        found: dict[int, TrainingSequence] = {}
+        for group in self._grouped(missing):
+            for index, sequence in zip(group, self._compute(group), strict=True):
+                found[index] = sequence
+                num_bytes = sequence.features_NF.nbytes
+                if num_bytes <= self._room:
+                    self._room -= num_bytes
+                    self._kept[index] = sequence
+        return [self._kept[index] if index in self._kept else found[index] for index in indices]
+
+    def _grouped(self, indices: list[int]) -> list[list[int]]:
+        """Groups of at most so many rows, or of one sequence."""
+        groups: list[list[int]] = []
+        rows = _ROWS_AT_ONCE
+        for index in indices:
+            if rows + self.num_rows(index) > _ROWS_AT_ONCE:
+                groups.append([])
+                rows = 0
+            groups[-1].append(index)
+            rows += self.num_rows(index)
+        return groups
+
+    @torch.inference_mode()
+    def _compute(self, group: list[int]) -> list[TrainingSequence]:
+        lengths = [self.num_rows(index) for index in group]
+        device, hidden = self._model.device, self._model.spec.hidden_size
+        ids_T = torch.cat([self._sequences[index].token_ids_L[:-1] for index in group])
+        positions_T = torch.cat([torch.arange(length) for length in lengths])
+        like = torch.empty(0, dtype=self._model.dtype, device=device)
+        taps = Taps(self._features, len(ids_T), hidden, like)
+        self._model.forward(
+            ids_T.to(device), positions_T.to(device), _CausalAttention(lengths), taps
+        )
+        parts = taps.features_TF.split(lengths)
+        if len(parts) > 1:  # so that a kept one holds no other's memory
+            parts = tuple(part.clone() for part in parts)
+        return [
+            TrainingSequence(tokens=self._sequences[index], features_NF=part)
+            for index, part in zip(group, parts, strict=True)
+        ]
+
+
+class _CausalAttention:
+    """Each sequence's rows attend to its own, up to themselves. See LayerAttention."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def run(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> torch.Tensor:
+        attended = []
+        for q_LHD, k_LKD, v_LKD in zip(
+            *(each.split(self._lengths) for each in (q_THD, k_TKD, v_TKD)), strict=True
+        ):
+            attended_HLD = scaled_dot_product_attention(
+                q_LHD.transpose(0, 1)[None],
+                k_LKD.transpose(0, 1)[None],
+                v_LKD.transpose(0, 1)[None],
+                is_causal=True,
+                enable_gqa=True,
+            )[0]
+            attended.append(attended_HLD.transpose(0, 1))
+        return torch.cat(attended)

@@ -1,0 +1,97 @@
+"""Trains a draft on batches of sequences, however they came: recorded, or kept as they were made.
+
+Legend: D draft vocabulary, E hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rollout.models.causal_lm import CausalLM
+from rollout.models.features import Features
+from spec_workers.draft_training.config import TrainingConfig
+from spec_workers.draft_training.draft import TrainableDraft
+from spec_workers.draft_training.held_out import (
+    HeldOutResult,
+    TreeShape,
+    held_out_accept_length,
+)
+from spec_workers.draft_training.loss import UnrolledLoss, unrolled_loss
+from spec_workers.draft_training.optimizer import DraftOptimizer
+from spec_workers.draft_training.packed_rows import PackedRows
+from spec_workers.draft_training.sequences import TrainingSequence
+from spec_workers.draft_training.target_tensors import TargetTensors
+
+
+SENT_PREFIX = "draft."
+"""Of the names under which an engine knows the weights of a draft."""
+
+
+class DraftTrainer:
+    """A draft, its optimizer, and of the target what its labels need."""
+
+    def __init__(
+        self, draft: TrainableDraft, model: CausalLM, config: TrainingConfig | None = None
+    ) -> None:
+        """``model``: the target; read here and in `target_changed`, and its embedding always."""
+        self.draft = draft
+        self.config = config or TrainingConfig()
+        self.features = draft.features | Features(final=True)
+        """The layout of the features of every sequence that is handed in."""
+        self._device = next(draft.parameters()).device
+        self._optimizer = DraftOptimizer(draft, self.config)
+        self._num_steps = min(self.config.num_steps, draft.max_steps or self.config.num_steps)
+        self.target_changed(model)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._optimizer.steps
+
+    def target_changed(self, model: CausalLM) -> None:
+        """Take the labels from the head as it is now."""
+        head_DE = TargetTensors(model).head_rows(self.draft.vocabulary.token_ids_D)
+        self._head_DE = head_DE.to(self._device, model.dtype)
+
+    def step(self, batch: Sequence[TrainingSequence], rate_scale: float = 1.0) -> UnrolledLoss:
+        """One optimizer step. ``rate_scale``: of the configured learning rates, beside warmup."""
+        rows = PackedRows(batch, self.features, self.draft.features, self._device)
+        with self._autocast():
+            loss = unrolled_loss(self.draft, rows, self._head_DE, self._num_steps)
+        loss.total.backward()
+        self._optimizer.step(rate_scale)
+        return loss
+
+    def held_out_accept_length(
+        self, sequences: Sequence[TrainingSequence], shape: TreeShape | None = None
+    ) -> HeldOutResult:
+        """Changes nothing."""
+        own = [
+            replace(
+                each,
+                features_NF=self.features.select(each.features_NF, self.draft.features),
+            )
+            for each in sequences
+        ]
+        with self._autocast():
+            return held_out_accept_length(self.draft, own, shape or TreeShape())
+
+    def named_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The draft's weights as an engine's update takes them: canonical names, new tensors."""
+        for name, parameter in self.draft.named_parameters():
+            yield SENT_PREFIX + name, parameter.detach().to(dtype, copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to go on as if never interrupted."""
+        return {"draft": self.draft.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.draft.load_state_dict(state["draft"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self.config.autocast)
