@@ -107,6 +107,11 @@ class Eagle3:
             decoder.rope, decoder.head_dim, decoder.max_context_len, self.device
         )
 
+    @property
+    def reorders_head(self) -> bool:
+        """Whether the rows of the head come and go in another order than ``token_ids_D``."""
+        return self._order_D is not None
+
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
         eps = self.spec.decoder.rms_norm_eps
         if self.feature_norm_F is not None:

@@ -1,0 +1,158 @@
+"""The draft in training, beside the one in use, and which of them is better."""
+
+from __future__ import annotations
+
+import enum
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from rollout.errors import InvalidInputError
+from rollout.models.features import Features
+from spec_workers.draft_training.co_training_config import CoTrainingConfig
+from spec_workers.draft_training.recent_rollouts import RecentRollouts
+from spec_workers.draft_training.sequences import TrainingSequence
+
+
+class HeldOut(Protocol):
+    @property
+    def accept_length(self) -> float: ...
+
+
+class Trainer(Protocol):
+    """What is asked of a `DraftTrainer`."""
+
+    features: Features
+
+    def step(self, batch: Sequence[TrainingSequence]) -> object: ...
+
+    def held_out_accept_length(self, sequences: Sequence[TrainingSequence]) -> HeldOut: ...
+
+    def named_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Verdict(enum.StrEnum):
+    BETTER = "better"  # than the draft in use, on the same held-out rollouts
+    NOT_BETTER = "not_better"
+    NOT_FINITE = "not_finite"  # NaN or infinite weights: training goes on from those in use
+    NOT_JUDGED = "not_judged"  # nothing was trained, or nothing is held out yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    verdict: Verdict
+    accept_length: float | None = None  # of the candidate
+    accept_length_in_use: float | None = None  # of the draft in use
+    num_held_out: int = 0  # sequences it was judged by
+
+
+class Candidate:
+    """A trainer, fed with recent rollouts. It knows of no engine: who swaps says so."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        rollouts: RecentRollouts,
+        config: CoTrainingConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        """``trainer``: holds the weights in use. ``dtype``: the target's, in which it is handed
+        features."""
+        if trainer.features != rollouts.features:
+            raise InvalidInputError(
+                "ring", rollouts.features, f"must record what the trainer reads: {trainer.features}"
+            )
+        self.trainer = trainer
+        self.rollouts = rollouts
+        self._config = config
+        self._dtype = dtype
+        self._random = random.Random(config.seed)
+        self._in_use = deepcopy(trainer.state_dict())
+        self._is_new = False  # trained since it was last swapped in or refused
+        self._refusals = 0  # in a row
+        self.steps = 0  # of the optimizer, ever
+        self.train_seconds = 0.0
+
+    def train(self) -> int:
+        """Take what came through the ring and train on recent rollouts for one round.
+
+        Returns the optimizer steps done: none while there is nothing to train on.
+        """
+        started = time.perf_counter()
+        self.rollouts.refresh()
+        done = 0
+        while self.rollouts.training and not self._is_over(done, time.perf_counter() - started):
+            self.trainer.step(self._batch())
+            self._is_new = True
+            done += 1
+        self.steps += done
+        self.train_seconds += time.perf_counter() - started
+        return done
+
+    def _is_over(self, steps: int, seconds: float) -> bool:
+        config = self._config
+        return (config.steps is not None and steps >= config.steps) or (
+            config.seconds is not None and seconds >= config.seconds
+        )
+
+    def judge(self) -> Judgement:
+        """Compare with the draft in use on the newest held-out rollouts. Changes nothing."""
+        held_out = self._cast(self.rollouts.held_out)
+        if not self._is_new or not held_out:
+            return Judgement(verdict=Verdict.NOT_JUDGED, num_held_out=len(held_out))
+        if not all(torch.isfinite(tensor).all() for _, tensor in self.named_tensors(torch.float32)):
+            return Judgement(verdict=Verdict.NOT_FINITE, num_held_out=len(held_out))
+        new = self.trainer.held_out_accept_length(held_out).accept_length
+        state = deepcopy(self.trainer.state_dict())
+        self.trainer.load_state_dict(self._in_use)
+        try:
+            old = self.trainer.held_out_accept_length(held_out).accept_length
+        finally:
+            self.trainer.load_state_dict(state)
+        is_better = new > old + self._config.min_gain
+        return Judgement(
+            verdict=Verdict.BETTER if is_better else Verdict.NOT_BETTER,
+            accept_length=new,
+            accept_length_in_use=old,
+            num_held_out=len(held_out),
+        )
+
+    def named_tensors(self, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
+        """The candidate's weights, as an engine's update takes them."""
+        return list(self.trainer.named_tensors(dtype))
+
+    def swapped(self) -> None:
+        """It is in use now."""
+        self._in_use = deepcopy(self.trainer.state_dict())
+        self._is_new, self._refusals = False, 0
+
+    def refused(self, *, begin_anew: bool = False) -> None:
+        """It is not. Too often in a row, or where asked to, it begins anew from what is."""
+        self._is_new = False
+        self._refusals += 1
+        if begin_anew or self._refusals >= self._config.max_refusals:
+            self.trainer.load_state_dict(self._in_use)
+            self._refusals = 0
+
+    def _batch(self) -> list[TrainingSequence]:
+        """Recent sequences at random until there are rows enough."""
+        recent = self.rollouts.training
+        batch, rows = [], 0
+        for index in self._random.sample(range(len(recent)), len(recent)):
+            batch.append(recent[index])
+            rows += len(recent[index].features_NF)
+            if rows >= self._config.batch_rows:
+                break
+        return self._cast(batch)
+
+    def _cast(self, sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
+        return [replace(each, features_NF=each.features_NF.to(self._dtype)) for each in sequences]

@@ -1,0 +1,111 @@
+"""A draft that follows the policy: trained between two steps of a loop, on what was rolled out."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from rollout.engine import RolloutEngine
+from rollout.trainers.hook import WeightSync
+from spec_workers.draft_training.candidate import Candidate, Judgement, Verdict
+from spec_workers.draft_training.co_training_config import FOLLOWING, CoTrainingConfig
+from spec_workers.draft_training.co_training_round import CoTrainingRound, Tally
+from spec_workers.draft_training.config import TrainingConfig
+from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
+from spec_workers.draft_training.engine_draft import (
+    recorder_of,
+    target_model,
+    trainable_draft,
+    write_draft,
+)
+from spec_workers.draft_training.recent_rollouts import RecentRollouts
+from spec_workers.draft_training.trainer import DraftTrainer
+
+
+class CoTrainer:
+    """Trains the draft of an engine in its own process, and swaps it in where it is better.
+
+    Called between two steps, on the engine's thread (with an `EngineLoop`: ``loop.call``). It never
+    changes what is rolled out: the target, its KV and its requests are left alone.
+
+    Args:
+        engine: runs an EAGLE-3 draft and records features: option ``feature_ring``.
+        config: what it trains on and when a draft counts as better.
+        training: of the optimizer; default: `FOLLOWING`.
+
+    Raises InvalidInputError for an engine whose draft cannot be trained or is not recorded.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        config: CoTrainingConfig | None = None,
+        *,
+        training: TrainingConfig | None = None,
+    ) -> None:
+        config = config or CoTrainingConfig()
+        self._engine = engine
+        self._swap = DraftSwap(engine)
+        self._model = target_model(engine)
+        self._trainer = DraftTrainer(trainable_draft(engine), self._model, training or FOLLOWING)
+        self._target_version = engine.weight_version
+        rollouts = RecentRollouts(recorder_of(engine).ring.reader(), config)
+        self.candidate = Candidate(self._trainer, rollouts, config, self._model.dtype)
+        self.tally = Tally()
+
+    def run(self) -> CoTrainingRound:
+        """One round: take what came, train, judge, and swap the draft in if it is better.
+
+        Raises EngineStateError while the engine's weights are released.
+        """
+        started = time.perf_counter()
+        self._follow_engine()
+        rollouts = self.candidate.rollouts
+        seen, missed = rollouts.num_taken, rollouts.num_missed
+        steps = self.candidate.train()
+        judgement = self.candidate.judge()
+        swap = self._conclude(judgement)
+        done = CoTrainingRound(
+            judgement=judgement,
+            swap=swap,
+            why_not=self._swap.why_not,
+            steps=steps,
+            sequences=rollouts.num_taken - seen,
+            missed=rollouts.num_missed - missed,
+            newest_version=rollouts.newest_version,
+            seconds=time.perf_counter() - started,
+        )
+        self.tally.add(done)
+        return done
+
+    def after_sync(self, sync: WeightSync) -> None:
+        """`run`, as `RolloutHook` calls it after each sync."""
+        self.run()
+
+    def counters(self) -> dict[str, float]:
+        """Gauges, for metrics."""
+        return self.tally.counters(self._engine.weight_version)
+
+    def _follow_engine(self) -> None:
+        """What the engine has: its head makes the labels, and its draft may be another's."""
+        self._engine.worker.weights.require_resident()
+        if self._engine.weight_version != self._target_version:
+            self._trainer.target_changed(self._model)
+            self._target_version = self._engine.weight_version
+        if not self._swap.is_ours:
+            write_draft(self._trainer.draft, self._swap.read())
+            self._swap.acknowledge()
+            self.candidate.swapped()
+
+    def _conclude(self, judgement: Judgement) -> SwapResult | None:
+        if judgement.verdict is Verdict.NOT_JUDGED:
+            return None
+        swap = None
+        if judgement.verdict is Verdict.BETTER:
+            swap = self._swap.swap(self.candidate.named_tensors(torch.float32))
+        if swap is SwapResult.SWAPPED:
+            self.candidate.swapped()
+        elif swap is not SwapResult.POSTPONED:
+            self.candidate.refused(begin_anew=judgement.verdict is not Verdict.NOT_BETTER)
+        return swap

@@ -1,0 +1,34 @@
+"""How a draft follows the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.errors import InvalidInputError
+from spec_workers.draft_training.config import TrainingConfig
+
+FOLLOWING = TrainingConfig(matrix_learning_rate=0.002, learning_rate=2e-4, warmup_steps=5)
+"""A fifth of the rates a draft is trained with from nothing: what it knows is nearly right."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoTrainingConfig:
+    batch_rows: int = 2048  # least positions of an optimizer step, where there are as many
+    max_len: int = 2048  # tokens of a sequence; longer ones are cut up
+    max_bytes: int = 1 << 30  # of the features of recent rollouts to train on
+    held_out_every: int = 6  # one prompt in so many is never trained on
+    most_held_out: int = 24  # sequences to judge by, the newest ones
+    min_gain: float = 0.0  # accept length by which a new draft must be better
+    max_refusals: int = 3  # in a row; then training goes on from the draft in use
+    seconds: float | None = 5.0  # of training in a round
+    steps: int | None = None  # likewise, of the optimizer; whichever ends first
+    seed: int = 0  # of the order of training
+
+    def __post_init__(self) -> None:
+        least = {"batch_rows": 1, "max_len": 8, "max_bytes": 1, "held_out_every": 2,
+                 "most_held_out": 1, "min_gain": 0, "max_refusals": 1}  # fmt: skip
+        for name, value in least.items():
+            if not getattr(self, name) >= value:
+                raise InvalidInputError(name, getattr(self, name), f"must be >= {value}")
+        if self.seconds is None and self.steps is None:
+            raise InvalidInputError("seconds", None, "must be given where steps is not")
