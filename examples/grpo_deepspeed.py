@@ -15,7 +15,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -33,6 +33,8 @@ from transformers import AutoModelForCausalLM
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.trainers import RolloutHook
+from spec_workers.draft_training.co_training import CoTrainer
+from spec_workers.draft_training.co_training_config import CoTrainingConfig
 
 Sample = tuple[Rollout, float]  # and its advantage
 
@@ -53,7 +55,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default="models/SmolLM2-135M-Instruct", help="a checkpoint folder")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage")
-    add("--spec", choices=("none", "ngram"), default="ngram", help="where drafts come from")
+    add(
+        "--spec", choices=("none", "ngram", "eagle"), default="ngram", help="where drafts come from"
+    )
+    add("--draft", help="a folder: the EAGLE-3 draft of --spec eagle")
+    add("--co-train", type=float, metavar="S", help="train that draft on the rollouts, S s a step")
     add("--draft-tokens", type=int, metavar="N", help="always up to N; without it, what pays")
     add("--steps", type=int, default=36, help="rollouts and updates")
     add("--prompts", type=int, default=8, help="problems per step")
@@ -72,6 +78,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.held_out < 1:
         parser.error(f"--held-out {args.held_out}: must be at least 1")
+    if (args.draft is None) is (args.spec == "eagle"):
+        parser.error(f"--draft {args.draft}: goes with --spec eagle")
+    if args.co_train is not None and args.spec != "eagle":
+        parser.error("--co-train: goes with --spec eagle")
     return args
 
 
@@ -90,11 +100,17 @@ def make_trainer(args: argparse.Namespace) -> Any:
 
 
 def make_engine(args: argparse.Namespace) -> RolloutEngine:
-    always = {"budget": "fixed", "num_draft_tokens": args.draft_tokens}
+    options: dict[str, Any] = {}
+    if args.draft_tokens:
+        options |= {"budget": "fixed", "num_draft_tokens": args.draft_tokens}
+    if args.draft:
+        options |= {"draft_path": args.draft}
+    if args.co_train:
+        options |= {"feature_ring": {"num_bytes": 2**27}}
     return RolloutEngine.from_pretrained(
         args.model,
         spec=args.spec,
-        spec_options=always if args.draft_tokens else None,
+        spec_options=options,
         dtype=args.dtype,
         num_threads=args.threads,
         max_running=args.prompts * args.samples,
@@ -118,6 +134,29 @@ def evaluate(engine: RolloutEngine, task: SumsTask, params: SamplingParams, coun
         "sampled_reward": fmean(roll_out(engine, task, problems, sampled)[1]),
         "greedy_reward": fmean(roll_out(engine, task, problems, greedy)[1]),
         "majority_reward": task.majority_reward(problems),
+    }
+
+
+def compare_drafts(
+    engine: RolloutEngine,
+    first: Mapping[str, torch.Tensor],
+    task: SumsTask,
+    params: SamplingParams,
+    count: int,
+) -> dict[str, Any]:
+    """Accept lengths on held-out problems, of the draft there is and of the first one there was.
+
+    The rollouts are the same, bit for bit: drafts do not show in them.
+    """
+    fresh = replace(params, n=4, seed=-1)
+    co_trained = describe(roll_out(engine, task, task.held_out[:count], fresh)[0])
+    engine.update_weights_from_tensor(first, selector="draft")
+    frozen = describe(roll_out(engine, task, task.held_out[:count], fresh)[0])
+    return {
+        "tokens": frozen["tokens"],
+        "accept_length_co_trained": co_trained["accept_length"],
+        "accept_length_frozen": frozen["accept_length"],
+        "same": co_trained["digest"] == frozen["digest"],
     }
 
 
@@ -193,6 +232,10 @@ def main() -> None:
         log = Log(args.output)
         log.write("start", world_size=world_size, **vars(args))
         log.write("held out", step=0, **evaluate(engine, task, params, args.held_out))
+    co_trainer = None
+    if engine is not None and args.co_train:
+        co_trainer = CoTrainer(engine, CoTrainingConfig(seconds=args.co_train))
+        first_draft = co_trainer.swap.read()
 
     for step in range(1, args.steps + 1):
         started, cpu_started, samples = time.perf_counter(), time.process_time(), []
@@ -201,6 +244,8 @@ def main() -> None:
             of_this_step = replace(params, seed=args.seed * 1_000_000 + step)
             rollouts, rewards = roll_out(engine, task, problems, of_this_step)
             samples = with_advantages(rollouts, rewards, args.samples)
+            if co_trainer is not None:
+                co_trainer.run()
         share, num_tokens = deal(samples, world_size)
         rolled_out = time.perf_counter()
         gaps = [update(trainer, share, num_tokens, args) for _ in range(args.epochs)]
@@ -218,10 +263,13 @@ def main() -> None:
                 train_seconds=trained - rolled_out,
                 sync_seconds=sync.seconds,
                 cpu_seconds=time.process_time() - cpu_started,
+                **({} if co_trainer is None else {"draft": co_trainer.counters()}),
             )
 
     if leads:
         log.write("held out", step=args.steps, **evaluate(engine, task, params, args.held_out))
+        if co_trainer is not None:
+            log.write("drafts", **compare_drafts(engine, first_draft, task, params, args.held_out))
         log.write("end", weights=engine.weights_digest())
     dist.barrier()
     dist.destroy_process_group()

@@ -53,6 +53,8 @@ class RolloutHook:
         model: the trainer's: see `weight_source` for what it may be.
         every: `step` syncs each ``every``-th optimizer step.
         bucket_bytes, dtype: of `weight_source`. A sync takes one bucket of extra memory.
+        after_sync: called after each sync, on ranks that have an engine: to co-train its draft, for
+            one. The other ranks do not wait for it here, but in their next collective.
         options: of every ``update_weights_from_tensor``: ``flush_cache``, ``check_finite``, ...
 
     Raises InvalidInputError for a model that cannot be streamed.
@@ -66,6 +68,7 @@ class RolloutHook:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: str | torch.dtype | None = None,
+        after_sync: Callable[[WeightSync], object] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(every, int) or every < 1:
@@ -78,6 +81,7 @@ class RolloutHook:
         self.engine = engine
         self.every = every
         self.source = weight_source(model, bucket_bytes=bucket_bytes, dtype=dtype)
+        self.after_sync = after_sync
         self.options = options
         self.num_steps = 0
         self.last: WeightSync | None = None
@@ -103,6 +107,8 @@ class RolloutHook:
         self.last = WeightSync(
             version, stream.num_tensors, stream.num_bytes, time.perf_counter() - started
         )
+        if self.after_sync is not None and self.engine is not None:
+            self.after_sync(self.last)
         return self.last
 
     def _next_version(self) -> int:

@@ -79,19 +79,23 @@ class Candidate:
         self._in_use = deepcopy(trainer.state_dict())
         self._is_new = False  # trained since it was last swapped in or refused
         self._refusals = 0  # in a row
+        self._rows = 0  # trained on, ever
         self.steps = 0  # of the optimizer, ever
         self.train_seconds = 0.0
 
     def train(self) -> int:
         """Take what came through the ring and train on recent rollouts for one round.
 
-        Returns the optimizer steps done: none while there is nothing to train on.
+        Returns the optimizer steps done: none while there is nothing to train on, or what there is
+        has been trained on often enough.
         """
         started = time.perf_counter()
         self.rollouts.refresh()
         done = 0
         while self.rollouts.training and not self._is_over(done, time.perf_counter() - started):
-            self.trainer.step(self._batch())
+            batch = self._batch()
+            self.trainer.step(batch)
+            self._rows += sum(len(each.features_NF) for each in batch)
             self._is_new = True
             done += 1
         self.steps += done
@@ -100,8 +104,10 @@ class Candidate:
 
     def _is_over(self, steps: int, seconds: float) -> bool:
         config = self._config
-        return (config.steps is not None and steps >= config.steps) or (
-            config.seconds is not None and seconds >= config.seconds
+        return (
+            (config.steps is not None and steps >= config.steps)
+            or (config.seconds is not None and seconds >= config.seconds)
+            or self._rows >= config.max_replay * self.rollouts.num_rows
         )
 
     def judge(self) -> Judgement:

@@ -13,12 +13,7 @@ from spec_workers.draft_training.co_training_config import FOLLOWING, CoTraining
 from spec_workers.draft_training.co_training_round import CoTrainingRound, Tally
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
-from spec_workers.draft_training.engine_draft import (
-    recorder_of,
-    target_model,
-    trainable_draft,
-    write_draft,
-)
+from spec_workers.draft_training.engine_draft import head_rows, recorder_of, trainable_draft
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.trainer import DraftTrainer
 
@@ -46,12 +41,12 @@ class CoTrainer:
     ) -> None:
         config = config or CoTrainingConfig()
         self._engine = engine
-        self._swap = DraftSwap(engine)
-        self._model = target_model(engine)
-        self._trainer = DraftTrainer(trainable_draft(engine), self._model, training or FOLLOWING)
+        self.swap = DraftSwap(engine)
+        draft = trainable_draft(engine)
+        self._trainer = DraftTrainer(draft, head_rows(engine, draft), training or FOLLOWING)
         self._target_version = engine.weight_version
         rollouts = RecentRollouts(recorder_of(engine).ring.reader(), config)
-        self.candidate = Candidate(self._trainer, rollouts, config, self._model.dtype)
+        self.candidate = Candidate(self._trainer, rollouts, config, engine.worker.model_dtype)
         self.tally = Tally()
 
     def run(self) -> CoTrainingRound:
@@ -69,7 +64,7 @@ class CoTrainer:
         done = CoTrainingRound(
             judgement=judgement,
             swap=swap,
-            why_not=self._swap.why_not,
+            why_not=self.swap.why_not,
             steps=steps,
             sequences=rollouts.num_taken - seen,
             missed=rollouts.num_missed - missed,
@@ -91,11 +86,11 @@ class CoTrainer:
         """What the engine has: its head makes the labels, and its draft may be another's."""
         self._engine.worker.weights.require_resident()
         if self._engine.weight_version != self._target_version:
-            self._trainer.target_changed(self._model)
+            self._trainer.take_head(head_rows(self._engine, self._trainer.draft))
             self._target_version = self._engine.weight_version
-        if not self._swap.is_ours:
-            write_draft(self._trainer.draft, self._swap.read())
-            self._swap.acknowledge()
+        if not self.swap.is_ours:
+            self._trainer.load_named_tensors(self.swap.read().items())
+            self.swap.acknowledge()
             self.candidate.swapped()
 
     def _conclude(self, judgement: Judgement) -> SwapResult | None:
@@ -103,7 +98,7 @@ class CoTrainer:
             return None
         swap = None
         if judgement.verdict is Verdict.BETTER:
-            swap = self._swap.swap(self.candidate.named_tensors(torch.float32))
+            swap = self.swap.swap(self.candidate.named_tensors(torch.float32))
         if swap is SwapResult.SWAPPED:
             self.candidate.swapped()
         elif swap is not SwapResult.POSTPONED:

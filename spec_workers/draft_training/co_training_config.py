@@ -22,11 +22,12 @@ class CoTrainingConfig:
     max_refusals: int = 3  # in a row; then training goes on from the draft in use
     seconds: float | None = 5.0  # of training in a round
     steps: int | None = None  # likewise, of the optimizer; whichever ends first
+    max_replay: float = 16.0  # times a row is trained on, on the average
     seed: int = 0  # of the order of training
 
     def __post_init__(self) -> None:
         least = {"batch_rows": 1, "max_len": 8, "max_bytes": 1, "held_out_every": 2,
-                 "most_held_out": 1, "min_gain": 0, "max_refusals": 1}  # fmt: skip
+                 "most_held_out": 1, "min_gain": 0, "max_refusals": 1, "max_replay": 0}  # fmt: skip
         for name, value in least.items():
             if not getattr(self, name) >= value:
                 raise InvalidInputError(name, getattr(self, name), f"must be >= {value}")

@@ -1,13 +1,13 @@
-"""The draft an engine runs, as one that can be trained.
+"""The draft an engine runs, as one that can be trained, and what that needs of the target.
 
-Legend: V the target's vocabulary.
+Legend: D draft vocabulary, V the target's vocabulary, E hidden.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,9 +16,11 @@ from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftFamily
 from rollout.models.eagle.eagle3 import Eagle3 as Eagle3Model
+from rollout.models.spec import read_json
 from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.draft_swap import DraftSwap
 from spec_workers.draft_training.eagle3 import Eagle3
+from spec_workers.draft_training.target_tensors import TargetTensors
 from spec_workers.draft_training.trainer import SENT_PREFIX
 from spec_workers.draft_training.vocabulary import DraftVocabulary
 from spec_workers.feature_recorder import FeatureRecorder
@@ -43,12 +45,13 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
         token_ids_D = torch.arange(target.spec.vocab_size)
     draft = Eagle3(
         model.spec.decoder,
-        json.loads((Path(engine.config.model.path) / "config.json").read_text()),
+        target_config(engine),
         model.spec.features,
         DraftVocabulary(token_ids_D.cpu(), target.spec.vocab_size),
         target.embed,
     )
-    write_draft(draft, DraftSwap(engine).read())
+    weights = checked_weights(draft, DraftSwap(engine).read())
+    draft.load_state_dict({name.removeprefix(SENT_PREFIX): it for name, it in weights.items()})
     return draft
 
 
@@ -67,18 +70,32 @@ def target_model(engine: RolloutEngine) -> CausalLM:
     return engine.worker.target.model  # type: ignore[attr-defined]
 
 
-@torch.no_grad()
-def write_draft(draft: TrainableDraft, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Weights as `DraftTrainer.named_tensors` names them. Raises InvalidInputError unless they are
-    all of the draft's and no others."""
-    parameters = {SENT_PREFIX + name: each for name, each in draft.named_parameters()}
-    wrong = sorted(parameters.keys() ^ tensors.keys())
-    wrong += [
-        n for n, each in parameters.items() if n in tensors and each.shape != tensors[n].shape
-    ]
-    if wrong:
+def target_config(engine: RolloutEngine) -> dict[str, Any]:
+    """The target's config.json."""
+    return read_json(Path(engine.config.model.path) / "config.json")
+
+
+def target_embedding(engine: RolloutEngine) -> torch.Tensor:
+    """The target's embedding as it is now, [V, E]."""
+    target = target_model(engine)
+    return target.embed(torch.arange(target.spec.vocab_size, device=target.device))
+
+
+def head_rows(engine: RolloutEngine, draft: TrainableDraft) -> torch.Tensor:
+    """The target's head as it is now, [D, E] in the target's dtype: what labels come from."""
+    target = target_model(engine)
+    return TargetTensors(target).head_rows(draft.vocabulary.token_ids_D).to(target.dtype)
+
+
+def checked_weights(
+    draft: TrainableDraft, tensors: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Raises InvalidInputError unless they are all of the draft's weights and no others."""
+    shapes = {SENT_PREFIX + name: tuple(each.shape) for name, each in draft.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != found:
+        wrong = sorted(name for name, _ in shapes.items() ^ found.items())
         raise InvalidInputError(
             "draft", wrong[:8], "cannot be trained: the plain EAGLE-3 network has other weights"
         )
-    for name, parameter in parameters.items():
-        parameter.copy_(tensors[name])
+    return tensors

@@ -38,6 +38,7 @@ class RecentRollouts:
         self.training: deque[TrainingSequence] = deque()
         self.held_out: deque[TrainingSequence] = deque(maxlen=config.most_held_out)
         self.num_taken = 0  # sequences, ever
+        self.num_rows = 0  # that came to be trained on, ever
         self.newest_version = 0  # of the target's weights, among what came
 
     @property
@@ -63,6 +64,7 @@ class RecentRollouts:
             return
         for stretch in stretches:
             self.training.append(stretch)
+            self.num_rows += len(stretch.features_NF)
             self._num_bytes += stretch.features_NF.nbytes
         while self._num_bytes > self._config.max_bytes:
             self._num_bytes -= self.training.popleft().features_NF.nbytes
@@ -100,4 +102,5 @@ def training_sequences(sequence: FeatureSequence, max_len: int) -> Iterable[Trai
             yield TrainingSequence(
                 tokens=TokenSequence(token_ids_L=tokens, first_root=first_root),
                 features_NF=sequence.features_NF[begin : begin + len(tokens) - 1],
+                first_position=first + begin,
             )

@@ -1,0 +1,379 @@
+"""A draft that follows: it gets better, only better ones are swapped in, and nothing else notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from spec_workers.draft_training.candidate import Candidate, Verdict
+from spec_workers.draft_training.co_training import CoTrainer
+from spec_workers.draft_training.co_training_config import CoTrainingConfig
+from spec_workers.draft_training.co_training_process import CoTrainingProcess
+from spec_workers.draft_training.config import TrainingConfig
+from spec_workers.draft_training.draft_swap import SwapResult
+from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_model import save_tiny_llama
+
+PROMPTS = [[7 * j + 1, 3 * j, 5] for j in range(10)]
+PARAMS = SamplingParams(max_new_tokens=40, temperature=0.7, seed=1, ignore_eos=True, n=2)
+CONFIG = CoTrainingConfig(seconds=None, steps=30, batch_rows=200, held_out_every=3)
+TRAINING = TrainingConfig(
+    matrix_learning_rate=0.02, learning_rate=3e-3, warmup_steps=3, autocast=False
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    target = save_tiny_llama(tmp_path_factory.mktemp("target"))
+    draft = tmp_path_factory.mktemp("draft")
+    return target, save_tiny_eagle3(draft, target, draft_vocab_size=80, intermediate_size=64)
+
+
+@pytest.fixture
+def engine(folders) -> RolloutEngine:
+    engine = drafting_engine(*folders)
+    yield engine
+    engine.check_integrity()
+    engine.worker.recorder.ring.close()
+
+
+def drafting_engine(target: Path, draft: Path, **options) -> RolloutEngine:
+    options = {"budget": "fixed", "feature_ring": {"num_bytes": 4 << 20}} | options
+    return RolloutEngine.from_pretrained(
+        target, spec="eagle", spec_options={"draft_path": str(draft), **options}
+    )
+
+
+def accept_length(engine: RolloutEngine) -> float:
+    """Of other prompts than those that are trained on."""
+    engine.reset_metrics()
+    engine.generate([[90 - j, j, 3] for j in range(10)], PARAMS)
+    return engine.metrics().accept_length
+
+
+def wait_for_round(process: CoTrainingProcess):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done = process.poll()
+        if done is not None and done.judgement.verdict is not Verdict.NOT_JUDGED:
+            return done
+        assert not process.why_not, process.why_not
+        time.sleep(0.02)
+    raise TimeoutError
+
+
+# In the engine's process
+
+
+def test_the_draft_gets_better_and_the_rollouts_stay_the_same(engine):
+    before = accept_length(engine)
+    plain = engine.generate(PROMPTS, PARAMS)
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    done = co_trainer.run()
+    assert done.judgement.verdict is Verdict.BETTER
+    assert done.swap is SwapResult.SWAPPED
+    assert done.judgement.accept_length > done.judgement.accept_length_in_use
+    assert engine.weight_versions == {"target": 0, "draft": 1}
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    assert [each.token_ids for each in rollouts] == [each.token_ids for each in plain]
+    assert [each.logprobs for each in rollouts] == [each.logprobs for each in plain]
+    assert accept_length(engine) > before + 0.1
+    counters = co_trainer.counters()
+    assert counters["swaps"] == 1
+    assert counters["sequences"] == 40
+    assert counters["held_out_accept_length"] > counters["held_out_accept_length_in_use"]
+
+
+def test_requests_that_run_are_not_disturbed(engine, folders):
+    engine.generate(PROMPTS, PARAMS)
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    request = engine.submit([1, 2, 3, 4, 5], PARAMS)
+    for _ in range(8):
+        engine.step()
+    computed, cached = request.computed_len, engine.worker.memory.usage
+    assert co_trainer.run().swap is SwapResult.SWAPPED
+    assert (request.computed_len, engine.worker.memory.usage) == (computed, cached)
+    ended = []
+    while engine.has_unfinished:
+        ended += engine.step()
+    plain = RolloutEngine.from_pretrained(folders[0], spec="none")
+    expected = plain.submit([1, 2, 3, 4, 5], PARAMS)
+    while plain.has_unfinished:
+        plain.step()
+    assert ended[0].token_ids == expected.token_ids
+    assert ended[0].logprobs == expected.logprobs
+    assert set(ended[0].weight_versions) == {0}
+
+
+def test_rows_are_trained_on_so_often_and_no_more(engine):
+    config = CoTrainingConfig(seconds=None, steps=100, batch_rows=200, max_replay=2)
+    co_trainer = CoTrainer(engine, config, training=TRAINING)
+    assert co_trainer.run().steps == 0
+    engine.generate(PROMPTS, PARAMS)
+    assert 2 < co_trainer.run().steps < 20
+    done = co_trainer.run()
+    assert done.steps == 0
+    assert done.judgement.verdict is Verdict.NOT_JUDGED
+
+
+def test_a_draft_that_is_not_better_is_not_swapped_in(engine):
+    engine.generate(PROMPTS, PARAMS)
+    digest = engine.weights_digest("draft")
+    config = CoTrainingConfig(seconds=None, steps=1, held_out_every=3, min_gain=50.0)
+    co_trainer = CoTrainer(engine, config, training=TRAINING)
+    for refused in range(1, 4):
+        done = co_trainer.run()
+        assert done.judgement.verdict is Verdict.NOT_BETTER
+        assert done.swap is None
+        assert co_trainer.counters()["not_better"] == refused
+    assert engine.weights_digest("draft") == digest
+    assert engine.weight_versions["draft"] == 0
+
+
+def test_nan_never_reaches_the_engine(engine):
+    engine.generate(PROMPTS, PARAMS)
+    digest = engine.weights_digest("draft")
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    draft = co_trainer.candidate.trainer.draft
+    with torch.no_grad():
+        draft.fc.weight[0, 0] = torch.nan
+    assert co_trainer.run().judgement.verdict is Verdict.NOT_FINITE
+    assert engine.weights_digest("draft") == digest
+    assert co_trainer.counters()["broken"] == 1
+    engine.generate(PROMPTS, PARAMS)
+    assert co_trainer.run().swap is SwapResult.SWAPPED  # it began anew from the draft in use
+
+
+def test_the_engine_refuses_nan_by_itself(engine):
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    digest = engine.weights_digest("draft")
+    tensors = co_trainer.swap.read()
+    tensors["draft.norm.weight"][3] = torch.inf
+    assert co_trainer.swap.swap(list(tensors.items())) is SwapResult.REFUSED
+    assert "infinite" in co_trainer.swap.why_not
+    assert engine.can_run
+    assert engine.weights_digest("draft") == digest
+
+
+def test_a_swap_waits_while_another_update_is_open(engine):
+    engine.generate(PROMPTS, PARAMS)
+    tensors = load_file(Path(engine.config.model.path) / "model.safetensors")
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    digest = engine.weights_digest("draft")
+    engine.begin_weight_update()
+    done = co_trainer.run()
+    assert done.swap is SwapResult.POSTPONED
+    assert "under way" in done.why_not
+    assert engine.weights_digest("draft") == digest
+    engine.update_weights_from_tensor(tensors)  # goes on as if nothing had been
+    engine.end_weight_update()
+    assert engine.weight_versions == {"target": 1, "draft": 0}
+    assert co_trainer.run().swap is SwapResult.SWAPPED
+    assert engine.weight_versions == {"target": 1, "draft": 1}
+
+
+def test_asleep_nothing_is_trained(engine):
+    engine.generate(PROMPTS, PARAMS)
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    engine.release_memory()
+    with pytest.raises(EngineStateError, match="released"):
+        co_trainer.run()
+    engine.resume_memory()
+    assert co_trainer.run().swap is SwapResult.SWAPPED
+
+
+def test_labels_come_from_the_targets_head_as_it_is(engine, folders, tmp_path):
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    head_DE = co_trainer.candidate.trainer._head_DE.clone()
+    engine.update_weights_from_disk(save_tiny_llama(tmp_path, seed=5), selector="target")
+    co_trainer.run()
+    assert not torch.equal(co_trainer.candidate.trainer._head_DE, head_DE)
+    assert co_trainer.counters()["staleness"] == 1
+
+
+def test_somebody_elses_draft_is_the_one_to_begin_from(engine, folders, tmp_path):
+    engine.generate(PROMPTS, PARAMS)
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    other = {name: tensor + 0.01 for name, tensor in co_trainer.swap.read().items()}
+    engine.update_weights_from_tensor(other, selector="draft")
+    co_trainer._follow_engine()
+    for name, tensor in co_trainer.candidate.named_tensors(torch.float32):
+        torch.testing.assert_close(tensor, other[name])
+
+
+def test_what_cannot_be_trained_is_refused(folders, tmp_path):
+    unrecorded = drafting_engine(*folders, feature_ring=None)
+    with pytest.raises(InvalidInputError, match="feature_ring"):
+        CoTrainer(unrecorded, CONFIG)
+    with pytest.raises(InvalidInputError, match="EAGLE-3"):
+        CoTrainer(RolloutEngine.from_pretrained(folders[0], spec="none"), CONFIG)
+    normed = save_tiny_eagle3(tmp_path / "normed", folders[0], options={"norm_before_fc": True})
+    with pytest.raises(InvalidInputError, match="other weights"):
+        CoTrainer(drafting_engine(folders[0], normed), CONFIG)
+
+
+# The judgement, by itself
+
+
+@dataclass
+class Result:
+    accept_length: float
+
+
+class ScriptedTrainer:
+    """Its weight is a number, each step adds one; how long it is accepted is looked up."""
+
+    def __init__(self, features, accept_lengths: dict[int, float]) -> None:
+        self.features, self.accept_lengths, self.weight = features, accept_lengths, 0
+
+    def step(self, batch) -> None:
+        self.weight += 1
+
+    def held_out_accept_length(self, sequences) -> Result:
+        return Result(self.accept_lengths[self.weight])
+
+    def named_tensors(self, dtype):
+        yield "draft.weight", torch.tensor([float(self.weight)])
+
+    def state_dict(self):
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state) -> None:
+        self.weight = state["weight"]
+
+
+@pytest.fixture
+def candidate_of(engine):
+    engine.generate(PROMPTS, PARAMS)
+
+    def make(accept_lengths: dict[int, float]) -> Candidate:
+        rollouts = CoTrainer(engine, CONFIG).candidate.rollouts
+        trainer = ScriptedTrainer(rollouts.features, accept_lengths)
+        config = CoTrainingConfig(seconds=None, steps=1, held_out_every=3, max_refusals=2)
+        return Candidate(trainer, rollouts, config, torch.float32)
+
+    return make
+
+
+def test_each_is_judged_against_the_one_in_use(candidate_of):
+    candidate = candidate_of({0: 2.0, 1: 2.5, 2: 2.25})
+    assert candidate.judge().verdict is Verdict.NOT_JUDGED
+    candidate.train()
+    judgement = candidate.judge()
+    assert (judgement.accept_length, judgement.accept_length_in_use) == (2.5, 2.0)
+    assert candidate.judge() == judgement  # judging changes nothing
+    candidate.swapped()
+    candidate.train()
+    assert candidate.judge().accept_length_in_use == 2.5
+    assert candidate.judge().verdict is Verdict.NOT_BETTER
+
+
+def test_after_refusals_training_begins_anew_from_the_draft_in_use(candidate_of):
+    candidate = candidate_of({0: 2.0, 1: 1.0, 2: 0.5, 3: 3.0})
+    candidate.train()
+    assert candidate.judge().verdict is Verdict.NOT_BETTER
+    candidate.refused()
+    assert candidate.trainer.weight == 1  # it may be on its way
+    candidate.train()
+    assert candidate.judge().verdict is Verdict.NOT_BETTER
+    candidate.refused()
+    assert candidate.trainer.weight == 0
+
+
+def test_a_draft_is_never_judged_twice_without_training_between(candidate_of):
+    candidate = candidate_of({0: 2.0, 1: 1.0})
+    candidate.train()
+    candidate.refused()
+    assert candidate.judge().verdict is Verdict.NOT_JUDGED
+
+
+# In a process of its own
+
+
+@pytest.mark.timeout(120)
+def test_another_process_trains_and_may_die(engine, tmp_path):
+    engine.generate(PROMPTS, PARAMS)
+    before = accept_length(engine)
+    with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
+        assert wait_for_round(process).swap is SwapResult.SWAPPED
+        assert engine.weight_versions == {"target": 0, "draft": 1}
+        assert accept_length(engine) > before + 0.1
+
+        # The policy moves: the target's embedding and head go over, and training goes on.
+        engine.update_weights_from_disk(save_tiny_llama(tmp_path, seed=5), selector="target")
+        engine.generate(PROMPTS, PARAMS)
+        while (done := wait_for_round(process)).newest_version < 1:
+            pass
+        assert done.sequences
+        swaps, version = process.tally.swaps, engine.weight_versions["draft"]
+        assert version == swaps
+
+        digest = engine.weights_digest("draft")
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait()
+        while not process.why_not:
+            process.poll()
+        assert "exit status -9" in process.why_not
+        assert process.counters()["is_training"] == 0
+        assert process.poll() is None
+        assert engine.weights_digest("draft") == digest
+        assert engine.generate(PROMPTS, PARAMS)[0].token_ids
+
+        process.restart()
+        assert not process.why_not
+        wait_for_round(process)
+    assert process.poll() is None
+    assert engine.can_run
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_dies_over_a_swap_leaves_the_old_draft(engine):
+    """It is killed when its weights are announced and not yet taken; its memory is removed."""
+    engine.generate(PROMPTS, PARAMS)
+    digest = engine.weights_digest("draft")
+    with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
+        process.poll()
+        answers, deadline = [], time.monotonic() + 60
+        while not any(each.get("weights") for each in answers):
+            assert time.monotonic() < deadline
+            answers += process._answers()
+            process._awaited = 0
+            if answers and not any("judgement" in each for each in answers):
+                process._go_on()
+                answers.clear()
+            time.sleep(0.02)
+        process._process.kill()
+        process._process.wait()
+        (announced,) = [each for each in answers if each.get("weights")]
+        Path("/dev/shm", announced["weights"]["segment"]).unlink()
+        process._answers = lambda: [announced]
+        process._awaited = 1
+        assert process.poll() is None
+        assert process.why_not
+    assert engine.can_run
+    assert engine.weights_digest("draft") == digest
+
+
+def test_an_open_update_is_not_touched_by_a_swap_that_fails(engine):
+    """Begun in between, as by another thread of the same loop."""
+    co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
+    tensors = list(co_trainer.swap.read().items())
+    engine.begin_weight_update(selector="draft")
+    engine.update_weights_from_tensor(tensors[:1])
+    assert co_trainer.swap.swap(tensors) is SwapResult.POSTPONED
+    assert engine.worker.weights.is_under_way
+    engine.update_weights_from_tensor(tensors[1:])
+    engine.end_weight_update()
+    assert engine.can_run
+    assert not co_trainer.swap.is_ours
+    with pytest.raises(WeightUpdateError):
+        engine.end_weight_update()
