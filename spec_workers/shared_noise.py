@@ -15,8 +15,8 @@ probability
 
 as though the target's function were off by at most w to either side, uniformly; w = 1 is the
 draft's own probability of the token, whatever the noise. Greedy requests have no noise: there the
-components are the draft's distribution, sharpened more or less. The weights are learned from what
-the target sampled (`mixture.py`).
+components are the draft's distribution, sharpened more or less. One component more believes in
+none of the candidates. The weights are learned from what the target sampled (`mixture.py`).
 
 Legend: R rows, D draft vocabulary, C candidates, K components.
 """
@@ -36,7 +36,8 @@ from rollout.types import Request
 
 WIDTHS = (1.0, 0.25, 0.08, 0.025, 0.008)
 SHARPNESS = (1.0, 1.6, 2.5, 4.0, 8.0)
-COMPONENTS = len(WIDTHS)
+COMPONENTS = len(WIDTHS) + 1
+"""The last one believes in none of the candidates."""
 
 
 class SharedNoise:
@@ -119,10 +120,11 @@ class Candidates:
 
     def components(self) -> NDArray[np.float32]:
         """Float32 [R, C, K]: the probability of each token under each component."""
-        found_RCK = window_probabilities(self.probs_RC, self.ends_RC, self.uniforms_R)
+        found_RCK = np.zeros((*self.probs_RC.shape, COMPONENTS), dtype=np.float32)
+        found_RCK[:, :, :-1] = window_probabilities(self.probs_RC, self.ends_RC, self.uniforms_R)
         if self.is_greedy_R.any():
             greedy = self.is_greedy_R
-            found_RCK[greedy] = sharpened_probabilities(self.probs_RC[greedy])
+            found_RCK[greedy, :, :-1] = sharpened_probabilities(self.probs_RC[greedy])
         return found_RCK
 
 
@@ -148,4 +150,4 @@ def sharpened_probabilities(probs_RC: NDArray[np.floating]) -> NDArray[np.float3
     powers_RCK = (probs_RC[:, :, None] / highest_R11) ** sharpness_K
     sums_RK = powers_RCK.sum(axis=1)
     sums_RK[:, 0] = 1.0 / highest_R11[:, 0, 0]  # of the whole vocabulary
-    return (powers_RCK / sums_RK[:, None]).astype(np.float32)
+    return (powers_RCK / np.maximum(sums_RK, 1e-30)[:, None]).astype(np.float32)

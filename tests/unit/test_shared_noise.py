@@ -1,0 +1,163 @@
+"""Estimates of what the target samples, against what it does sample, by the real op and noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.ops.categorical import categorical
+from rollout.sampling.noise import uniforms
+from rollout.sampling.truncation import truncation_threshold
+from spec_workers.mixture import LearnedMixture
+from spec_workers.shared_noise import (
+    COMPONENTS,
+    SHARPNESS,
+    WIDTHS,
+    SharedNoise,
+    sharpened_probabilities,
+    window_probabilities,
+)
+from tests.helpers.requests import make_request
+
+VOCAB = 200
+ROWS = 256
+COUNT = 32
+
+
+def logits_pair(round_: int, error: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's logits and a draft's that is off by so much: some rows sharp, some flat."""
+    generator = torch.Generator().manual_seed(round_)
+    sharpness = 1 + 4 * torch.rand(ROWS, 1, generator=generator)
+    target = torch.randn(ROWS, VOCAB, generator=generator) * sharpness
+    return target, target + error * torch.randn(ROWS, VOCAB, generator=generator)
+
+
+def truncated(logits, params, temperature):
+    """What the sampler keeps of the target's logits, at temperature 1."""
+    logits = logits / (temperature or 1)
+    if not params:
+        return logits
+    threshold = truncation_threshold(
+        logits,
+        torch.ones(ROWS),
+        torch.full((ROWS,), params.get("top_k", -1)),
+        torch.full((ROWS,), params.get("top_p", 1.0)),
+        torch.full((ROWS,), params.get("min_p", 0.0)),
+    )
+    return logits.masked_fill(logits < threshold[:, None], float("-inf"))
+
+
+def run(error: float, temperature: float, rounds: int = 24, **truncation):
+    """Each round's candidates, their estimates and which came true, the mixture learning."""
+    requests = [
+        make_request(seed=seed, temperature=temperature, **truncation) for seed in range(ROWS)
+    ]
+    noise, mixture = SharedNoise(requests), LearnedMixture()
+    rows, depths = np.arange(ROWS), np.zeros(ROWS, dtype=np.int64)
+    for round_ in range(rounds):
+        positions = np.full(ROWS, 10 + round_)
+        target, draft = logits_pair(round_, error)
+        uniforms_R = uniforms(np.arange(ROWS, dtype=np.uint64), positions)
+        sampled = categorical(
+            truncated(target, truncation, temperature),
+            torch.full((ROWS,), float(temperature > 0)),
+            torch.from_numpy(uniforms_R),
+        )[0].numpy()
+        found = noise.candidates(draft.clone(), rows, positions, COUNT)
+        components = found.components()
+        contexts = mixture.contexts(found.is_greedy_R, depths, found.probs_RC.max(axis=1))
+        estimates = mixture.probabilities(contexts, components)
+        came_true = found.index_RC.numpy() == sampled[:, None]
+        came_true &= components.any(axis=2)
+        mixture.learn(contexts, components, came_true)
+        if round_ >= rounds // 3:
+            yield found, estimates, came_true
+
+
+@pytest.mark.parametrize("error", [0.1, 0.5])
+@pytest.mark.parametrize(
+    ("temperature", "truncation"),
+    [(1.0, {}), (0.6, {}), (0.0, {}), (1.0, {"top_p": 0.8}), (1.2, {"top_k": 20, "min_p": 0.02})],
+)
+def test_estimates_come_true_as_often_as_they_say(error, temperature, truncation):
+    estimates, came_true = [], []
+    for _, estimates_RC, came_true_RC in run(error, temperature, **truncation):
+        estimates.append(estimates_RC.ravel())
+        came_true.append(came_true_RC.ravel())
+    estimates, came_true = np.concatenate(estimates), np.concatenate(came_true)
+    # Of most rows the target's token is a candidate; of the others the mixture knows too.
+    assert estimates.sum() == pytest.approx(came_true.sum(), rel=0.05)
+    for low, high in ((0.02, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.01)):
+        within = (estimates >= low) & (estimates < high)
+        if within.sum() > 300:
+            assert estimates[within].mean() == pytest.approx(came_true[within].mean(), abs=0.18)
+
+
+@pytest.mark.parametrize(("error", "gain"), [(0.1, 2.0), (0.5, 1.5), (1.5, 1.2)])
+def test_the_noise_tells_more_than_the_likeliest_token(error, gain):
+    by_noise = by_mode = 0
+    for found, estimates_RC, came_true_RC in run(error, 1.0):
+        rows = np.arange(ROWS)
+        by_noise += came_true_RC[rows, estimates_RC.argmax(axis=1)].sum()
+        by_mode += came_true_RC[rows, found.probs_RC.argmax(axis=1)].sum()
+    assert by_noise > gain * by_mode
+
+
+def test_windows_against_a_sum_over_every_point():
+    random = np.random.default_rng(0)
+    probs = random.dirichlet(np.full(9, 0.4), size=20).astype(np.float64)
+    ends, noise = probs.cumsum(axis=1), random.random(20)
+    noise[:2] = 0.0, 1.0 - 2**-53
+    found = window_probabilities(probs, ends, noise)
+    assert np.allclose(found.sum(axis=1), 1.0, atol=1e-6)  # of all tokens, under each component
+    assert np.allclose(found[:, :, 0], probs, atol=1e-6)
+    points = (np.arange(20_000) + 0.5) / 20_000
+    for row in range(20):
+        token_of = np.searchsorted(ends[row], points, side="right")
+        for k, width in enumerate(WIDTHS):
+            within = np.abs(points - noise[row]) <= width
+            shares = np.bincount(token_of[within], minlength=9)[:9] / within.sum()
+            assert np.allclose(found[row, :, k], shares, atol=0.01)
+
+
+def test_sharpened_distributions():
+    probs = np.array([[0.5, 0.25, 0.125, 0.0]])
+    found = sharpened_probabilities(probs)
+    assert np.allclose(found[0, :, 0], probs)
+    for k, power in enumerate(SHARPNESS[1:], start=1):
+        assert np.allclose(found[0, :, k], probs[0] ** power / (probs[0] ** power).sum())
+
+
+def test_the_token_at_the_noise_is_among_the_candidates():
+    requests = [make_request(seed=seed) for seed in range(64)]
+    positions = np.full(64, 7)
+    logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0))
+    found = SharedNoise(requests).candidates(logits.clone(), np.arange(64), positions, 4)
+    noise = torch.from_numpy(uniforms(np.arange(64, dtype=np.uint64), positions))
+    at_noise = categorical(logits, torch.ones(64), noise)[0]
+    assert torch.equal(found.index_RC[:, 0], at_noise)
+    again = (found.index_RC[:, 1:] == at_noise[:, None]).any(dim=1).numpy()
+    assert np.array_equal(found.probs_RC[:, 0] == 0, again)
+    assert again.any()
+    assert not again.all()
+
+
+def test_a_broken_draft_thinks_of_nothing():
+    logits = torch.full((2, VOCAB), float("nan"))
+    requests = [make_request(), make_request(temperature=0.0)]
+    found = SharedNoise(requests).candidates(logits, np.arange(2), np.array([3, 3]), 4)
+    assert not found.components().any()
+
+
+def test_a_vocabulary_of_less_than_the_candidates_wanted():
+    found = SharedNoise([make_request()]).candidates(
+        torch.zeros(1, 3), np.zeros(1, int), np.array([3]), 32
+    )
+    assert found.index_RC.shape == (1, 4)
+    assert found.probs_RC.sum() == pytest.approx(1.0)
+
+
+def test_no_rows():
+    found = SharedNoise([]).candidates(torch.zeros(0, VOCAB), np.zeros(0, int), np.zeros(0, int), 4)
+    assert found.components().shape == (0, 5, COMPONENTS)
