@@ -73,7 +73,7 @@ class DraftRunner:
         kv, rows_B, lens_B = self.kv, runs.rows_B, runs.lens_B
         kv.follow(rows_B, runs.starts_B, runs.tokens_B)
         positions_T = np.repeat(runs.starts_B, lens_B) + places_within(lens_B)
-        slots_T = kv.target_slots(np.repeat(rows_B, lens_B), positions_T)
+        slots_T = kv.slots_of(rows_B, lens_B, positions_T)
         kv.place(rows_B, lens_B, slots_T)
         used = lens_B > 0  # a plan has no empty runs
         plan = self._plan(

@@ -86,6 +86,10 @@ class CacheMemory:
         """How many tokens admit() would find cached now: at most all but the last. int32 in."""
         return self.prefix_cache.match_len(tokens[:-1])
 
+    def shared_len(self, row: int) -> int:
+        """Positions of the row whose slots are the prefix cache's, and may be others' too."""
+        return self._rows[row].shared_len
+
     def admit(self, tokens: np.ndarray, headroom: int) -> tuple[int, int] | None:
         """Give a request a row with its cached prefix in it. Returns (row, cached length).
 

@@ -39,8 +39,16 @@ def names_of(layout: str, step: int) -> list[str]:
     return [name.format(k=step, n=LAYERS + step) for name in NAMES[layout]]
 
 
-def chain_tensors(layout: str, steps: int, *, seed: int = 9) -> dict[str, torch.Tensor]:
-    """A chain's tensors, random; norms differ from one."""
+def chain_tensors(
+    layout: str,
+    steps: int,
+    *,
+    heads: tuple[int, int, int] = (HEADS, KV_HEADS, D),
+    likely: bool = False,
+    seed: int = 9,
+) -> dict[str, torch.Tensor]:
+    """A chain's tensors, random; norms differ from one. ``likely``: see `save_tiny_mtp`."""
+    num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
 
@@ -57,13 +65,18 @@ def chain_tensors(layout: str, steps: int, *, seed: int = 9) -> dict[str, torch.
         ):  # fmt: skip
             add(norm, E)
         add(projection, E, 2 * E)
-        add(f"{decoder}.self_attn.q_proj", HEADS * D, E)
+        add(f"{decoder}.self_attn.q_proj", num_heads * head_dim, E)
         for kv in ("k_proj", "v_proj"):
-            add(f"{decoder}.self_attn.{kv}", KV_HEADS * D, E)
-        add(f"{decoder}.self_attn.o_proj", E, HEADS * D)
+            add(f"{decoder}.self_attn.{kv}", num_kv_heads * head_dim, E)
+        add(f"{decoder}.self_attn.o_proj", E, num_heads * head_dim)
         for up in ("gate_proj", "up_proj"):
             add(f"{decoder}.mlp.{up}", FFN, E)
         add(f"{decoder}.mlp.down_proj", E, FFN)
+        if likely:
+            both = torch.cat([torch.eye(E), 0.2 * tensors[f"{projection}.weight"][:, :E]], dim=1)
+            tensors[f"{projection}.weight"] = both.roll(E if layout == "mimo" else 0, dims=1)
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                tensors[f"{decoder}.{name}.weight"] *= 0.3
     return tensors
 
 
@@ -72,16 +85,20 @@ def save_tiny_mtp(
     layout: str,
     steps: int = 2,
     *,
+    heads: tuple[int, int, int] = (HEADS, KV_HEADS, D),
+    likely: bool = False,
     own_head: int | None = None,
     extra: dict[str, torch.Tensor] | None = None,
     **model: object,
 ) -> tuple[Path, Path]:
     """A target's folder and its chain's, the same one unless the layout is ``separate``.
 
+    ``heads``: query heads, kv heads, head dim of a separate chain. ``likely``: the token's own
+    embedding is most of what comes out, as it is of the target: many guesses come true.
     ``own_head``: so many tokens, every other one, make a draft vocabulary with a head of its own.
     """
     target = save_tiny_llama(folder / "target", **model)
-    tensors = chain_tensors(layout, steps) | (extra or {})
+    tensors = chain_tensors(layout, steps, heads=heads, likely=likely) | (extra or {})
     if layout != "separate":
         stored = load_file(target / "model.safetensors")
         dtype = stored["model.norm.weight"].dtype
@@ -90,13 +107,15 @@ def save_tiny_mtp(
         return target, target
     config = json.loads((target / "config.json").read_text())
     config |= {"architectures": ["SpecrolloutMTP"], "num_nextn_predict_layers": steps}
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    config |= dict(zip(names, heads, strict=True))
     if own_head is not None:
         generator = torch.Generator().manual_seed(4)
         tensors["draft.lm_head.weight"] = torch.randn(own_head, E, generator=generator)
         tensors["d2t"] = torch.arange(own_head)
         config["draft_vocab_size"] = own_head
     chain = folder / "chain"
-    chain.mkdir()
+    chain.mkdir(parents=True)
     (chain / "config.json").write_text(json.dumps(config))
     save_file(tensors, chain / "model.safetensors", metadata={"format": "pt"})
     return target, chain
