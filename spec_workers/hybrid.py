@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from rollout.config import EngineConfig
 from rollout.models.loader import Progress
+from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.drafter import Drafter
 from spec_workers.eagle import open_eagle
 from spec_workers.idle import check_idle
+from spec_workers.multi_layer_eagle import open_chain
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
@@ -134,8 +136,8 @@ def build(
     progress: Progress | None = None,
     *,
     draft_path: str | None = None,
-    num_steps: int = 4,
-    topk: int = 4,
+    num_steps: int | None = None,
+    topk: int | None = None,
     num_draft_tokens: int = 16,
     budget: str = "learned",
     min_probability: float = 0.02,
@@ -151,13 +153,17 @@ def build(
     """A worker with a corpus and a neural draft.
 
     Args:
-        draft_path, num_steps, topk, frozen, lockstep: of `spec_workers.eagle.build`.
+        draft_path: the folder of an EAGLE draft or of an MTP chain; default: the target's own,
+            whose checkpoint has MTP heads.
+        num_steps, topk: of `spec_workers.eagle.build` or `spec_workers.multi_layer_eagle.build`,
+            by the draft's kind, with the defaults they have there.
+        frozen, lockstep: likewise.
         num_draft_tokens: most draft nodes per request and step, of both together.
         budget, min_probability, calibration_seconds: of either.
         corpus_bytes, corpus_path, external_corpora, max_external_bytes, max_external_tokens: of
             `spec_workers.ngram.build`.
 
-    Raises what those two do.
+    Raises what those do.
     """
     # Before the model, which may take minutes to load: mistakes show at once.
     check_budget(budget)
@@ -171,16 +177,30 @@ def build(
         configured={} if external_corpora is None else external_corpora,
         corpus_path=corpus_path,
     )
-    target, drafter = open_eagle(
-        config,
-        progress,
-        draft_path=draft_path,
-        num_steps=num_steps,
-        topk=topk,
-        num_draft_tokens=num_draft_tokens,
-        frozen=frozen,
-        lockstep=lockstep,
-    )
+    target: TargetWorker
+    drafter: Drafter
+    if draft_path is None or is_separate_chain(Path(draft_path)):
+        target, drafter = open_chain(
+            config,
+            progress,
+            draft_path=draft_path,
+            num_steps=num_steps,
+            topk=1 if topk is None else topk,
+            num_draft_tokens=num_draft_tokens,
+            frozen=frozen,
+            lockstep=lockstep,
+        )
+    else:
+        target, drafter = open_eagle(
+            config,
+            progress,
+            draft_path=draft_path,
+            num_steps=4 if num_steps is None else num_steps,
+            topk=4 if topk is None else topk,
+            num_draft_tokens=num_draft_tokens,
+            frozen=frozen,
+            lockstep=lockstep,
+        )
     sources = hybrid_sources(drafter.sources)
     return HybridWorker(
         target,

@@ -65,6 +65,43 @@ def build(
     check_budget(budget)
     check_number("min_probability", min_probability, 1)
     check_number("calibration_seconds", calibration_seconds, 3600)
+    target, drafter = open_chain(
+        config,
+        progress,
+        draft_path=draft_path,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        frozen=frozen,
+        lockstep=lockstep,
+    )
+    return MultiLayerEagleWorker(
+        target,
+        drafter,
+        budget=(
+            FixedBudget(min_probability)
+            if lockstep or budget == "fixed"
+            else LearnedBudget.for_target(target, drafter.sources, min_probability)
+        ),
+        calibration_seconds=calibration_seconds,
+    )
+
+
+def open_chain(
+    config: EngineConfig,
+    progress: Progress | None,
+    *,
+    draft_path: str | None,
+    num_steps: int | None,
+    topk: int,
+    num_draft_tokens: int,
+    frozen: bool,
+    lockstep: bool,
+) -> tuple[TargetWorker, MultiLayerEagleDrafter]:
+    """A target and a chain that reads it, whose weights and KV are the target's to look after.
+
+    See `build` for the options, and for what is raised, before the target is loaded.
+    """
     check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
     check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
     if num_steps is not None:
@@ -96,13 +133,4 @@ def build(
         target.weights.parts.add(f"draft_step_{step}", network, frozen=frozen)
     for runner in drafter.runners:
         target.residency.add_kv_pool(runner.kv.pool)
-    return MultiLayerEagleWorker(
-        target,
-        drafter,
-        budget=(
-            FixedBudget(min_probability)
-            if lockstep or budget == "fixed"
-            else LearnedBudget.for_target(target, drafter.sources, min_probability)
-        ),
-        calibration_seconds=calibration_seconds,
-    )
+    return target, drafter

@@ -49,7 +49,7 @@ def make_engine(
         PLAIN: ("none", None),
         NGRAM: ("ngram", None),
         EAGLE3: ("eagle", folders.eagle3),
-        MTP: ("multi_layer_eagle", folders.mtp),
+        MTP: ("mtp", folders.mtp),
         HYBRID: ("hybrid", folders.eagle3),
         HYBRID_MTP: ("hybrid", folders.mtp),
     }[name]

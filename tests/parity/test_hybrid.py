@@ -11,8 +11,9 @@ from scipy import stats
 from rollout import RolloutEngine, SamplingParams
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_mtp import save_tiny_mtp
 
-VOCAB = 61
+VOCAB = 97
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_new_tokens=24),
     "sampled": SamplingParams(temperature=0.8, max_new_tokens=24, n=3, seed=5),
@@ -37,19 +38,22 @@ def dtype(request):
 
 
 @pytest.fixture(scope="module")
-def target_path(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+def folders(tmp_path_factory):
+    """By the kind of draft: the target's, always of the same weights, and the draft's."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    target = save_tiny_llama(folder / "plain", vocab_size=VOCAB)
+    eagle3 = save_tiny_eagle3(folder / "eagle3", target, draft_vocab_size=40, unsorted=True)
+    with_heads, _ = save_tiny_mtp(folder / "heads", "qwen3_next")
+    return {
+        "eagle3": (target, str(eagle3)),
+        "chain": (target, str(save_tiny_mtp(folder / "chain", "separate", own_head=40)[1])),
+        "heads": (with_heads, None),
+    }
 
 
 @pytest.fixture(scope="module")
-def draft_path(tmp_path_factory, target_path):
-    folder = tmp_path_factory.mktemp("draft")
-    return save_tiny_eagle3(folder, target_path, draft_vocab_size=40, unsorted=True)
-
-
-@pytest.fixture(scope="module")
-def plain(target_path, dtype):
-    engine = RolloutEngine.from_pretrained(target_path, "none", dtype=dtype, max_running=1)
+def plain(folders, dtype):
+    engine = RolloutEngine.from_pretrained(folders["eagle3"][0], "none", dtype=dtype, max_running=1)
     return {name: numbers(engine.generate(prompts(), params)) for name, params in PARAMS.items()}
 
 
@@ -58,26 +62,26 @@ def numbers(rollouts):
 
 
 def hybrid(target_path, draft_path, **overrides):
-    own = {"draft_path": str(draft_path), "min_probability": 0.005, "calibration_seconds": 0}
+    own = {"draft_path": draft_path, "min_probability": 0.005, "calibration_seconds": 0}
     options = own | overrides.pop("spec_options", {})
     return RolloutEngine.from_pretrained(target_path, "hybrid", spec_options=options, **overrides)
 
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize(
-    ("budget", "options"),
+    ("kind", "budget", "options"),
     [
-        ("learned", {}),
-        ("fixed", {"chunk_len": 7, "max_step_tokens": 11}),
-        ("fixed", {"max_kv_tokens": 100}),
+        ("eagle3", "learned", {}),
+        ("eagle3", "fixed", {"chunk_len": 7, "max_step_tokens": 11}),
+        ("chain", "fixed", {"max_kv_tokens": 100}),
+        ("heads", "learned", {}),
     ],
     ids=str,
 )
-def test_no_hybrid_draft_can_be_seen(target_path, draft_path, dtype, plain, name, budget, options):
+def test_no_hybrid_draft_can_be_seen(folders, dtype, plain, name, kind, budget, options):
     engine = hybrid(
-        target_path, draft_path, dtype=dtype, max_running=4, spec_options={"budget": budget},
-        **options,
-    )  # fmt: skip
+        *folders[kind], dtype=dtype, max_running=4, spec_options={"budget": budget}, **options
+    )
     for _ in range(2):  # the corpus knows every answer the second time
         rollouts = engine.generate(prompts(), PARAMS[name])
         assert numbers(rollouts) == plain[name]
@@ -88,14 +92,14 @@ def test_no_hybrid_draft_can_be_seen(target_path, draft_path, dtype, plain, name
         assert engine.worker.counters()["draft/trees"] > 0
 
 
-def test_pairs_of_tokens_follow_the_target(target_path, draft_path):
+def test_pairs_of_tokens_follow_the_target(folders):
     """By the target's own probabilities, renormalised as it samples."""
     params = SamplingParams(
         temperature=1.0, top_k=5, max_new_tokens=2, n=DRAWS, seed=2, ignore_eos=True,
         sampling_logprobs=True,
     )  # fmt: skip
     engine = hybrid(
-        target_path, draft_path, dtype="float32", max_running=32, spec_options={"budget": "fixed"}
+        *folders["eagle3"], dtype="float32", max_running=32, spec_options={"budget": "fixed"}
     )
     rollouts = engine.generate([prompts()[2]], params)
     assert sum(rollout.stats.accepted for rollout in rollouts) > DRAWS / 10

@@ -21,6 +21,11 @@ from rollout.models.spec import ModelSpec, read_json
 _VOCABULARY_TABLE = "d2t"
 
 
+def is_separate_chain(folder: Path) -> bool:
+    """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
+    return read_json(folder / "config.json").get("architectures") == [SEPARATE.title]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpChain:
     """What a folder says of its chain before weights are read."""
@@ -38,7 +43,7 @@ class MtpChain:
         UnsupportedModelError, naming it, for what is not implemented in a chain.
         """
         config = read_json(folder / "config.json")
-        is_separate = config.get("architectures") == [SEPARATE.title]
+        is_separate = is_separate_chain(folder)
         checkpoint = Checkpoint(folder, tables=(_VOCABULARY_TABLE,))
         layouts = (SEPARATE,) if is_separate else IN_TARGET
         found = find_layout(layouts, checkpoint.tensors, target.num_layers)
