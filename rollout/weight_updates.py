@@ -12,7 +12,6 @@ import torch
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.weights.bucket import FlattenedBucket, unflattened
 from rollout.weights.checks import manifest_of, pairs_of
-from rollout.weights.disk import CheckpointSource
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
@@ -115,10 +114,13 @@ class WeightCalls(ABC):
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
         """Take the weights of a safetensors folder, sharded or not.
 
-        Raises CheckpointError for a missing, truncated or damaged file before a byte moves, else
-        what `update_weights_from_tensor` does.
+        With a selector of drafts alone it is a draft's folder, in any layout that one can be loaded
+        from. Raises CheckpointError for a missing, truncated or damaged file, and for the folder of
+        another draft, before a byte moves, else what `update_weights_from_tensor` does.
         """
-        self._load(CheckpointSource(model_path), options)
+        weights = self.worker.weights
+        selector = (UpdateOptions.of(options) if options else weights.options).selector
+        self._load(weights.parts.source(Path(model_path), selector), options)
 
     def update_weights_from_ipc(
         self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any

@@ -8,10 +8,11 @@ from typing import Any
 
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
-from rollout.models.eagle.loader import load_eagle, read_eagle_spec
+from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
 from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
+from rollout.weights.disk import CheckpointSource
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import time_forwards
 from spec_workers.draft_sizing import draft_slot_bytes
@@ -173,15 +174,21 @@ def open_eagle(
         features=draft_spec.features,
         draft_slot_bytes=draft_slot_bytes(config.model, target_spec, draft_spec),
     )
+    model = load_eagle(draft_path, target.model)
     drafter = EagleDrafter(
         target,
-        load_eagle(draft_path, target.model),
+        model,
         num_steps=num_steps,
         topk=topk,
         num_draft_tokens=num_draft_tokens,
         lockstep=lockstep,
     )
-    target.weights.parts.add("draft", drafter.model, frozen=frozen)
+    target.weights.parts.add(
+        "draft",
+        model,
+        frozen=frozen,
+        reader=lambda folder: CheckpointSource.named(*tensors_for(folder, model, target.model)),
+    )
     target.residency.add_kv_pool(drafter.runner.kv.pool)
     worker = EagleWorker(
         target,

@@ -10,6 +10,7 @@ from rollout.models.loader import Progress
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES
+from rollout.weights.disk import CheckpointSource
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.draft_sizing import draft_slot_bytes
 from spec_workers.eagle import EagleWorker
@@ -129,8 +130,13 @@ def open_chain(
         num_draft_tokens=num_draft_tokens,
         lockstep=lockstep,
     )
+
+    def read(folder: Path) -> CheckpointSource:
+        found = MtpChain.find(folder, target_spec)
+        return CheckpointSource.named(found.checkpoint, found.tensors_for(networks))
+
     for step, network in enumerate(networks[:depth]):
-        target.weights.parts.add(f"draft_step_{step}", network, frozen=frozen)
+        target.weights.parts.add(f"draft_step_{step}", network, frozen=frozen, reader=read)
     for runner in drafter.runners:
         target.residency.add_kv_pool(runner.kv.pool)
     return target, drafter

@@ -74,7 +74,10 @@ class TargetWorker:
         self.max_context_len = spec.max_context_len
         self.eos_token_ids = spec.eos_token_ids
         self.weights = WeightTransaction(
-            {"target": self.model}, passes_over=partial(is_mtp_tensor, num_layers=spec.num_layers)
+            {"target": self.model},
+            passes_over=partial(
+                is_mtp_tensor, num_layers=spec.num_layers, num_mtp_layers=spec.num_mtp_layers
+            ),
         )
         scheduler = config.scheduler
         self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)

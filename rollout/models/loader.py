@@ -77,7 +77,7 @@ def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None
     shapes = {
         name: shape
         for name, shape in checkpoint.shapes().items()
-        if not is_mtp_tensor(name, model.spec.num_layers)
+        if not is_mtp_tensor(name, model.spec.num_layers, model.spec.num_mtp_layers)
     }
     problems = mismatches(destinations, shapes)
     if problems:

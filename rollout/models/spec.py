@@ -34,6 +34,9 @@ _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
 }
 
 
+_MTP_LAYERS = "num_nextn_predict_layers"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     architecture: str
@@ -54,6 +57,7 @@ class ModelSpec:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype | None  # None: config.json does not say
+    num_mtp_layers: int = 0  # after its own, that predict tokens beyond the next
 
     @staticmethod
     def read(folder: Path, max_context_len: int | None = None) -> ModelSpec:
@@ -143,6 +147,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
         qk_norm=architecture == "Qwen3ForCausalLM",
         eos_token_ids=_token_ids(config.get("eos_token_id"), extra_eos),
         dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
+        num_mtp_layers=_size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
     )
 
 

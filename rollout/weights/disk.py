@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -20,12 +21,23 @@ class CheckpointSource:
 
     def __init__(self, model_path: str | Path) -> None:
         self._checkpoint = Checkpoint(Path(model_path))
+        self._names: Mapping[str, str] = {name: name for name in self._checkpoint.tensors}
+
+    @classmethod
+    def named(cls, checkpoint: Checkpoint, names: Mapping[str, str]) -> Self:
+        """Some tensors of a folder: their names there, and those they come under."""
+        source = cls.__new__(cls)
+        source._checkpoint, source._names = checkpoint, names
+        return source
 
     def manifest(self) -> Manifest:
+        stored = self._checkpoint.tensors
         return {
-            name: TensorSpec(stored.shape, stored.dtype)
-            for name, stored in self._checkpoint.tensors.items()
+            ours: TensorSpec(stored[name].shape, stored[name].dtype)
+            for name, ours in self._names.items()
         }
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._checkpoint)
+        for name, tensor in self._checkpoint:
+            if name in self._names:
+                yield self._names[name], tensor

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from rollout.errors import InvalidInputError
 from rollout.layers.destination import Destination, same_values
+from rollout.weights.disk import CheckpointSource
+from rollout.weights.manifest import WeightSource
 from rollout.weights.part import WeightPart
+
+FolderReader = Callable[[Path], WeightSource]
+"""Opens a folder that drafts are kept in; its tensors, by the names that updates use."""
 
 _DRAFT_STEP = re.compile(r"draft_step_\d+")
 
@@ -35,14 +41,24 @@ class WeightParts(Mapping[str, WeightPart]):
         self._owners: dict[str, str] = {}  # checkpoint name -> part
         self._places: dict[str, tuple[int, int]] = {}
         self._frozen: set[str] = set()
+        self._readers: dict[str, FolderReader] = {}
         for part, model in parts.items():
             self.add(part, model)
 
-    def add(self, part: str, model: WeightPart, *, frozen: bool = False) -> None:
+    def add(
+        self,
+        part: str,
+        model: WeightPart,
+        *,
+        frozen: bool = False,
+        reader: FolderReader = CheckpointSource,
+    ) -> None:
         """A draft of the worker whose target is here already.
 
-        ``frozen``: whoever streams weights to ``all`` does not train it: it is left alone by them,
-        and its values outlast a release of memory that keeps no others.
+        Args:
+            frozen: whoever streams weights to ``all`` does not train it: it is left alone by them,
+                and its values outlast a release of memory that keeps no others.
+            reader: for updates of drafts alone; steps of a chain have one in common.
 
         Raises InvalidInputError for a name under which another part keeps a tensor of its own.
         """
@@ -57,6 +73,7 @@ class WeightParts(Mapping[str, WeightPart]):
             self._owners.setdefault(name, part)
             self._places.setdefault(name, destination.place)
         self._parts[part] = model
+        self._readers[part] = reader
         if frozen:
             self._frozen.add(part)
 
@@ -84,6 +101,12 @@ class WeightParts(Mapping[str, WeightPart]):
             return steps
         known = ", ".join(["all", *sorted({*self, "draft"} if steps else self)])
         raise InvalidInputError("selector", selector, f"this worker has: {known}")
+
+    def source(self, folder: Path, selector: str) -> WeightSource:
+        """What an update from a folder brings to these parts. Raises CheckpointError."""
+        parts = self.selected(selector)
+        first = next(part for part in self if part in parts)  # the target, where it is among them
+        return self._readers[first](folder)
 
     def destinations(self, parts: frozenset[str]) -> dict[str, Destination]:
         """Where an update of these parts goes. What they borrow from others may come, unchanged."""

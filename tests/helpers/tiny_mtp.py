@@ -104,6 +104,9 @@ def save_tiny_mtp(
         dtype = stored["model.norm.weight"].dtype
         stored |= {name: values.to(dtype) for name, values in tensors.items()}
         save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((target / "config.json").read_text())
+        config["num_nextn_predict_layers"] = steps
+        (target / "config.json").write_text(json.dumps(config))
         return target, target
     config = json.loads((target / "config.json").read_text())
     config |= {"architectures": ["SpecrolloutMTP"], "num_nextn_predict_layers": steps}

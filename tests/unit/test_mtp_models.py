@@ -99,7 +99,7 @@ def test_destinations_are_the_checkpoints_own_names(layout, tmp_path):
     _, _, steps = load(*folders)
     stored = load_file(folders[1] / "model.safetensors")
     found = [step.destinations() for step in steps]
-    names = {name for name in stored if layout == "separate" or is_mtp_tensor(name, LAYERS)}
+    names = {name for name in stored if layout == "separate" or is_mtp_tensor(name, LAYERS, 2)}
     assert {name for each in found for name in each} == names
     for each in found:
         for name, destination in each.items():
@@ -238,7 +238,8 @@ def test_mimo_is_a_qwen2_with_a_chain(tmp_path):
     [
         ("model.layers.1.mlp.up_proj.weight", False),
         ("model.layers.2.mlp.up_proj.weight", True),
-        ("model.layers.10.enorm.weight", True),
+        ("model.layers.3.enorm.weight", True),
+        ("model.layers.4.enorm.weight", False),
         ("model.mtp_layers.0.input_proj.weight", True),
         ("mtp.fc.weight", True),
         ("model.norm.weight", False),
@@ -246,4 +247,4 @@ def test_mimo_is_a_qwen2_with_a_chain(tmp_path):
     ],
 )
 def test_which_tensors_are_a_chains(name, is_mtp):
-    assert is_mtp_tensor(name, num_layers=2) == is_mtp
+    assert is_mtp_tensor(name, num_layers=2, num_mtp_layers=2) == is_mtp

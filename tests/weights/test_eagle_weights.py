@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.errors import CheckpointError, InvalidInputError, WeightUpdateError
 from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_mtp import save_tiny_mtp
 from tests.weights.conftest import outputs
 
 PROMPT = list(range(3, 40))
@@ -110,6 +111,53 @@ def test_a_new_draft_in_the_middle_of_a_rollout(policies, draft_paths):
     assert finish(engine) == expected
     assert engine.weight_versions == {"target": 0, "draft": 1}
     assert engine.worker.counters()["draft/trees"] > grown, "it drafts again, with the new weights"
+
+
+@pytest.mark.parametrize("layout", ["specforge", "speculators"])
+def test_a_draft_from_a_folder_of_any_layout(policies, tmp_path, layout):
+    """Its names are mapped, and the rows of its head, as when it is loaded."""
+    shape = {"draft_vocab_size": 40, "unsorted": True}
+    folders = [
+        save_tiny_eagle3(tmp_path / name, policies[0].folder, **shape, **options)
+        for name, options in (
+            ("old", {}),
+            ("new", {"layout": layout}),
+            ("other vocabulary", {"seed": 4}),
+            ("other shape", {"intermediate_size": 64}),
+            ("other shape yet", {"options": {"norm_before_residual": True}}),
+        )
+    ]
+    _, new, *others = folders
+    engine = drafted(policies, folders[0])
+    engine.update_weights_from_tensor(
+        {name: torch.zeros_like(values) for name, values in tensors_of(engine).items()},
+        selector="draft",
+    )
+    zeroed = engine.weights_digest()
+    for folder in others:
+        with pytest.raises(CheckpointError, match=f"another {folder.name.split()[1]}"):
+            engine.update_weights_from_disk(folder, selector="draft")
+    assert engine.weights_digest() == zeroed
+    engine.update_weights_from_disk(new, selector="draft")
+    assert engine.weights_digest() == drafted(policies, new).weights_digest()
+    assert engine.can_run
+
+
+@pytest.mark.parametrize("layout", ["separate", "qwen3_next"])
+def test_a_chain_from_a_folder(tmp_path, layout):
+    target, chain = save_tiny_mtp(tmp_path, layout)
+    engine = RolloutEngine.from_pretrained(target, "mtp", spec_options={"draft_path": str(chain)})
+    digest = engine.weights_digest()
+    parts = engine.worker.weights.parts
+    zeros = {
+        name: torch.zeros(each.shape)
+        for step in ("draft_step_0", "draft_step_1")
+        for name, each in parts[step].destinations().items()
+    }
+    engine.update_weights_from_tensor(zeros, selector="draft")
+    assert engine.weights_digest() != digest
+    engine.update_weights_from_disk(chain, selector="draft")
+    assert engine.weights_digest() == digest
 
 
 def unknown(tensors):

@@ -28,6 +28,7 @@ class Eagle:
     comes out goes into the target's head as it is. Its layer has no norm before the attention.
     """
 
+    stored_ids_D: torch.Tensor | None = None
     token_ids_D: torch.Tensor | None = None
 
     def __init__(

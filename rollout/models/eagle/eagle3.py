@@ -77,6 +77,7 @@ class Eagle3:
         self.options = options
         self.dtype = target.dtype
         self.device = target.device
+        self.stored_ids_D = stored_ids_D
         self.token_ids_D: torch.Tensor | None = None
         self._order_D: torch.Tensor | None = None  # kept row i is the checkpoint's row order[i]
         if stored_ids_D is not None:

@@ -26,6 +26,7 @@ from rollout.models.features import Features
 from rollout.models.spec import ModelSpec, read_json
 
 _COMPARED_ROWS = 4096
+_EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
     return _opened(Path(folder), target).spec
 
 
-def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) -> DraftModel:
+def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) -> Eagle | Eagle3:
     """Read an EAGLE, EAGLE-2 or EAGLE-3 draft of a loaded target, in the target's dtype and device.
 
     The embedding is the target's, unless the folder brings one of other values. Raises what
@@ -55,6 +56,36 @@ def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) ->
     opened = _opened(Path(folder), target.spec)
     with _naming(opened.checkpoint.folder):
         return _loaded(opened, target, packing)
+
+
+def tensors_for(
+    folder: str | Path, draft: Eagle | Eagle3, target: CausalLM
+) -> tuple[Checkpoint, dict[str, str]]:
+    """What a loaded draft can take from a folder: names there, and of the draft's destinations.
+
+    Raises what `read_eagle_spec` does, and CheckpointError for a draft of another shape or with
+    another vocabulary.
+    """
+    opened = _opened(Path(folder), target.spec)
+    checkpoint, layout = opened.checkpoint, opened.layout
+    with _naming(checkpoint.folder):
+        ids_D = _token_ids(checkpoint, opened.spec, target.spec.vocab_size)
+        held_D = draft.stored_ids_D
+        if opened.spec != draft.spec or (
+            isinstance(draft, Eagle3)
+            and draft.options != _options(layout, draft.options.own_embedding)
+        ):
+            raise CheckpointError("a draft of another shape than the one in use")
+        if ids_D is not held_D and (
+            ids_D is None or held_D is None or not torch.equal(ids_D, held_D)
+        ):
+            raise CheckpointError("a draft of another vocabulary than the one in use")
+        names = dict(layout.canonical)
+        if draft.embedding_VE is None and layout.has(_EMBEDDING):
+            stored = _stored_name(layout, _EMBEDDING)
+            if _is_targets(checkpoint.read(stored), target):
+                del names[stored]
+    return checkpoint, names
 
 
 @contextmanager
@@ -117,30 +148,39 @@ def _features(layout: EagleLayout, num_layers: int) -> Features:
     return Features(layers=layers)
 
 
-def _loaded(opened: _Folder, target: CausalLM, packing: bool) -> DraftModel:
+def _loaded(opened: _Folder, target: CausalLM, packing: bool) -> Eagle | Eagle3:
     checkpoint, layout, spec = opened.checkpoint, opened.layout, opened.spec
-    own_embedding = layout.has("embed_tokens.weight") and not _is_targets(
-        checkpoint.read(_stored_name(layout, "embed_tokens.weight")), target
+    own_embedding = layout.has(_EMBEDDING) and not _is_targets(
+        checkpoint.read(_stored_name(layout, _EMBEDDING)), target
     )
     _require_width(spec, layout, target.spec, own_embedding)
-    fc_bias = layout.has("fc.bias")
     draft: Eagle | Eagle3
     if spec.family is DraftFamily.EAGLE:
-        draft = Eagle(spec, target, own_embedding=own_embedding, fc_bias=fc_bias, packing=packing)
-    else:
-        options = Eagle3Options(
+        draft = Eagle(
+            spec,
+            target,
             own_embedding=own_embedding,
-            own_head=layout.has("lm_head.weight"),
-            fc_bias=fc_bias,
-            norm_before_fc=layout.has("input_norm.weight"),
-            norm_each_feature=layout.has("fc_norm.0.weight"),
-            norm_before_residual=layout.norm_before_residual,
-            norm_output=layout.norm_output,
+            fc_bias=layout.has("fc.bias"),
+            packing=packing,
         )
+    else:
+        options = _options(layout, own_embedding)
         stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
         draft = Eagle3(spec, target, options=options, stored_ids_D=stored_ids_D, packing=packing)
     _read_into(draft, checkpoint, layout, skip_embedding=not own_embedding)
     return draft
+
+
+def _options(layout: EagleLayout, own_embedding: bool) -> Eagle3Options:
+    return Eagle3Options(
+        own_embedding=own_embedding,
+        own_head=layout.has("lm_head.weight"),
+        fc_bias=layout.has("fc.bias"),
+        norm_before_fc=layout.has("input_norm.weight"),
+        norm_each_feature=layout.has("fc_norm.0.weight"),
+        norm_before_residual=layout.norm_before_residual,
+        norm_output=layout.norm_output,
+    )
 
 
 def _require_width(
@@ -208,7 +248,7 @@ def _read_into(
     offered = {
         name: ours
         for name, ours in layout.canonical.items()
-        if not (skip_embedding and ours == "draft.embed_tokens.weight")
+        if not (skip_embedding and ours == f"draft.{_EMBEDDING}")
     }
     destinations = draft.destinations()
     shapes = {ours: checkpoint.tensors[name].shape for name, ours in offered.items()}

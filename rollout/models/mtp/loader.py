@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,6 +95,21 @@ class MtpChain:
         ]
         self._read_into(steps)
         return steps
+
+    def tensors_for(self, steps: Sequence[MtpStep]) -> dict[str, str]:
+        """What a loaded chain can take from this folder: names there, and of its destinations.
+
+        Raises CheckpointError for a chain of another shape or with another vocabulary.
+        """
+        ids_D, held_D = self._token_ids(steps[0].device), steps[0].token_ids_D
+        is_same = ids_D is held_D if ids_D is None or held_D is None else torch.equal(ids_D, held_D)
+        if self.spec != steps[0].spec or not is_same:
+            what = "vocabulary" if self.spec == steps[0].spec else "shape"
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: a chain of another {what} than the one in use"
+            )
+        destinations = {name for step in steps for name in step.destinations()}
+        return {name: name for name in self.checkpoint.tensors if name in destinations}
 
     def _own_names(self, names: StepNames, target: CausalLM) -> StepNames:
         """Without copies of the target's embedding and head: those are read where it has them."""
