@@ -21,6 +21,7 @@ from spec_workers.drafter import Drafter
 from spec_workers.eagle import open_eagle
 from spec_workers.idle import check_idle
 from spec_workers.multi_layer_eagle import open_chain
+from spec_workers.neural_gate import NeuralGate
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
@@ -44,7 +45,8 @@ class HybridWorker(NgramWorker):
     """Proposes the most probable nodes of the corpus's trees and of a neural draft's.
 
     What both propose has a source of its own, so that the budget learns what it is worth that they
-    agree. The draft is asked about the requests for which the corpus has no long, likely path.
+    agree. The draft is asked about the requests for which the corpus has no long, likely path, and
+    is left out altogether while it does not pay beside the corpus.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class HybridWorker(NgramWorker):
         self.drafter = drafter
         self.lockstep = drafter.lockstep
         self._num_sources = (len(SOURCES), len(drafter.sources))
+        self._gate = NeuralGate(budget, len(SOURCES), len(SOURCES) + len(drafter.sources))
         self._copied_B1 = np.zeros(1, dtype=np.int64)  # offsets of the n-gram trees of this step
         self._places_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._spared = 0
@@ -79,13 +82,16 @@ class HybridWorker(NgramWorker):
         copied = super().propose(batch, floor)
         self._copied_B1 = copied.offsets_B1
         self._places_G = places_within(np.diff(copied.offsets_B1))
+        if not self._gate.is_open:
+            return copied
         samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
         undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
         self._asked += undecided.size
         self._spared += int(samples_B.sum()) - undecided.size
         if not undecided.size and not self.lockstep:
             return copied
-        grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
+        with self._gate.timed():
+            grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
         if not grown.num_nodes:
             return copied
         merged = merge_trees(
@@ -100,8 +106,12 @@ class HybridWorker(NgramWorker):
 
     def observe(self, step: Observation) -> None:
         super().observe(step)
-        if self.budget.is_open:
-            self.drafter.observe(step)
+        if not self.budget.is_open:
+            return
+        if self._gate.is_open:
+            with self._gate.timed():
+                self.drafter.observe(step)
+        self._gate.judge(step)
 
     def _num_verified(self, step: Observation) -> NDArray[np.int64]:
         copied_B, verified_B = np.diff(self._copied_B1), np.diff(step.trees.offsets_B1)
@@ -118,6 +128,7 @@ class HybridWorker(NgramWorker):
     def weights_changed(self) -> None:
         super().weights_changed()
         self.drafter.weights_changed()
+        self._gate.change_policy()
 
     def counters(self) -> dict[str, float]:
         own = {"hybrid/asked": self._asked, "hybrid/spared": self._spared}
