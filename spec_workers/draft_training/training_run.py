@@ -1,0 +1,172 @@
+"""A run of training on recorded rollouts: so many minutes, checked on held-out ones, resumable.
+
+In the folder: the best draft so far as the engine reads it, `training.pt` (what a resumed run needs),
+`training.jsonl` (the log) and `training.png`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.errors import InvalidInputError
+from spec_workers.draft_training.batch_order import BatchOrder
+from spec_workers.draft_training.checkpoint import save_draft
+from spec_workers.draft_training.held_out import HeldOutResult
+from spec_workers.draft_training.target_features import TargetFeatures
+from spec_workers.draft_training.trainer import DraftTrainer
+from spec_workers.draft_training.training_log import LOG, TrainingLog
+
+STATE = "training.pt"
+_CONSTANT_SHARE = 0.5
+"""Of the time at full learning rates; then they fall linearly to nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    seconds: float  # of training, features and checks included
+    batch_guesses: int = 2048  # of an optimizer step
+    check_seconds: float = 120.0  # between two held-out checks
+    seed: int = 0
+    dtype: torch.dtype = torch.bfloat16  # of the saved draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    step: int
+    seconds: float
+    epoch: int
+    loss: float
+    agreement: list[float]  # per unrolled step
+    best: HeldOutResult | None
+
+
+class TrainingRun:
+    def __init__(
+        self,
+        trainer: DraftTrainer,
+        train: TargetFeatures,
+        held_out: TargetFeatures,
+        folder: Path,
+        options: RunOptions,
+    ) -> None:
+        self._trainer = trainer
+        self._train = train
+        self._held_out = held_out
+        self._folder = folder
+        self._options = options
+        guesses = [train.num_guesses(index) for index in range(len(train))]
+        self._order = BatchOrder(guesses, options.batch_guesses, options.seed)
+        self._seconds = 0.0  # of this run and those it resumes
+        self.best: HeldOutResult | None = None
+
+    def resume(self) -> None:
+        """Go on with what the folder holds. Raises InvalidInputError where that is another run."""
+        path = self._folder / STATE
+        try:
+            state = torch.load(path, weights_only=True)
+            self._trainer.load_state_dict(state["trainer"])
+        except FileNotFoundError:
+            raise InvalidInputError(
+                "resume", str(self._folder), f"holds no {STATE}: leave --resume out to begin anew"
+            ) from None
+        except (pickle.UnpicklingError, RuntimeError, KeyError, ValueError) as error:
+            raise InvalidInputError(
+                "resume", str(path), f"is of another draft or no state of a run: {error}"
+            ) from None
+        self._order.skip_to(state["epoch"], state["position"])
+        self._seconds = state["seconds"]
+        self.best = None if state["best"] is None else HeldOutResult(**state["best"])
+
+    def train(self, is_stopped: Callable[[], bool], report: Callable[[RunProgress], None]) -> None:
+        """Until the time is over or ``is_stopped``; in both cases everything is saved."""
+        log = TrainingLog(self._folder / LOG, resumed_steps=self._trainer.steps)
+        began = time.perf_counter() - self._seconds
+        checked = self._seconds
+        try:
+            if not self._trainer.steps:
+                self._check(log)
+            while not is_stopped():
+                self._seconds = time.perf_counter() - began
+                if self._seconds >= self._options.seconds:
+                    break
+                self._step(log, report)
+                self._seconds = time.perf_counter() - began
+                if self._seconds - checked >= self._options.check_seconds:
+                    self._check(log)
+                    self._save()
+                    checked = self._seconds = time.perf_counter() - began
+            if self._trainer.steps:
+                self._check(log)
+            self._save()
+        finally:
+            log.close()
+
+    def _step(self, log: TrainingLog, report: Callable[[RunProgress], None]) -> None:
+        done = self._seconds / self._options.seconds
+        rate_scale = min(1.0, (1.0 - done) / (1.0 - _CONSTANT_SHARE))
+        epoch = self._order.epoch
+        batch = self._train.take(self._order.next())
+        loss = self._trainer.step(batch, rate_scale)
+        log.write(
+            {
+                "event": "step",
+                "step": self._trainer.steps,
+                "seconds": self._seconds,
+                "epoch": epoch,
+                "loss": float(loss.total.detach()),
+                "cross_entropies": loss.cross_entropies,
+                "agreement": loss.agreement,
+                "guesses": loss.num_guesses,
+                "rate_scale": rate_scale,
+            }
+        )
+        report(
+            RunProgress(
+                step=self._trainer.steps,
+                seconds=self._seconds,
+                epoch=epoch,
+                loss=float(loss.total.detach()),
+                agreement=loss.agreement,
+                best=self.best,
+            )
+        )
+
+    def _check(self, log: TrainingLog) -> None:
+        """Measure, and keep the draft where it is the best so far."""
+        found = self._trainer.held_out_accept_length(
+            self._held_out.take(range(len(self._held_out)))
+        )
+        log.write(
+            {
+                "event": "held out",
+                "step": self._trainer.steps,
+                "seconds": self._seconds,
+                "accept_length": found.accept_length,
+                "matched": found.matched,
+            }
+        )
+        if self.best is None or found.accept_length > self.best.accept_length:
+            self.best = found
+            save_draft(self._trainer.draft, self._folder, self._options.dtype)
+
+    def _save(self) -> None:
+        best = None
+        if self.best is not None:
+            best = {name: getattr(self.best, name) for name in self.best.__slots__}
+        state: dict[str, Any] = {
+            "trainer": self._trainer.state_dict(),
+            "epoch": self._order.epoch,
+            "position": self._order.position,
+            "seconds": self._seconds,
+            "best": best,
+        }
+        scratch = self._folder / (STATE + ".tmp")
+        torch.save(state, scratch)
+        scratch.replace(self._folder / STATE)
