@@ -15,7 +15,8 @@ PHENOMENA = (
 TALES = (
     "a baker who loses her recipe book", "two brothers who build a raft",
     "a robot that learns to paint", "an old clock that runs backwards",
-    "a girl who talks to the river", "a violinist on a night train", "a dog that finds its way home",
+    "a girl who talks to the river", "a violinist on a night train",
+    "a dog that finds its way home",
     "a village where it never rains", "a teacher on her last day of school",
     "a boy who plants a strange seed", "a thief who returns what he stole",
     "a postman in the mountains", "a king who cannot sleep", "a library that opens at midnight",
@@ -59,8 +60,8 @@ ERRANDS = (
 )  # fmt: skip
 WORKINGS = (
     "a plane flies", "a refrigerator cools", "a vaccine works", "an election is held",
-    "a bridge carries its load", "glass is made", "a computer stores a picture", "a bank earns money",
-    "rain forms", "a piano makes sound", "the heart pumps blood", "a compass finds north",
+    "a bridge carries its load", "glass is made", "a computer stores a picture",
+    "a bank earns money", "rain forms", "a piano makes sound", "the heart pumps blood", "a compass finds north",
     "paper is recycled", "a microwave oven heats food", "photosynthesis feeds a plant",
     "a lock and key work",
 )  # fmt: skip

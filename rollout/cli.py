@@ -1,11 +1,12 @@
 """The `specrollout` command: Hydra composes the configuration, and nothing below sees Hydra.
 
-`specrollout report` draws a run's log instead, and is none of Hydra's.
+The subcommands, `specrollout report` among them, read their own arguments and are none of Hydra's.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import sys
 import traceback
@@ -24,7 +25,6 @@ from rich.markup import escape
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline import JobResult, JobStatus, RunConfig, run_job
-from rollout.report.command import run_report
 from rollout.specs import factory_of
 
 EXIT_ERROR = 1
@@ -34,9 +34,16 @@ EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 DEFAULT_OUTPUT = "rollouts.jsonl"
 
 
+# Imported when asked for: the engine's packages know of no worker, and reports need no torch.
+SUBCOMMANDS = {
+    "report": "rollout.report.command:run_report",
+    "train-draft": "spec_workers.draft_training.command:run_train_draft",
+}
+
+
 def main() -> None:
-    if sys.argv[1:2] == ["report"]:
-        sys.exit(_report(sys.argv[2:]))
+    if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
+        sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))
     register_config_schema()
     command = _Command()
 
@@ -58,13 +65,18 @@ def register_config_schema() -> None:
     ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="specrollout")
 
 
-def _report(arguments: list[str]) -> int:
+def _subcommand(target: str, arguments: list[str]) -> int:
+    """The exit code: what the function gives, or that of the error it raises."""
+    module, _, name = target.partition(":")
+    run = getattr(importlib.import_module(module), name)
     try:
-        run_report(arguments)
-    except InvalidInputError as error:
+        return run(arguments) or 0
+    except RolloutError as error:
         _print_error(str(error))
-        return EXIT_BAD_INPUT
-    return 0
+        return EXIT_BAD_INPUT if isinstance(error, InvalidInputError) else EXIT_ERROR
+    except OSError as error:  # names its file
+        _print_error(str(error))
+        return EXIT_ERROR
 
 
 class _Command:

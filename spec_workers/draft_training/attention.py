@@ -45,7 +45,9 @@ def attend(
     return attended_KRGC.transpose(0, 1).reshape(rows, heads * channels)
 
 
-def rotate(x_RHC: torch.Tensor, positions_R: torch.Tensor, cos_sin_PC: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x_RHC: torch.Tensor, positions_R: torch.Tensor, cos_sin_PC: torch.Tensor
+) -> torch.Tensor:
     """Rotary position embedding, rotate-half convention; a new tensor in the dtype of ``x``."""
     cos_R1c, sin_R1c = cos_sin_PC[positions_R].unsqueeze(1).chunk(2, dim=-1)
     first, second = x_RHC.float().chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""In which order sequences are trained on: shuffled anew each epoch, a pure function of the seed."""
+"""The order in which sequences are trained on: shuffled in each epoch, a function of the seed."""
 
 from __future__ import annotations
 

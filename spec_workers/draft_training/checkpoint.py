@@ -7,7 +7,7 @@ names an engine knows them by.
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,3 +33,13 @@ def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
     _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     sync_folder(folder)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """A file is there whole or, if anything fails, as it was."""
+    scratch = path.with_name(path.name + ".tmp")
+    try:
+        write(scratch)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -2,8 +2,8 @@
 
 Parameters carry the names checkpoints have for them in a layer.
 
-Legend: R rows, I attention inputs, E hidden, F ffn, H query heads, K kv heads, C channels of a head,
-P positions.
+Legend: R rows, I attention inputs, E hidden, F ffn, H query heads, K kv heads, C channels of a
+head, P positions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(inputs, kv_heads, bias=False)
         self.v_proj = nn.Linear(inputs, kv_heads, bias=False)
         self.o_proj = nn.Linear(heads, spec.hidden_size, bias=False)
-        self._head_dim = spec.head_dim
+        self.head_dim = spec.head_dim
         self.register_buffer("cos_sin_PC", cos_sin_PC, persistent=False)
 
     def queries(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
@@ -47,12 +47,12 @@ class SelfAttention(nn.Module):
 
     def keys_values(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> KeysValues:
         """Keys rotated."""
-        values = self.v_proj(x_RI).unflatten(1, (-1, self._head_dim))
+        values = self.v_proj(x_RI).unflatten(1, (-1, self.head_dim))
         return self._rotated(self.k_proj(x_RI), positions_R), values
 
     def _rotated(self, projected: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.cos_sin_PC, torch.Tensor)
-        return rotate(projected.unflatten(1, (-1, self._head_dim)), positions_R, self.cos_sin_PC)
+        return rotate(projected.unflatten(1, (-1, self.head_dim)), positions_R, self.cos_sin_PC)
 
 
 class Mlp(nn.Module):

@@ -52,7 +52,7 @@ class TrainableDraft(nn.Module):
 
     @abstractmethod
     def read(
-        self, tokens_M: torch.Tensor, features_MF: torch.Tensor
+        self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """Extend by a sequence: its rows' hidden states [M, E], of a tree's first level, and what
         ``deepen`` needs. ``tokens_M``: row i's is the token that follows features i."""
@@ -63,6 +63,7 @@ class TrainableDraft(nn.Module):
         level: int,
         memory: list[KeysValues],
         rows_R: torch.Tensor,
+        positions_R: torch.Tensor,
         tokens_R: torch.Tensor,
         hidden_RE: torch.Tensor,
         chain: Chain,
@@ -71,6 +72,7 @@ class TrainableDraft(nn.Module):
 
         Args:
             memory: what ``read`` gave.
+            positions_R: of the rows.
             tokens_R: the nodes' tokens.
             hidden_RE: their parents' hidden states.
             chain: what their parents returned, [R, ...] each.

@@ -102,7 +102,7 @@ class Eagle3(TrainableDraft):
                     q_SHC[each.guesses],
                     k_TKC[each.rows],
                     v_TKC[each.rows],
-                    rows.positions_S[each.guesses] + 1,
+                    rows.visible_S[each.guesses],
                     [(k_SKC[each.guesses], v_SKC[each.guesses]) for k_SKC, v_SKC in chain],
                 )
                 for each in rows.sequences
@@ -114,15 +114,14 @@ class Eagle3(TrainableDraft):
         return self.lm_head(self.norm(hidden_RE))
 
     def read(
-        self, tokens_M: torch.Tensor, features_MF: torch.Tensor
+        self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         layer = self.midlayer
-        positions_M = torch.arange(len(tokens_M), device=tokens_M.device)
         fused_ME = self.fc(features_MF)
         joined_MI = layer.join(self.embed(tokens_M), fused_ME)
         keys_values = layer.self_attn.keys_values(joined_MI, positions_M)
         q_MHC = layer.self_attn.queries(joined_MI, positions_M)
-        attended = attend(q_MHC, *keys_values, positions_M + 1, [])
+        attended = attend(q_MHC, *keys_values, torch.arange(1, len(tokens_M) + 1), [])
         return layer.finish(fused_ME, attended), [keys_values]
 
     def deepen(
@@ -130,14 +129,14 @@ class Eagle3(TrainableDraft):
         level: int,
         memory: list[KeysValues],
         rows_R: torch.Tensor,
+        positions_R: torch.Tensor,
         tokens_R: torch.Tensor,
         hidden_RE: torch.Tensor,
         chain: Chain,
     ) -> tuple[torch.Tensor, Chain]:
         layer = self.midlayer
         joined_RI = layer.join(self.embed(tokens_R), hidden_RE)
-        positions_R = rows_R + level
-        chain = [*chain, layer.self_attn.keys_values(joined_RI, positions_R)]
-        q_RHC = layer.self_attn.queries(joined_RI, positions_R)
+        chain = [*chain, layer.self_attn.keys_values(joined_RI, positions_R + level)]
+        q_RHC = layer.self_attn.queries(joined_RI, positions_R + level)
         attended = attend(q_RHC, *memory[0], rows_R + 1, chain)
         return layer.finish(hidden_RE, attended), chain

@@ -76,10 +76,11 @@ def matched_lengths(
     """For each row from the first root on, how many tokens its tree has right; int64 [R]."""
     token_ids_L = sequence.tokens.token_ids_L
     num_rows = len(token_ids_L) - 2
-    hidden_ME, memory = draft.read(token_ids_L[1:-1], sequence.features_NF[:num_rows])
+    positions_M = sequence.first_position + torch.arange(num_rows)
+    hidden_ME, memory = draft.read(token_ids_L[1:-1], sequence.features_NF[:num_rows], positions_M)
     roots = torch.arange(sequence.tokens.first_root, num_rows)
     parts = [
-        _Growth(draft, memory, token_ids_L, roots_R, shape).grow(hidden_ME[roots_R])
+        _Growth(draft, memory, sequence, roots_R, shape).grow(hidden_ME[roots_R])
         for roots_R in roots.split(_ROOTS_AT_ONCE)
     ]
     return torch.cat(parts)
@@ -92,13 +93,14 @@ class _Growth:
         self,
         draft: TrainableDraft,
         memory: list[KeysValues],
-        token_ids_L: torch.Tensor,
+        sequence: TrainingSequence,
         roots_R: torch.Tensor,
         shape: TreeShape,
     ) -> None:
         self._draft = draft
         self._memory = memory
-        self._tokens_L = token_ids_L
+        self._tokens_L = sequence.tokens.token_ids_L
+        self._first_position = sequence.first_position
         self._roots_R = roots_R
         self._shape = shape
 
@@ -126,10 +128,12 @@ class _Growth:
             is_true_RW = is_true_RN.gather(1, best_RW)
             first_R1 = torch.arange(roots)[:, None] * (scores_RN.shape[1] // width)
             parents = (first_R1 + best_RW // width).flatten()
+            rows = self._roots_R.repeat_interleave(best_RW.shape[1])
             hidden_RE, chain = draft.deepen(
                 level + 1,
                 self._memory,
-                self._roots_R.repeat_interleave(best_RW.shape[1]),
+                rows,
+                self._first_position + rows,
                 tokens_RN.gather(1, best_RW).flatten(),
                 hidden_RE[parents],
                 [(keys[parents], values[parents]) for keys, values in chain],

@@ -43,9 +43,7 @@ def unrolled_loss(
     total = labels_SD.new_zeros(())
     cross_entropies, agreement = [], []
     for step, hidden_SE in enumerate(hidden):
-        reached_S = (
-            reached_S & contains_V[rows.guessed_tokens_S(step)] & rows.is_inside_S(step)
-        )
+        reached_S = reached_S & contains_V[rows.guessed_tokens_S(step)] & rows.is_inside_S(step)
         logprobs_SD = draft.logits(hidden_SE).float().log_softmax(-1)
         label_SD = labels_SD[rows.label_rows_S(step)] if step else labels_SD
         each_S = -(label_SD * logprobs_SD).sum(-1)

@@ -3,8 +3,8 @@
 Step k joins the hidden state of token i to token i + k + 1 and guesses token i + k + 2. The first
 takes the target's final hidden state, each later one the states of the step before.
 
-Legend: T rows of all sequences, S those that guess, M rows of one sequence, R rows, E hidden, D draft
-vocabulary.
+Legend: T rows of all sequences, S those that guess, M rows of one sequence, R rows, E hidden, D
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MtpChain(TrainableDraft):
                 q_THC[each.rows],
                 k_TKC[each.rows],
                 v_TKC[each.rows],
-                rows.positions_T[each.rows] + 1,
+                rows.visible_T[each.rows],
                 [],
             )
             for each in rows.sequences
@@ -113,13 +113,13 @@ class MtpChain(TrainableDraft):
         return self.lm_head(hidden_RE)
 
     def read(
-        self, tokens_M: torch.Tensor, features_MF: torch.Tensor
+        self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """Each step reads the true tokens, as far as they go: step k's last k rows would need
         tokens still to come, and no tree looks at them."""
         first_ME = hidden_ME = features_MF
         memory: list[KeysValues] = []
-        positions_M = torch.arange(len(tokens_M), device=tokens_M.device)
+        visible_M = torch.arange(1, len(tokens_M) + 1)
         for step in range(len(self.layers)):
             layer = self._step(step)
             tokens_M = tokens_M if step == 0 else nn.functional.pad(tokens_M[1:], (0, 1))
@@ -127,7 +127,7 @@ class MtpChain(TrainableDraft):
             normed_ME = layer.input_layernorm(residual_ME)
             memory.append(layer.self_attn.keys_values(normed_ME, positions_M))
             q_MHC = layer.self_attn.queries(normed_ME, positions_M)
-            attended = attend(q_MHC, *memory[-1], positions_M + 1, [])
+            attended = attend(q_MHC, *memory[-1], visible_M, [])
             hidden_ME = layer.leave(residual_ME, attended)
             first_ME = hidden_ME if step == 0 else first_ME
         return first_ME, memory
@@ -137,6 +137,7 @@ class MtpChain(TrainableDraft):
         level: int,
         memory: list[KeysValues],
         rows_R: torch.Tensor,
+        positions_R: torch.Tensor,
         tokens_R: torch.Tensor,
         hidden_RE: torch.Tensor,
         chain: Chain,
@@ -145,10 +146,13 @@ class MtpChain(TrainableDraft):
         layer = self._step(level)
         residual_RE = layer.join(self.embed(tokens_R), hidden_RE)
         normed_RE = layer.input_layernorm(residual_RE)
-        own = layer.self_attn.keys_values(normed_RE, rows_R)
-        q_RHC = layer.self_attn.queries(normed_RE, rows_R)
+        own = layer.self_attn.keys_values(normed_RE, positions_R)
+        q_RHC = layer.self_attn.queries(normed_RE, positions_R)
         attended = attend(q_RHC, *memory[level], rows_R, [own])
         return layer.leave(residual_RE, attended), []
+
+    def steps(self) -> list[MtpStep]:
+        return [self._step(step) for step in range(len(self.layers))]
 
     def _step(self, step: int) -> MtpStep:
         layer = self.layers[step]

@@ -1,11 +1,11 @@
 """Sequences laid out flat for one pass of training.
 
 Row i of a sequence joins features i to token i + 1 and guesses token i + 2. A sequence of L tokens
-has M = L - 2 such rows, so that each guess can be compared with the target's own prediction and with
-the token that came.
+has M = L - 2 such rows, so that each guess can be compared with the target's own prediction and
+with the token that came.
 
-Legend: B sequences, T rows of all of them, S those among them that guess (per sequence the rows from
-its first root on), F feature columns, E hidden, V the target's vocabulary.
+Legend: T rows of all sequences, S those among them that guess (of each sequence the rows from its
+first root on), L tokens of a sequence, F feature columns, E hidden.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class PackedRows:
         wanted: Features,
         device: torch.device,
     ) -> None:
-        """``features``: the layout of the sequences' features; ``wanted``: those the draft reads."""
+        """``features``: the layout the sequences have; ``wanted``: those the draft reads."""
         final = Features(final=True)
-        tokens, inputs, finals, positions, index = [], [], [], [], []
+        tokens, inputs, finals, positions, index, visible = [], [], [], [], [], []
         self.sequences: list[PackedSequence] = []
         rows = guesses = 0
         for sequence in sequences:
@@ -63,7 +63,8 @@ class PackedRows:
             tokens.append(token_ids_L)
             inputs.append(features.select(sequence.features_NF[:num_rows], wanted))
             finals.append(features.select(sequence.features_NF[1:], final))
-            positions.append(torch.arange(num_rows))
+            visible.append(torch.arange(1, num_rows + 1))
+            positions.append(sequence.first_position + torch.arange(num_rows))
             index.append(torch.arange(rows + num_rows - num_guesses, rows + num_rows))
             packed = PackedSequence(
                 rows=slice(rows, rows + num_rows), guesses=slice(guesses, guesses + num_guesses)
@@ -75,6 +76,8 @@ class PackedRows:
         self.features_TF = torch.cat(inputs).to(device)
         self.positions_T = torch.cat(positions).to(device)
         self.guesses_S = torch.cat(index).to(device)  # rows that guess, among T
+        self.visible_T = torch.cat(visible).to(device)  # rows of its sequence that a row sees
+        self.visible_S = self.visible_T[self.guesses_S]
         self.positions_S = self.positions_T[self.guesses_S]
         self._final_TE = torch.cat(finals).to(device)  # row i: the target's state at token i + 1
 

@@ -6,6 +6,7 @@ Legend: L tokens of a sequence, N = L - 1 rows of features, F feature columns.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class TrainingSequence:
 
     tokens: TokenSequence
     features_NF: torch.Tensor  # of the layout that `DraftTrainer.features` says
+    first_position: int = 0  # of the first token: a stretch may begin anywhere
 
 
 def read_rollouts(
@@ -64,8 +66,26 @@ def read_rollouts(
                 ids_L = torch.tensor(token_ids, dtype=torch.int64)
                 found.append(TokenSequence(token_ids_L=ids_L, first_root=len(prompt_ids) - 1))
     if not found:
-        raise InvalidInputError(field, [str(path) for path in paths], "hold no rollout of two tokens")
+        raise InvalidInputError(
+            field, [str(path) for path in paths], "hold no rollout of two tokens"
+        )
     return found
+
+
+def split_by_prompt(
+    sequences: Sequence[TokenSequence], num_held_out: int, seed: int
+) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """All but the held-out ones, and at least so many held out: every rollout of some prompts."""
+    by_prompt: dict[tuple[int, ...], list[TokenSequence]] = {}
+    for sequence in sequences:
+        prompt = tuple(sequence.token_ids_L[: sequence.first_root + 1].tolist())
+        by_prompt.setdefault(prompt, []).append(sequence)
+    groups = list(by_prompt.values())
+    random.Random(seed).shuffle(groups)
+    held_out: list[TokenSequence] = []
+    while len(held_out) < num_held_out:
+        held_out += groups.pop()
+    return [sequence for group in groups for sequence in group], held_out
 
 
 _COLUMNS = ("prompt_ids", "token_ids")

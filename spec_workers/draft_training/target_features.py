@@ -44,6 +44,9 @@ class TargetFeatures:
     def num_rows(self, index: int) -> int:
         return len(self._sequences[index].token_ids_L) - 1
 
+    def num_guesses(self, index: int) -> int:
+        return self.num_rows(index) - 1 - self._sequences[index].first_root
+
     @property
     def num_kept(self) -> int:
         return len(self._kept)

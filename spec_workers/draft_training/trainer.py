@@ -5,13 +5,12 @@ Legend: D draft vocabulary, E hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rollout.models.causal_lm import CausalLM
 from rollout.models.features import Features
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft import TrainableDraft
@@ -24,8 +23,6 @@ from spec_workers.draft_training.loss import UnrolledLoss, unrolled_loss
 from spec_workers.draft_training.optimizer import DraftOptimizer
 from spec_workers.draft_training.packed_rows import PackedRows
 from spec_workers.draft_training.sequences import TrainingSequence
-from spec_workers.draft_training.target_tensors import TargetTensors
-
 
 SENT_PREFIX = "draft."
 """Of the names under which an engine knows the weights of a draft."""
@@ -35,9 +32,9 @@ class DraftTrainer:
     """A draft, its optimizer, and of the target what its labels need."""
 
     def __init__(
-        self, draft: TrainableDraft, model: CausalLM, config: TrainingConfig | None = None
+        self, draft: TrainableDraft, head_DE: torch.Tensor, config: TrainingConfig | None = None
     ) -> None:
-        """``model``: the target; read here and in `target_changed`, and its embedding always."""
+        """``head_DE``: see `take_head`."""
         self.draft = draft
         self.config = config or TrainingConfig()
         self.features = draft.features | Features(final=True)
@@ -45,23 +42,28 @@ class DraftTrainer:
         self._device = next(draft.parameters()).device
         self._optimizer = DraftOptimizer(draft, self.config)
         self._num_steps = min(self.config.num_steps, draft.max_steps or self.config.num_steps)
-        self.target_changed(model)
+        self.take_head(head_DE)
 
     @property
     def steps(self) -> int:
         """Optimizer steps so far."""
         return self._optimizer.steps
 
-    def target_changed(self, model: CausalLM) -> None:
-        """Take the labels from the head as it is now."""
-        head_DE = TargetTensors(model).head_rows(self.draft.vocabulary.token_ids_D)
-        self._head_DE = head_DE.to(self._device, model.dtype)
+    def take_head(self, head_DE: torch.Tensor) -> None:
+        """Labels come from this head from now on: rows of the target's, of the draft's tokens."""
+        self._head_DE = head_DE.detach().to(self._device)
 
-    def step(self, batch: Sequence[TrainingSequence], rate_scale: float = 1.0) -> UnrolledLoss:
-        """One optimizer step. ``rate_scale``: of the configured learning rates, beside warmup."""
+    def step(
+        self,
+        batch: Sequence[TrainingSequence],
+        rate_scale: float = 1.0,
+        num_steps: int | None = None,
+    ) -> UnrolledLoss:
+        """One optimizer step. ``rate_scale``: of the configured learning rate, beside warmup.
+        ``num_steps``: guesses to unroll; default: the configured number."""
         rows = PackedRows(batch, self.features, self.draft.features, self._device)
         with self._autocast():
-            loss = unrolled_loss(self.draft, rows, self._head_DE, self._num_steps)
+            loss = unrolled_loss(self.draft, rows, self._head_DE, num_steps or self._num_steps)
         loss.total.backward()
         self._optimizer.step(rate_scale)
         return loss
@@ -84,6 +86,11 @@ class DraftTrainer:
         """The draft's weights as an engine's update takes them: canonical names, new tensors."""
         for name, parameter in self.draft.named_parameters():
             yield SENT_PREFIX + name, parameter.detach().to(dtype, copy=True)
+
+    def load_named_tensors(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What `named_tensors` gave, or an engine's draft has. What the optimizer knows stays."""
+        tensors = {name.removeprefix(SENT_PREFIX): tensor for name, tensor in named_tensors}
+        self.draft.load_state_dict(tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on as if never interrupted."""

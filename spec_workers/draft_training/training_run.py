@@ -1,7 +1,7 @@
 """A run of training on recorded rollouts: so many minutes, checked on held-out ones, resumable.
 
-In the folder: the best draft so far as the engine reads it, `training.pt` (what a resumed run needs),
-`training.jsonl` (the log) and `training.png`.
+In the folder: the best draft so far, as the engine reads it; `training.pt`, what a resumed run
+needs; `training.jsonl`, the log.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from spec_workers.draft_training.training_log import LOG, TrainingLog
 
 STATE = "training.pt"
 _CONSTANT_SHARE = 0.5
-"""Of the time at full learning rates; then they fall linearly to nothing."""
+"""Of the time at the full learning rate; then it falls linearly to nothing."""
+_FIRST_GUESS_SHARE = 0.4
+"""Of the time in which only the first guess is trained: later ones build on its hidden states, and
+cost as much again each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +95,8 @@ class TrainingRun:
         try:
             if not self._trainer.steps:
                 self._check(log)
-            while not is_stopped():
-                self._seconds = time.perf_counter() - began
-                if self._seconds >= self._options.seconds:
+            while self._seconds < self._options.seconds:
+                if is_stopped():
                     break
                 self._step(log, report)
                 self._seconds = time.perf_counter() - began
@@ -102,8 +104,8 @@ class TrainingRun:
                     self._check(log)
                     self._save()
                     checked = self._seconds = time.perf_counter() - began
-            if self._trainer.steps:
-                self._check(log)
+            else:
+                self._check(log)  # not where it was stopped: that is to be quick
             self._save()
         finally:
             log.close()
@@ -113,7 +115,8 @@ class TrainingRun:
         rate_scale = min(1.0, (1.0 - done) / (1.0 - _CONSTANT_SHARE))
         epoch = self._order.epoch
         batch = self._train.take(self._order.next())
-        loss = self._trainer.step(batch, rate_scale)
+        num_steps = 1 if done < _FIRST_GUESS_SHARE else None
+        loss = self._trainer.step(batch, rate_scale, num_steps)
         log.write(
             {
                 "event": "step",
