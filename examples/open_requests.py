@@ -61,7 +61,8 @@ ERRANDS = (
 WORKINGS = (
     "a plane flies", "a refrigerator cools", "a vaccine works", "an election is held",
     "a bridge carries its load", "glass is made", "a computer stores a picture",
-    "a bank earns money", "rain forms", "a piano makes sound", "the heart pumps blood", "a compass finds north",
+    "a bank earns money", "rain forms", "a piano makes sound", "the heart pumps blood",
+    "a compass finds north",
     "paper is recycled", "a microwave oven heats food", "photosynthesis feeds a plant",
     "a lock and key work",
 )  # fmt: skip

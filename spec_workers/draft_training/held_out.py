@@ -28,7 +28,7 @@ _ROOTS_AT_ONCE = 256
 class TreeShape:
     """As the worker's options: levels, candidates of a node, nodes kept."""
 
-    num_steps: int = 5
+    num_steps: int = 4
     topk: int = 4
     num_draft_tokens: int = 8
 
@@ -52,9 +52,11 @@ def held_out_accept_length(
 ) -> HeldOutResult:
     """``sequences``: with the draft's own features and no others."""
     lengths: list[int] = []
+    tokens = 0
     for sequence in sequences:
         matched_R = matched_lengths(draft, sequence, shape).tolist()
         position = 0
+        tokens += len(matched_R)
         while position < len(matched_R):
             lengths.append(matched_R[position])
             position += matched_R[position] + 1
@@ -62,10 +64,10 @@ def held_out_accept_length(
         raise InvalidInputError("held_out", len(sequences), "needs rollouts of two tokens and more")
     steps = len(lengths)
     return HeldOutResult(
-        accept_length=1 + sum(lengths) / steps,
+        accept_length=tokens / steps,
         matched=[sum(n >= k for n in lengths) / steps for k in range(1, max(lengths) + 1)],
         num_steps=steps,
-        num_tokens=steps + sum(lengths),
+        num_tokens=tokens,
     )
 
 

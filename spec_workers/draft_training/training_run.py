@@ -58,12 +58,15 @@ class TrainingRun:
         held_out: TargetFeatures,
         folder: Path,
         options: RunOptions,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """``clock``: in seconds, from any moment."""
         self._trainer = trainer
         self._train = train
         self._held_out = held_out
         self._folder = folder
         self._options = options
+        self._clock = clock
         guesses = [train.num_guesses(index) for index in range(len(train))]
         self._order = BatchOrder(guesses, options.batch_guesses, options.seed)
         self._seconds = 0.0  # of this run and those it resumes
@@ -90,7 +93,7 @@ class TrainingRun:
     def train(self, is_stopped: Callable[[], bool], report: Callable[[RunProgress], None]) -> None:
         """Until the time is over or ``is_stopped``; in both cases everything is saved."""
         log = TrainingLog(self._folder / LOG, resumed_steps=self._trainer.steps)
-        began = time.perf_counter() - self._seconds
+        began = self._clock() - self._seconds
         checked = self._seconds
         try:
             if not self._trainer.steps:
@@ -99,11 +102,11 @@ class TrainingRun:
                 if is_stopped():
                     break
                 self._step(log, report)
-                self._seconds = time.perf_counter() - began
+                self._seconds = self._clock() - began
                 if self._seconds - checked >= self._options.check_seconds:
                     self._check(log)
                     self._save()
-                    checked = self._seconds = time.perf_counter() - began
+                    checked = self._seconds = self._clock() - began
             else:
                 self._check(log)  # not where it was stopped: that is to be quick
             self._save()
