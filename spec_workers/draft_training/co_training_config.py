@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.config import TrainingConfig
 
-FOLLOWING = TrainingConfig(matrix_learning_rate=0.002, learning_rate=2e-4, warmup_steps=5)
-"""A fifth of the rates a draft is trained with from nothing: what it knows is nearly right."""
+FOLLOWING = TrainingConfig(learning_rate=4e-4, warmup_steps=5)
+"""A fifth of the rate a draft is trained with from nothing: what it knows is nearly right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,6 @@ from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
 from spec_workers.draft_training.engine_draft import (
     head_rows,
     recorder_of,
-    target_config,
     target_embedding,
     trainable_draft,
 )
@@ -72,7 +71,6 @@ class CoTrainingProcess:
         self._swap = DraftSwap(engine)
         self._options = {
             "ring": recorder_of(engine).ring.name,
-            "target": target_config(engine),
             "dtype": dtype_name(engine.worker.model_dtype),
             "config": asdict(config or CoTrainingConfig()),
             "training": asdict(training or FOLLOWING),

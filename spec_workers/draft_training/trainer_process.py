@@ -3,7 +3,7 @@
 It is told what to do on stdin and answers on stdout, a JSON object a line; tensors go through
 shared memory. It never talks to the engine and goes when stdin ends.
 
-    <- {"ring", "draft", "target", "dtype", "config", "training", ...}    the draft's folder, ...
+    <- {"ring", "draft", "dtype", "config", "training", ...}     "draft" is its folder
     <- {"lent": handle}      the target's embedding and head, now and whenever they change
     -> {"taken": true}
     <- {"round": "swapped" | "refused" | "broken" | "waits"}     what became of the last candidate
@@ -28,8 +28,8 @@ from rollout.weights.dtype_names import named_dtype
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import NamedTensors
 from rollout.weights.shared_memory import SharedMemorySender
+from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict
-from spec_workers.draft_training.checkpoint import load_draft
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
@@ -73,9 +73,7 @@ class TrainerProcess:
         self._received = HandleReceiver()
         self._lent = {name: tensor.to(device, copy=True) for name, tensor in self._tensors(lent)}
         draft = load_draft(
-            Path(start["draft"]),
-            start["target"],
-            lambda ids: embedding(ids, self._lent[EMBEDDING]),
+            Path(start["draft"]), lambda ids: embedding(ids, self._lent[EMBEDDING])
         ).to(device)
         self._trainer = DraftTrainer(draft, self._lent[HEAD], TrainingConfig(**start["training"]))
         config = CoTrainingConfig(**start["config"])

