@@ -35,6 +35,7 @@ class Running:
         slots = world.memory.req_to_token.table[row, self.computed : end]
         world.target_pool.note_forward(slots)
         self.started, self.computed = self.computed, end
+        self.request.computed_len = end
 
     def read(self, following: list[int]) -> None:
         """The draft's: ``following``, the tokens behind the positions it reads."""
@@ -44,9 +45,13 @@ class Running:
         kv.follow(row, np.array([self.started]), [self.request.tokens])
         lens = np.array([len(windows)])
         positions = np.arange(self.started, self.started + len(windows))
-        slots = kv.target_slots(np.repeat(row, lens), positions)
+        slots = kv.slots_of(row, lens, positions)
         kv.place(row, lens, slots)
         kv.keep(row, lens, slots, np.array(windows, dtype=np.int32).reshape(-1, kv.horizon))
+
+    def wait(self, positions: int) -> None:
+        """The next `read` begins so many positions earlier: they have waited for their tokens."""
+        self.started -= positions
 
     def step(self, token: int) -> None:
         """One token is run, read and emitted."""
@@ -185,6 +190,52 @@ def test_two_next_tokens():
     assert parted.positions == [0, 1, 2]  # 3 has read [11, 12]
     short = Running(world, PROMPT[:5])
     assert short.positions == [0, 1, 2]
+
+
+def test_what_waited_is_written_where_siblings_cannot_see_it():
+    """Position 5 of both waits for its second token; by then they share its slot."""
+    world = World(horizon=2)
+    one, other = Running(world, PROMPT), Running(world, PROMPT)
+    for each, token in ((one, 20), (other, 30)):
+        each.step(token)
+        each.share()
+    for each, token in ((one, 21), (other, 31)):
+        each.compute(len(each.request.tokens))
+        each.wait(1)
+        each.read([token])
+        each.request.tokens.append(token)
+    kv = world.kv
+    # Behind position 4 one's first token came, which the other has not.
+    for each, positions in ((one, [0, 1, 2, 3, 4, 5]), (other, [0, 1, 2, 3, 5])):
+        row = each.request.row
+        assert kv.positions(row) == positions
+        own = kv.table[row, len(positions) - 1]
+        assert own != world.memory.req_to_token.table[row, 5]
+        assert kv.first_private <= own < kv.first_scratch
+    assert kv.table[one.request.row, 5] != kv.table[other.request.row, 4]
+    kv.check_integrity([one.request, other.request])
+    one.release()
+    other.release()
+    again = Running(world, [*PROMPT, 20, 21, 22])
+    assert again.positions == [0, 1, 2, 3, 4]  # nobody is left what was one's own
+
+
+def test_a_step_that_failed_when_it_had_been_read_and_is_run_again_unread(world):
+    one = Running(world, PROMPT)
+    one.step(20)
+    held = one.positions
+    one.compute(7)
+    one.read([21])
+    world.memory.extend(one.request.row, 6)  # it failed after all
+    taker = Running(world, [1, 2])  # who gets the slots
+    taker.step(3)
+    one.computed = 6
+    one.compute(7)
+    one.request.tokens.append(21)
+    assert one.positions == held
+    one.step(22)
+    assert one.positions == [*held, 7]
+    world.kv.check_integrity([one.request, taker.request])
 
 
 def test_new_weights_forget_everything(world):
