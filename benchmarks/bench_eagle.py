@@ -1,7 +1,7 @@
 """Neural drafts: accept length, what they add to the corpus, and that they never slow a step down.
 
-Held-out prompts are the demo's; no demo draft is trained on them. It trains nothing: drafts that
-are not there are made by `make demo-draft`.
+Held-out prompts are the demo's; no demo draft is trained on them. Drafts that are not there are
+made by `make demo-draft`. The part "co-training" trains policy and draft for some minutes.
 
     python benchmarks/bench_eagle.py --draft drafts/eagle3 --mtp drafts/mtp
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from eagle_bench.accept_length import accept_length_rows
+from eagle_bench.co_training import co_training_rows
 from eagle_bench.entrants import Folders
 from eagle_bench.epochs import epoch_rows
 from eagle_bench.held_out import DEFAULT_PROMPTS, held_out_prompts
@@ -48,6 +49,7 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
         "accept length": partial(accept_length_rows, found, prompts, MAX_TOKENS),
         "epochs, T 0.7": partial(epoch_rows, found, groups, MAX_TOKENS, 0.7),
         "epochs, T 1.0": partial(epoch_rows, found, groups, MAX_TOKENS, 1.0),
+        "co-training": partial(co_training_rows, found),
         **{
             f"speed, {setting.name}": partial(speed_rows, found, setting, prompts, options.repeats)
             for setting in settings(MAX_TOKENS)

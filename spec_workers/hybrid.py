@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.drafter import Drafter
 from spec_workers.eagle import open_eagle
+from spec_workers.feature_options import FeatureRingOptions
 from spec_workers.idle import check_idle
 from spec_workers.multi_layer_eagle import open_chain
 from spec_workers.neural_gate import NeuralGate
@@ -160,6 +162,7 @@ def build(
     max_external_bytes: int = 1 << 30,
     max_external_tokens: int = 1 << 24,
     lockstep: bool = False,
+    feature_ring: Mapping[str, Any] | None = None,
 ) -> HybridWorker:
     """A worker with a corpus and a neural draft.
 
@@ -173,6 +176,7 @@ def build(
         budget, min_probability, calibration_seconds: of either.
         corpus_bytes, corpus_path, external_corpora, max_external_bytes, max_external_tokens: of
             `spec_workers.ngram.build`.
+        feature_ring: `FeatureRingOptions`: keep what the draft reads, for whoever trains it.
 
     Raises what those do.
     """
@@ -180,6 +184,7 @@ def build(
     check_budget(budget)
     check_number("min_probability", min_probability, 1)
     check_number("calibration_seconds", calibration_seconds, 3600)
+    recording = FeatureRingOptions.of(feature_ring)
     draft_corpus = NgramCorpus(
         ModelSpec.read(Path(config.model.path)).vocab_size,
         corpus_bytes=corpus_bytes,
@@ -213,7 +218,7 @@ def build(
             lockstep=lockstep,
         )
     sources = hybrid_sources(drafter.sources)
-    return HybridWorker(
+    worker = HybridWorker(
         target,
         draft_corpus,
         drafter,
@@ -225,3 +230,7 @@ def build(
             else LearnedBudget.for_target(target, sources, min_probability)
         ),
     )
+    recorder = recording.recorder(target, drafter.features)
+    if recorder is not None:
+        worker.record(recorder)
+    return worker
