@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
         "--spec", choices=("none", "ngram", "eagle"), default="ngram", help="where drafts come from"
     )
     add("--draft", help="a folder: the EAGLE-3 draft of --spec eagle")
-    add("--co-train", type=float, metavar="S", help="train that draft on the rollouts, S s a step")
+    add("--co-train", type=int, metavar="N", help="train that draft too, N updates a step")
     add("--draft-tokens", type=int, metavar="N", help="always up to N; without it, what pays")
     add("--steps", type=int, default=36, help="rollouts and updates")
     add("--prompts", type=int, default=8, help="problems per step")
@@ -234,7 +234,7 @@ def main() -> None:
         log.write("held out", step=0, **evaluate(engine, task, params, args.held_out))
     co_trainer = None
     if engine is not None and args.co_train:
-        co_trainer = CoTrainer(engine, CoTrainingConfig(seconds=args.co_train))
+        co_trainer = CoTrainer(engine, CoTrainingConfig(steps=args.co_train, seconds=None))
         first_draft = co_trainer.swap.read()
 
     for step in range(1, args.steps + 1):

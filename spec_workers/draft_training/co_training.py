@@ -41,8 +41,8 @@ class CoTrainer:
     ) -> None:
         config = config or CoTrainingConfig()
         self._engine = engine
-        self.swap = DraftSwap(engine)
         draft = trainable_draft(engine)
+        self.swap = DraftSwap(engine)
         self._trainer = DraftTrainer(draft, head_rows(engine, draft), training or FOLLOWING)
         self._target_version = engine.weight_version
         rollouts = RecentRollouts(recorder_of(engine).ring.reader(), config)

@@ -91,6 +91,22 @@ def test_dtypes_are_as_asked(model):
     }
 
 
+def test_what_follows_a_sync_is_called_where_an_engine_is(folder, model):
+    engine, seen = engine_of(folder), []
+
+    def after_sync(sync):
+        seen.append((sync, engine.weight_version, hook.last is sync))
+
+    hook = RolloutHook(engine, model, every=2, after_sync=after_sync)
+    assert hook.step() is None
+    sync = hook.step()
+    assert seen == [(sync, 1, True)]
+    failing = RolloutHook(FailingEngine(takes=1), model, after_sync=seen.append)
+    with pytest.raises(WeightUpdateError):
+        failing.sync()
+    assert len(seen) == 1
+
+
 def test_every_nth_step_syncs(folder, model):
     engine = engine_of(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
