@@ -28,9 +28,7 @@ def features(tokens: list[int], version: int = 0) -> torch.Tensor:
 
 def write(ring, tokens: list[int], prompt_len: int, first: int = 0, version: int = 0) -> None:
     rows = features(tokens, version)[first:-1]
-    ring.write(
-        tokens, [rows], first_position=first, prompt_len=prompt_len, weight_version=version
-    )
+    ring.write(tokens, [rows], first_position=first, prompt_len=prompt_len, weight_version=version)
 
 
 def rollouts_of(ring, **config) -> RecentRollouts:
