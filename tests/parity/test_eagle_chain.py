@@ -12,16 +12,16 @@ from tests.helpers.tiny_model import save_tiny_llama
 from tests.parity.test_budget import FlickeringGate, ShutGate
 
 PARAMS = {
-    "greedy": SamplingParams(temperature=0.0, max_new_tokens=32, n=1),
-    "sampled": SamplingParams(temperature=0.8, max_new_tokens=32, n=3, seed=5),
+    "greedy": SamplingParams(temperature=0.0, max_new_tokens=20, n=1),
+    "sampled": SamplingParams(temperature=0.8, max_new_tokens=20, n=2, seed=5),
     "shaped": SamplingParams(
         temperature=1.1, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1,
-        min_new_tokens=8, max_new_tokens=32, n=2, seed=6,
+        min_new_tokens=8, max_new_tokens=20, seed=6,
         raw_logprobs=True, sampling_logprobs=True, top_logprobs=2, entropy=True,
     ),
     "cut": SamplingParams(
         temperature=0.9, top_k=30, min_p=0.01, presence_penalty=0.4, logit_bias={5: 2.0, 9: -3.0},
-        stop_token_ids=[11, 12], max_new_tokens=32, n=2, seed=8,
+        stop_token_ids=[11, 12], max_new_tokens=20, seed=8,
     ),
 }  # fmt: skip
 FIXED = {"budget": "fixed", "min_probability": 0.0}
