@@ -17,6 +17,8 @@ _CONTEXTS = 2 * 4 * 3
 _FIRST_GUESS = 8.0  # observations it is worth
 _MEMORY = 400.0  # observations
 _LEAST = 1e-6
+_LEAST_COUNT = 0.01
+"""Each component is left as much, or after many observations without it none could bring it back."""
 
 
 class LearnedMixture:
@@ -63,3 +65,4 @@ class LearnedMixture:
         np.add.at(self._counts_XK, contexts_R, share_RK)
         totals_X = self._counts_XK.sum(axis=1, keepdims=True)
         self._counts_XK *= np.minimum(1.0, _MEMORY / totals_X)
+        np.maximum(self._counts_XK, _LEAST_COUNT, out=self._counts_XK)

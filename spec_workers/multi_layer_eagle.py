@@ -122,7 +122,7 @@ def open_chain(
         features=chain.spec.features,
         draft_slot_bytes=draft_slot_bytes(config.model, target_spec, chain.spec, num_pools=depth),
     )
-    networks = chain.load(target.model)
+    networks = chain.load(target.model)[:depth]
     drafter = MultiLayerEagleDrafter(
         target,
         [networks[min(step, len(networks) - 1)] for step in range(depth)],
@@ -135,7 +135,7 @@ def open_chain(
         found = MtpChain.find(folder, target_spec)
         return CheckpointSource.named(found.checkpoint, found.tensors_for(networks))
 
-    for step, network in enumerate(networks[:depth]):
+    for step, network in enumerate(networks):
         target.weights.parts.add(f"draft_step_{step}", network, frozen=frozen, reader=read)
     for runner in drafter.runners:
         target.residency.add_kv_pool(runner.kv.pool)

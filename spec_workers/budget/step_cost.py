@@ -72,11 +72,13 @@ class StepCost:
 
         ``proposed``: whether draft nodes were asked for.
 
-        Only steps without prefill tell of forward and sampling, for prefill rows have no logits.
+        Only steps without prefill tell anything: prefill rows have no logits, and neural drafts
+        read each of them.
         """
-        if decode_only:
-            self.curve.observe(rows, longest_context, times.forward, steps)
-            self._sampling.observe(rows, times.sample)
+        if not decode_only:
+            return
+        self.curve.observe(rows, longest_context, times.forward, steps)
+        self._sampling.observe(rows, times.sample)
         (self._drafting if proposed else self._following).observe(width, times.draft)
 
     def learned(self) -> dict[str, Any]:

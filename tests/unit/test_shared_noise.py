@@ -158,6 +158,20 @@ def test_a_vocabulary_of_less_than_the_candidates_wanted():
     assert found.probs_RC.sum() == pytest.approx(1.0)
 
 
+def test_a_draft_that_was_right_for_long_is_doubted_soon_when_it_is_not():
+    """What a component was never believed in for is not lost for ever."""
+    mixture, count = LearnedMixture(), 1000
+    contexts = np.zeros(count, dtype=np.int64)
+    components = np.zeros((count, 1, COMPONENTS), dtype=np.float32)
+    components[:, 0, :-1] = 0.3, 0.5, 0.8, 1.0, 1.0
+    for _ in range(400):
+        mixture.learn(contexts, components, np.ones((count, 1), dtype=bool))
+    assert mixture.probabilities(contexts, components).min() > 0.99
+    for _ in range(8):
+        mixture.learn(contexts, components, np.zeros((count, 1), dtype=bool))
+    assert mixture.probabilities(contexts, components).max() < 0.05
+
+
 def test_no_rows():
     found = SharedNoise([]).candidates(torch.zeros(0, VOCAB), np.zeros(0, int), np.zeros(0, int), 4)
     assert found.components().shape == (0, 5, COMPONENTS)

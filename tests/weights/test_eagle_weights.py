@@ -160,6 +160,21 @@ def test_a_chain_from_a_folder(tmp_path, layout):
     assert engine.weights_digest() == digest
 
 
+def test_the_first_steps_of_a_longer_chain(tmp_path):
+    """The others are neither held nor asked for, and a folder has them all the same."""
+    target, chain = save_tiny_mtp(tmp_path, "separate", 3)
+    options = {"draft_path": str(chain), "num_steps": 2, "calibration_seconds": 0}
+    engine = RolloutEngine.from_pretrained(target, "mtp", spec_options=options)
+    assert list(engine.worker.weights.parts) == ["target", "draft_step_0", "draft_step_1"]
+    digest = engine.weights_digest()
+    destinations = engine.worker.weights.parts["draft_step_1"].destinations()
+    zeros = {name: torch.zeros(each.shape) for name, each in destinations.items()}
+    engine.update_weights_from_tensor(zeros, selector="draft_step_1")
+    assert engine.weights_digest() != digest
+    engine.update_weights_from_disk(chain, selector="draft")
+    assert engine.weights_digest() == digest
+
+
 def unknown(tensors):
     tensors["draft.fc.bias"] = torch.zeros(48)
     return r"unexpected: draft\.fc\.bias"
