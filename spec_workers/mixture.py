@@ -18,7 +18,7 @@ _FIRST_GUESS = 8.0  # observations it is worth
 _MEMORY = 400.0  # observations
 _LEAST = 1e-6
 _LEAST_COUNT = 0.01
-"""Each component is left as much, or after many observations without it none could bring it back."""
+"""Each component is left as much: from nothing no observation could bring it back."""
 
 
 class LearnedMixture:
