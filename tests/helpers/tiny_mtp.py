@@ -95,7 +95,8 @@ def save_tiny_mtp(
 
     ``heads``: query heads, kv heads, head dim of a separate chain. ``likely``: the token's own
     embedding is most of what comes out, as it is of the target: many guesses come true.
-    ``own_head``: so many tokens, every other one, make a draft vocabulary with a head of its own.
+    ``own_head``: so many tokens, every other one, make a draft vocabulary with a head of its own,
+    of rows of the target's.
     """
     target = save_tiny_llama(folder / "target", **model)
     tensors = chain_tensors(layout, steps, heads=heads, likely=likely) | (extra or {})
@@ -113,8 +114,8 @@ def save_tiny_mtp(
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
     config |= dict(zip(names, heads, strict=True))
     if own_head is not None:
-        generator = torch.Generator().manual_seed(4)
-        tensors["draft.lm_head.weight"] = torch.randn(own_head, E, generator=generator)
+        head = load_file(target / "model.safetensors")["lm_head.weight"]
+        tensors["draft.lm_head.weight"] = head[: 2 * own_head : 2].contiguous()
         tensors["d2t"] = torch.arange(own_head)
         config["draft_vocab_size"] = own_head
     chain = folder / "chain"
