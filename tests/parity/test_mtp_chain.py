@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
+from scipy import stats
 
-from rollout import RolloutEngine
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.loader import load_model
+from tests.helpers.dense_attention import logits_of
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import save_tiny_mtp
 from tests.parity.test_budget import FlickeringGate, ShutGate
@@ -110,6 +116,30 @@ def test_logits_that_are_no_distribution_end_a_request_alone(chain):
     head.write(values)
     assert engine.generate([prompts()[3]], PARAMS["greedy"])[0].finish_reason != "error"
     engine.check_integrity()
+
+
+def test_what_is_emitted_follows_the_target(tmp_path):
+    """Two tokens of each of many samples, against the exact joint distribution."""
+    vocab, prompt = 7, [3, 5, 1]
+    folder, _ = save_tiny_mtp(
+        tmp_path, "mimo", 2, likely=True, vocab_size=vocab, num_layers=1, sharpness=2.0
+    )
+    model = load_model(folder, DType.float32, torch.device("cpu"))
+    sequences = [[*prompt, token] for token in range(vocab)]
+    first, second = (
+        np.stack([logits[at].softmax(0).double().numpy() for logits in logits_of(model, sequences)])
+        for at in (-2, -1)
+    )
+    engine = RolloutEngine.from_pretrained(
+        folder, "mtp", max_running=64, spec_options=FIXED | {"topk": 3}
+    )
+    params = SamplingParams(max_new_tokens=3, n=1500, seed=1, ignore_eos=True)
+    rollouts = engine.generate([prompt], params)
+    assert sum(r.stats.accepted for r in rollouts) > 500
+    counts = np.zeros((vocab, vocab))
+    np.add.at(counts, tuple(np.array([r.token_ids[:2] for r in rollouts]).T), 1)
+    expected = (first[0][:, None] * second * len(rollouts)).ravel()
+    assert stats.chisquare(counts.ravel(), expected * counts.sum() / expected.sum()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize(
