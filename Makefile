@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
 PROMPTS := runs/demo/prompts.jsonl
+DRAFT_TEXT := runs/demo-draft
+DRAFTS ?= drafts
+DRAFT_MINUTES ?= 18
 FUZZERS := build/native-tests
 FUZZ_SECONDS ?= 600
 CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp \
@@ -48,6 +51,31 @@ $(PROMPTS): | $(STAMP)
 .PHONY: rollout
 rollout: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the main job: rollouts of the demo prompts
 	$(BIN)/specrollout experiment=demo
+
+$(DRAFT_TEXT)/prompts.jsonl: | $(STAMP)
+	$(BIN)/python examples/make_demo_prompts.py --training --problems 240 --output $@
+
+# A job that was interrupted goes on where it stopped, and so does training.
+.PHONY: demo-draft-text
+demo-draft-text: $(STAMP) $(MODEL)/config.json $(DRAFT_TEXT)/prompts.jsonl
+	seed=1; for temperature in 0.0 0.7 1.0; do \
+	  $(BIN)/specrollout experiment=demo_draft sampling.temperature=$$temperature \
+	    sampling.seed=$$seed output.path=$(DRAFT_TEXT)/temperature-$$temperature.jsonl || exit 1; \
+	  seed=$$((seed + 1)); \
+	done
+
+TRAIN_DRAFT = $(BIN)/specrollout train-draft --model $(MODEL) \
+  --rollouts $(DRAFT_TEXT)/temperature-*.jsonl --minutes $(DRAFT_MINUTES)
+
+.PHONY: demo-draft
+demo-draft: demo-draft-text  ## train the demo model's EAGLE-3 draft, in half an hour with its text
+	$(TRAIN_DRAFT) --kind eagle3 --output $(DRAFTS)/eagle3 \
+	  $(if $(wildcard $(DRAFTS)/eagle3/training.pt),--resume)
+
+.PHONY: demo-mtp
+demo-mtp: demo-draft-text  ## train a two-step MTP chain for it, on the same text
+	$(TRAIN_DRAFT) --kind mtp --output $(DRAFTS)/mtp \
+	  $(if $(wildcard $(DRAFTS)/mtp/training.pt),--resume)
 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests

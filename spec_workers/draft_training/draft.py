@@ -33,6 +33,7 @@ class TrainableDraft(nn.Module):
     max_steps: int | None  # how far it can be unrolled; None: as far as one likes
     stored_prefix: str  # of every parameter's name in a folder; sent to an engine it is "draft."
     embed: Embed
+    lm_head: nn.Linear  # of the draft's vocabulary
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
@@ -47,8 +48,12 @@ class TrainableDraft(nn.Module):
         """Hidden states [S, E] for ``logits``, per step, as if each guess had been right so far."""
 
     @abstractmethod
+    def head_input(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """[R, E]: what ``lm_head`` reads."""
+
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """[R, D]."""
+        return self.lm_head(self.head_input(hidden_RE))
 
     @abstractmethod
     def read(

@@ -110,8 +110,8 @@ class Eagle3(TrainableDraft):
             hidden.append(layer.finish(residual_SE, torch.cat(attended)))
         return hidden
 
-    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.norm(hidden_RE))
+    def head_input(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_RE)
 
     def read(
         self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor

@@ -109,8 +109,8 @@ class MtpChain(TrainableDraft):
         ]
         return layer.leave(residual_TE, torch.cat(attended))
 
-    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden_RE)
+    def head_input(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return hidden_RE
 
     def read(
         self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor

@@ -33,6 +33,7 @@ from spec_workers.draft_training.sequences import (
     read_rollouts,
     split_by_prompt,
 )
+from spec_workers.draft_training.soft_cross_entropy import SoftCrossEntropy
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.target_tensors import TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
@@ -217,7 +218,9 @@ def test_held_out_steps_are_the_engines(kind, spec, topk, target, target_path, r
     if kind == "eagle3":
         options["num_steps"] = shape.num_steps
     prompts = [each.token_ids_L[: each.first_root + 1].tolist() for each in rollouts]
-    engine = RolloutEngine.from_pretrained(target_path, spec=spec, spec_options=options)
+    engine = RolloutEngine.from_pretrained(
+        target_path, spec=spec, spec_options=options, prefix_cache=False
+    )
     made = engine.generate(prompts, GREEDY)
     engine.close()
     # The first token of a rollout comes without a draft.
@@ -347,3 +350,20 @@ def test_rollouts_that_cannot_be_used(row, says, target_path, tmp_path, capsys):
     assert says in capsys.readouterr().err.replace("\n", " ")
     assert _subcommand(target, [*arguments, "--rollouts", str(tmp_path / "none")]) == EXIT_BAD_INPUT
     assert "--rollouts" in capsys.readouterr().err
+
+
+def test_the_loss_and_its_gradients_are_those_of_plain_cross_entropy():
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (
+        torch.randn(size, 12, generator=generator, requires_grad=True) for size in (300, 31)
+    )
+    labels = torch.randn(300, 31, generator=generator).softmax(1)
+    weights = torch.rand(300, generator=generator)
+    found, agreed = SoftCrossEntropy.apply(hidden, head, labels, weights, torch.float32)
+    grads = torch.autograd.grad(3 * found, (hidden, head))
+    logits = hidden @ head.T
+    expected = -(weights * (labels * logits.log_softmax(1)).sum(1)).sum()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(3 * expected, (hidden, head)))
+    same = logits.argmax(1) == labels.argmax(1)
+    torch.testing.assert_close(agreed, weights[same].sum())
