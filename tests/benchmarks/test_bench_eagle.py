@@ -1,0 +1,77 @@
+"""The benchmark of neural drafts, on a tiny model: which rows there are, and what is held out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import bench_eagle
+import pytest
+from eagle_bench.accept_length import accept_length_rows
+from eagle_bench.entrants import DRAFTING, HYBRID, HYBRID_MTP, MTP, NGRAM, Folders
+from eagle_bench.epochs import epoch_rows
+from eagle_bench.held_out import held_out_prompts
+
+from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_mtp import save_tiny_mtp
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    target, chain = save_tiny_mtp(folder, "separate")
+    return Folders(model=target, eagle3=save_tiny_eagle3(folder / "eagle3", target), mtp=chain)
+
+
+def test_accept_lengths_of_every_kind_at_every_temperature(folders):
+    rows = accept_length_rows(folders, PROMPTS, max_tokens=6)
+    settings = ("greedy", "T 0.7", "T 1.0")
+    assert [row.name for row in rows] == [
+        f"accept length, {setting}: {entrant}" for entrant in DRAFTING for setting in settings
+    ]
+    assert all(row.value >= 1 for row in rows)
+    assert {row.name: row.bar for row in rows if row.bar is not None} == {
+        "accept length, greedy: eagle3": 2.2,
+        "accept length, T 0.7: eagle3": 1.8,
+    }
+
+
+def test_hybrids_are_held_against_their_parts(folders):
+    rows = {row.name: row for row in epoch_rows(folders, PROMPTS, 8, 0.7)}
+    lengths = {name.rpartition(": ")[2]: row.value for name, row in rows.items()}
+    for hybrid, neural in ((HYBRID, "eagle3"), (HYBRID_MTP, MTP)):
+        (row,) = (row for name, row in rows.items() if f"{hybrid} to the better" in name)
+        better = max(lengths[NGRAM], lengths[neural])
+        assert row.value == pytest.approx(lengths[hybrid] / better, abs=1e-3)
+        assert row.bar == 1.05
+
+
+def test_a_draft_can_be_left_out(folders):
+    alone = Folders(model=folders.model, eagle3=None, mtp=folders.mtp)
+    assert alone.drafting == (MTP, NGRAM, HYBRID_MTP)
+    rows = accept_length_rows(alone, PROMPTS, max_tokens=4)
+    assert len(rows) == 9
+
+
+def test_what_is_missing_is_said_with_what_makes_it(folders, tmp_path):
+    options = argparse.Namespace(model=folders.model, draft=str(tmp_path), mtp="none")
+    with pytest.raises(FileNotFoundError, match=r"--draft .*make demo-draft"):
+        bench_eagle.folders(options)
+    options.draft = str(folders.eagle3)
+    assert bench_eagle.folders(options) == Folders(
+        model=folders.model, eagle3=folders.eagle3, mtp=None
+    )
+    with pytest.raises(FileNotFoundError, match="make runs"):
+        held_out_prompts(tmp_path / "prompts.jsonl", 3)
+
+
+def test_tasks_take_turns_among_the_held_out(tmp_path):
+    path = Path(tmp_path) / "prompts.jsonl"
+    tasks = ["sums", "sums", "sums", "open", "tales", "tales"]
+    rows = [{"task": task, "messages": f"{task} {k}"} for k, task in enumerate(tasks)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert held_out_prompts(path, 5) == ["sums 0", "open 3", "tales 4", "sums 1", "tales 5"]
+    assert len(held_out_prompts(path, 100)) == 6
