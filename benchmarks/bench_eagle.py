@@ -1,7 +1,7 @@
 """Neural drafts: accept length, what they add to the corpus, and that they never slow a step down.
 
-Held-out prompts are the demo's; no demo draft is trained on them. Drafts that are not there are
-made by `make demo-draft`. The part "co-training" trains policy and draft for some minutes.
+Held-out prompts are the demo's; no demo draft is trained on them. It trains nothing: drafts that
+are not there are made by `make demo-draft` and `make demo-mtp`.
 
     python benchmarks/bench_eagle.py --draft drafts/eagle3 --mtp drafts/mtp
 """
@@ -28,17 +28,22 @@ MAX_TOKENS = 128
 
 def folders(options: argparse.Namespace) -> Folders:
     """Raises FileNotFoundError, with the command that makes what is missing."""
-    drafts = {
-        name: None if path == "none" else Path(path)
-        for name, path in (("--draft", options.draft), ("--mtp", options.mtp))
-    }
-    for name, path in drafts.items():
-        if path is not None and not (path / "config.json").exists():
-            raise FileNotFoundError(
-                f"{name} {path}: no draft there; `make demo-draft` trains the demo model's, "
-                f"{name} none leaves it out"
-            )
-    return Folders(model=options.model, eagle3=drafts["--draft"], mtp=drafts["--mtp"])
+    return Folders(
+        model=options.model,
+        eagle3=_folder("--draft", options.draft, "make demo-draft"),
+        mtp=_folder("--mtp", options.mtp, "make demo-mtp"),
+    )
+
+
+def _folder(option: str, path: str, command: str) -> Path | None:
+    if path == "none":
+        return None
+    if not (Path(path) / "config.json").exists():
+        raise FileNotFoundError(
+            f"{option} {path}: no draft there; `{command}` trains the demo model's, {option} none "
+            "leaves it out"
+        )
+    return Path(path)
 
 
 def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:

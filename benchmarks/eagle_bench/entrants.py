@@ -53,7 +53,9 @@ def make_engine(
         HYBRID: ("hybrid", folders.eagle3),
         HYBRID_MTP: ("hybrid", folders.mtp),
     }[name]
-    own = {} if draft is None else {"draft_path": str(draft)}
+    own: dict[str, Any] = {} if draft is None else {"draft_path": str(draft)}
+    if name in (MTP, HYBRID_MTP):
+        own["topk"] = 4  # a chain of two tokens would be two nodes
     return RolloutEngine.from_pretrained(
         str(folders.model),
         spec=spec,
