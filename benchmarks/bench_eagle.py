@@ -1,7 +1,8 @@
 """Neural drafts: accept length, what they add to the corpus, and that they never slow a step down.
 
-Held-out prompts are the demo's; no demo draft is trained on them. It trains nothing: drafts that
-are not there are made by `make demo-draft` and `make demo-mtp`.
+Held-out prompts are the demo's; no demo draft is trained on them. Drafts that are not there are
+made by `make demo-draft` and `make demo-mtp`. The part "co-training" trains policy and draft for
+some minutes.
 
     python benchmarks/bench_eagle.py --draft drafts/eagle3 --mtp drafts/mtp
 """
