@@ -93,17 +93,21 @@ def check(engine):
 @pytest.mark.parametrize("options", [{}, {"prefix_cache": False}, {"max_step_tokens": 11}], ids=str)
 def test_every_row_is_what_whole_sequences_give(target_path, chain_paths, topk, options):
     engine, watch = make_engine(target_path, chain_paths, topk=topk, **options)
+    requests = 0
     for params in (SAMPLED, GREEDY):
         for _ in range(1 + (params is SAMPLED)):  # again: prompts are in the prefix cache
             rollouts = engine.generate(prompts(), params)
             assert numbers(rollouts) == plain(target_path, prompts(), params)
             check(engine)
+            requests += len(rollouts)
             accepted = sum(r.stats.accepted for r in rollouts)
             assert accepted > 0.2 * sum(len(r.token_ids) for r in rollouts)
     assert min(watch.known) > 250
     assert min(watch.nodes[1:]) > 100
     if options.get("prefix_cache") is False:
         assert watch.holes == [0, 0, 0]
+        # Every position once, but for those that wait for tokens to the end.
+        assert watch.known == [watch.known[0] - step * requests for step in range(3)]
     else:
         # Siblings part behind the prompt: step k's last k + 1 positions of it are one's own.
         assert 0 < watch.holes[0] < watch.holes[1] < watch.holes[2]
