@@ -90,14 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="specrollout train-draft",
         description="Train a draft on recorded rollouts of a model, so that spec=eagle or "
-        "spec=multi_layer_eagle can use it. The folder then holds the draft (config.json, "
+        "spec=mtp can use it. The folder then holds the draft (config.json, "
         "model.safetensors), training.jsonl and training.png, and what --resume needs. The "
         "draft kept is that of the best accept length on held-out rollouts. Ctrl-C saves and "
         "stops.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
 
     def add(name: str, help: str, **options: Any) -> None:
+        if options.get("default") is not None:
+            help += "; default: %(default)s"
+        if "type" in options:
+            options.setdefault("metavar", "N")
         parser.add_argument(name, help=help, **options)
 
     add("--model", "the target's folder", type=Path, required=True, metavar="FOLDER")
