@@ -39,6 +39,7 @@ class Eagle3(TrainableDraft):
 
     stored_prefix = ""
     max_steps = None
+    first_guess_share = 0.4
 
     def __init__(
         self,
