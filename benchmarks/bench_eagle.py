@@ -25,6 +25,8 @@ from eagle_bench.speed import settings, speed_rows
 from table import Row, finish, parser
 
 MAX_TOKENS = 128
+NUM_PROBLEMS = 4
+"""Of the epochs, in each of which every one is decoded several times."""
 
 
 def folders(options: argparse.Namespace) -> Folders:
@@ -50,12 +52,10 @@ def _folder(option: str, path: str, command: str) -> Path | None:
 def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
     """By name, in order; --only picks among the names."""
     found, prompts = folders(options), held_out_prompts(options.prompts, options.num_prompts)
-    groups = prompts[: max(1, options.num_prompts // 3)]
+    problems = held_out_prompts(options.prompts, NUM_PROBLEMS, with_answers=True)
     return {
         "accept length": partial(accept_length_rows, found, prompts, MAX_TOKENS),
-        "epochs, T 0.7": partial(epoch_rows, found, groups, MAX_TOKENS, 0.7),
-        "epochs, T 1.0": partial(epoch_rows, found, groups, MAX_TOKENS, 1.0),
-        "co-training": partial(co_training_rows, found),
+        "epochs": partial(epoch_rows, found, problems, MAX_TOKENS, 0.7),
         **{
             f"speed, {setting.name}": partial(speed_rows, found, setting, prompts, options.repeats)
             for setting in settings(MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""What RL decodes: groups of samples per prompt, and prompts that come again an epoch later."""
+"""What RL decodes: problems, groups of samples of each, and each again an epoch later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollout import SamplingParams
 from rollout.types import Prompt
 
 EPOCHS = 2
-GROUP = 4
+GROUP = 8
 ALONE = {HYBRID: EAGLE3, HYBRID_MTP: MTP}
 BAR = 1.05
 """What a hybrid must be to the better of its two parts, each alone."""

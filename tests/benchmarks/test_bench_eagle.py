@@ -71,7 +71,11 @@ def test_what_is_missing_is_said_with_what_makes_it(folders, tmp_path):
 def test_tasks_take_turns_among_the_held_out(tmp_path):
     path = Path(tmp_path) / "prompts.jsonl"
     tasks = ["sums", "sums", "sums", "open", "tales", "tales"]
-    rows = [{"task": task, "messages": f"{task} {k}"} for k, task in enumerate(tasks)]
+    rows = [
+        {"task": task, "messages": f"{task} {k}", "answer": "4" if task == "sums" else None}
+        for k, task in enumerate(tasks)
+    ]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert held_out_prompts(path, 5) == ["sums 0", "open 3", "tales 4", "sums 1", "tales 5"]
     assert len(held_out_prompts(path, 100)) == 6
+    assert held_out_prompts(path, 2, with_answers=True) == ["sums 0", "sums 1"]
