@@ -11,7 +11,7 @@ from rollout import SamplingParams
 from rollout.types import Prompt
 
 NUM_NODES = 8
-BATCH = 8
+BATCH = 16
 
 BARS = {"greedy": 2.2, "T 0.7": 1.8}
 """Of EAGLE-3."""

@@ -30,8 +30,8 @@ def settings(max_tokens: int) -> list[Setting]:
     warm = SamplingParams(temperature=0.7, max_new_tokens=max_tokens, seed=20)
     hot = SamplingParams(temperature=1.0, max_new_tokens=max_tokens, seed=30)
     return [
-        Setting(name="greedy, batch 1", params=greedy, batch=1, num_prompts=3),
-        Setting(name="T 0.7, batch 1", params=warm, batch=1, num_prompts=3),
+        Setting(name="greedy, batch 1", params=greedy, batch=1, num_prompts=2),
+        Setting(name="T 0.7, batch 1", params=warm, batch=1, num_prompts=2),
         Setting(name="T 1.0, batch 8", params=hot, batch=8, num_prompts=12),
     ]
 
