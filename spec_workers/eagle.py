@@ -15,10 +15,11 @@ from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
 from rollout.weights.disk import CheckpointSource
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import time_forwards
-from spec_workers.draft_sizing import draft_slot_bytes
-from spec_workers.drafter import Drafter
-from spec_workers.eagle_drafter import EagleDrafter
-from spec_workers.feature_options import FeatureRingOptions
+from spec_workers.features.feature_options import FeatureRingOptions
+from spec_workers.idle import check_idle
+from spec_workers.neural.draft_sizing import draft_slot_bytes
+from spec_workers.neural.drafter import Drafter
+from spec_workers.neural.eagle_drafter import EagleDrafter
 from spec_workers.observation import Observation
 from spec_workers.options import check_budget, check_number
 from spec_workers.target import TargetWorker

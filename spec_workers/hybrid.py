@@ -18,12 +18,12 @@ from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
-from spec_workers.drafter import Drafter
 from spec_workers.eagle import open_eagle
-from spec_workers.feature_options import FeatureRingOptions
+from spec_workers.features.feature_options import FeatureRingOptions
 from spec_workers.idle import check_idle
 from spec_workers.multi_layer_eagle import open_chain
-from spec_workers.neural_gate import NeuralGate
+from spec_workers.neural.drafter import Drafter
+from spec_workers.neural.neural_gate import NeuralGate
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation

@@ -21,7 +21,7 @@ from rollout.types import (
 )
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget
-from spec_workers.feature_recorder import FeatureRecorder
+from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
 from spec_workers.request_stats import count_step
 from spec_workers.target import TargetWorker

@@ -23,7 +23,7 @@ from spec_workers.draft_training.eagle3 import Eagle3
 from spec_workers.draft_training.target_tensors import TargetTensors
 from spec_workers.draft_training.trainer import SENT_PREFIX
 from spec_workers.draft_training.vocabulary import DraftVocabulary
-from spec_workers.feature_recorder import FeatureRecorder
+from spec_workers.features.feature_recorder import FeatureRecorder
 
 
 def trainable_draft(engine: RolloutEngine) -> TrainableDraft:

@@ -14,7 +14,7 @@ import torch
 
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.sequences import SHORTEST, TokenSequence, TrainingSequence
-from spec_workers.feature_ring import FeatureReader, FeatureSequence
+from spec_workers.features.feature_ring import FeatureReader, FeatureSequence
 
 _DONORS = 64
 """Sequences that are looked through for the features of a cached prefix, the newest ones."""

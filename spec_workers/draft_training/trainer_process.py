@@ -34,7 +34,7 @@ from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.trainer import DraftTrainer
-from spec_workers.feature_ring import FeatureReader
+from spec_workers.features.feature_ring import FeatureReader
 
 EMBEDDING, HEAD = "embedding", "head"
 """Names of what the target lends: the embedding [V, E], and the head's rows of the draft's tokens

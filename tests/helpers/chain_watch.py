@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollout.models.features import Taps
-from spec_workers.multi_layer_drafter import MultiLayerEagleDrafter
+from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
 from tests.helpers.dense_attention import DenseAttention
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rollout.models.features import Taps
-from spec_workers.eagle_drafter import EagleDrafter
+from spec_workers.neural.eagle_drafter import EagleDrafter
 from tests.helpers.dense_attention import DenseAttention
 
 

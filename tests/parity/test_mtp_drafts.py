@@ -13,8 +13,8 @@ from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from rollout.overrides import engine_config
 from spec_workers.budget import FixedBudget
-from spec_workers.multi_layer_drafter import MultiLayerEagleDrafter
 from spec_workers.multi_layer_eagle import MultiLayerEagleWorker
+from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
 from spec_workers.target import TargetWorker
 from tests.helpers.chain_watch import ChainWatch
 from tests.helpers.tiny_model import save_tiny_llama

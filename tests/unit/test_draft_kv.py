@@ -11,7 +11,7 @@ import torch
 from rollout.errors import IntegrityError
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
-from spec_workers.draft_kv import DraftKv
+from spec_workers.neural.draft_kv import DraftKv
 from tests.helpers.requests import make_request
 
 SIZES = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=2)

@@ -12,9 +12,9 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.models.features import Features
 from rollout.types import FinishReason
-from spec_workers.feature_options import FeatureRingOptions
-from spec_workers.feature_recorder import FeatureRecorder
-from spec_workers.feature_ring import FeatureReader, FeatureRing
+from spec_workers.features.feature_options import FeatureRingOptions
+from spec_workers.features.feature_recorder import FeatureRecorder
+from spec_workers.features.feature_ring import FeatureReader, FeatureRing
 from tests.helpers.tiny_model import save_tiny_llama
 
 FEATURES = Features(layers=(0, 2), final=True)

@@ -17,7 +17,7 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.models.features import Features
 from rollout.weights.segment import OwnedSegment
-from spec_workers.feature_ring import FeatureReader, FeatureRing, FeatureSequence
+from spec_workers.features.feature_ring import FeatureReader, FeatureRing, FeatureSequence
 
 FEATURES = Features(layers=(0, 2), final=True)
 HIDDEN = 8

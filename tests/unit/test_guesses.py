@@ -8,8 +8,8 @@ import torch
 
 from rollout.sampling.noise import uniforms
 from rollout.types import EntryResult
-from spec_workers.guesses import Guesser
-from spec_workers.tree_growth import TreeGrowth
+from spec_workers.neural.guesses import Guesser
+from spec_workers.neural.tree_growth import TreeGrowth
 from tests.helpers.requests import decode_batch, make_request
 
 VOCAB = 12

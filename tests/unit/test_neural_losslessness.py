@@ -14,8 +14,8 @@ from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import sample_rows
 from rollout.sampling.sampler import sample
 from rollout.types import EntryResult
-from spec_workers.guesses import Guesser
-from spec_workers.tree_growth import TreeGrowth
+from spec_workers.neural.guesses import Guesser
+from spec_workers.neural.tree_growth import TreeGrowth
 from tests.helpers.requests import decode_batch, make_request
 from tests.helpers.tree_checks import check_trees
 from tests.unit.test_losslessness import CHAIN, ROOT, VOCAB, chi_square, exact_joint

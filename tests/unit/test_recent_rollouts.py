@@ -8,7 +8,7 @@ import torch
 from rollout.models.features import Features
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
-from spec_workers.feature_ring import FeatureRing
+from spec_workers.features.feature_ring import FeatureRing
 
 HIDDEN = 4
 

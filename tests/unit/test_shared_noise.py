@@ -9,8 +9,8 @@ import torch
 from rollout.ops.categorical import categorical
 from rollout.sampling.noise import uniforms
 from rollout.sampling.truncation import truncation_threshold
-from spec_workers.mixture import LearnedMixture
-from spec_workers.shared_noise import (
+from spec_workers.neural.mixture import LearnedMixture
+from spec_workers.neural.shared_noise import (
     COMPONENTS,
     SHARPNESS,
     WIDTHS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_workers.tree_growth import TreeGrowth
+from spec_workers.neural.tree_growth import TreeGrowth
 from tests.helpers.tree_checks import check_trees
 
 WIDTH = 6

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rollout.attention import PagedAttention
 from rollout.models.draft_model import DraftModel
 from rollout.ops.paged_attention import AttentionPlan
-from spec_workers.draft_kv import DraftKv
+from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.ragged import offsets_of, places_within
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.draft_extend import Extension
-from spec_workers.draft_runner import KnownRuns
+from spec_workers.neural.draft_extend import Extension
+from spec_workers.neural.draft_runner import KnownRuns
 from spec_workers.observation import Observation
 from spec_workers.ragged import offsets_of, places_within
 

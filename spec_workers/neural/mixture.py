@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.shared_noise import COMPONENTS
+from spec_workers.neural.shared_noise import COMPONENTS
 
 _DEPTH_OF = np.array([0, 1, 2, 2, 3])  # levels below the root to buckets: 0, 1, 2-3, 4 and more
 _CONFIDENT = (0.5, 0.9)  # where the draft's highest probability changes its bucket

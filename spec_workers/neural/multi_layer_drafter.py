@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
 from rollout.types import Batch, DraftTrees, Request, Scheduled
-from spec_workers.chain_extend import ChainExtension
-from spec_workers.chain_nodes import ChainNodes, NodeLevel
-from spec_workers.chain_state import ChainState
-from spec_workers.draft_kv import DraftKv
-from spec_workers.draft_runner import DraftRunner, NodeRows
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.guesses import Guesser, Guesses
+from spec_workers.neural.chain_extend import ChainExtension
+from spec_workers.neural.chain_nodes import ChainNodes, NodeLevel
+from spec_workers.neural.chain_state import ChainState
+from spec_workers.neural.draft_kv import DraftKv
+from spec_workers.neural.draft_runner import DraftRunner, NodeRows
+from spec_workers.neural.guesses import Guesser, Guesses
+from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
-from spec_workers.tree_growth import Expansion, TreeGrowth
 
 
 class MultiLayerEagleDrafter:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.draft_runner import KnownRuns
+from spec_workers.neural.draft_runner import KnownRuns
 from spec_workers.observation import Observation
 
 

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from rollout.errors import InvalidInputError
 from rollout.models.features import Features
-from spec_workers.feature_recorder import FeatureRecorder
-from spec_workers.feature_ring import DTYPES, FeatureRing
+from spec_workers.features.feature_recorder import FeatureRecorder
+from spec_workers.features.feature_ring import DTYPES, FeatureRing
 from spec_workers.target import TargetWorker
 
 _FIELD = "spec.feature_ring"

@@ -13,7 +13,7 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.models.features import Features
 from rollout.types import EntryResult, FinishReason, Request, Scheduled
-from spec_workers.feature_ring import FeatureRing
+from spec_workers.features.feature_ring import FeatureRing
 from spec_workers.observation import Observation
 
 SHORTEST = 2  # rows: one for the draft to read, one that says what it should have predicted

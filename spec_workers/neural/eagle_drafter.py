@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
 from rollout.types import Batch, DraftTrees, Request
-from spec_workers.draft_extend import Extension
-from spec_workers.draft_kv import DraftKv
-from spec_workers.draft_roots import DraftRoots
-from spec_workers.draft_runner import DraftRunner, NodeRows
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.guesses import Guesser, Guesses
+from spec_workers.neural.draft_extend import Extension
+from spec_workers.neural.draft_kv import DraftKv
+from spec_workers.neural.draft_roots import DraftRoots
+from spec_workers.neural.draft_runner import DraftRunner, NodeRows
+from spec_workers.neural.guesses import Guesser, Guesses
+from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
-from spec_workers.tree_growth import Expansion, TreeGrowth
 
 
 class EagleDrafter:

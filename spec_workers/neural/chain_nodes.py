@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.tree_growth import Expansion
+from spec_workers.neural.tree_growth import Expansion
 
 
 @dataclass(kw_only=True, slots=True)
