@@ -52,6 +52,8 @@ class EagleWorker(SpecWorker):
     def observe(self, step: Observation) -> None:
         if self.budget.is_open:
             self.drafter.observe(step)
+        elif step.runs_prompts:
+            self.drafter.observe(step, prompts_alone=True)
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         super().begin(learned)

@@ -108,12 +108,13 @@ class HybridWorker(NgramWorker):
 
     def observe(self, step: Observation) -> None:
         super().observe(step)
-        if not self.budget.is_open:
-            return
-        if self._gate.is_open:
+        if self.budget.is_open and self._gate.is_open:
             with self._gate.timed():
                 self.drafter.observe(step)
-        self._gate.judge(step)
+        elif step.runs_prompts:
+            self.drafter.observe(step, prompts_alone=True)
+        if self.budget.is_open:
+            self._gate.judge(step)
 
     def _num_verified(self, step: Observation) -> NDArray[np.int64]:
         copied_B, verified_B = np.diff(self._copied_B1), np.diff(step.trees.offsets_B1)

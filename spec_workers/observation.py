@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout.runner import Forwarded
-from rollout.types import Batch, DraftTrees, EntryResult
+from rollout.types import Batch, DraftTrees, EntryResult, Scheduled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,3 +20,12 @@ class Observation:
     was_asked: bool  # whether anything was asked for
     forwarded: Forwarded
     results: list[EntryResult]  # parallel to the batch's entries
+
+    @property
+    def runs_prompts(self) -> bool:
+        return any(runs_prompt(entry) for entry in self.batch.entries)
+
+
+def runs_prompt(entry: Scheduled) -> bool:
+    """Whether a prompt's tokens are among those the entry runs."""
+    return entry.start < entry.request.prompt_len

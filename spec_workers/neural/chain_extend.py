@@ -26,9 +26,9 @@ class ChainExtension:
     entries.
     """
 
-    def __init__(self, step: Observation, num_steps: int) -> None:
-        """``num_steps``: of the chain, the first included."""
-        extension = Extension.of(step)
+    def __init__(self, step: Observation, num_steps: int, *, prompts_alone: bool = False) -> None:
+        """``num_steps``: of the chain, the first included. ``prompts_alone``: see `Extension`."""
+        extension = Extension.of(step, prompts_alone=prompts_alone)
         self.runs: KnownRuns = extension.runs
         self.sources_T: NDArray[np.int64] = extension.query_rows_T
         self._depth = 0

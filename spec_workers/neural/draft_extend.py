@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec_workers.neural.draft_runner import KnownRuns
-from spec_workers.observation import Observation
+from spec_workers.observation import Observation, runs_prompt
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,15 +25,18 @@ class Extension:
     ends_R: NDArray[np.int64]  # tokens of their sequences, the emitted ones included
 
     @staticmethod
-    def of(step: Observation) -> Extension:
+    def of(step: Observation, *, prompts_alone: bool = False) -> Extension:
         """Runs of committed tokens, then the accepted nodes: finished requests' too, for what they
-        leave in the prefix cache."""
+        leave in the prefix cache. ``prompts_alone``: of those that run a prompt."""
         following: list[int] = []
         query_rows: list[int] = []
         lens: list[int] = []
         entries, last_rows, ends = [], [], []
         first_rows = step.forwarded.offsets_B1.tolist()
         for b, (entry, result) in enumerate(zip(step.batch.entries, step.results, strict=True)):
+            if prompts_alone and not runs_prompt(entry):
+                lens.append(0)
+                continue
             request, path = entry.request, result.path
             tokens = request.tokens[entry.start + 1 : entry.end + 1] + result.token_ids
             following += tokens

@@ -37,10 +37,12 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, step: Observation) -> None:
+    def observe(self, step: Observation, *, prompts_alone: bool = False) -> None:
         """Draft-extend: run the positions the target computed in this step.
 
-        Steps in which this is not called leave holes: positions the draft does not attend to.
+        What is not run leaves holes: positions the draft does not attend to. ``prompts_alone``:
+        leave what was decoded. A prompt is never run again once it is cached, so a draft that is
+        to be of use later must read it now.
         """
         ...
 

@@ -152,8 +152,8 @@ class EagleDrafter:
         return self._guesser.children(guesses, logits_FD, trees_F, depths_F)
 
     @torch.inference_mode()
-    def observe(self, step: Observation) -> None:
-        extension = Extension.of(step)
+    def observe(self, step: Observation, *, prompts_alone: bool = False) -> None:
+        extension = Extension.of(step, prompts_alone=prompts_alone)
         query_rows_T = torch.from_numpy(extension.query_rows_T).to(self.model.device)
         features_TF = self._target.runner.features.select(
             step.forwarded.features_TF[query_rows_T], self.features

@@ -194,9 +194,9 @@ class MultiLayerEagleDrafter:
         return self._guesser.children(guesses, logits_FD, trees_F, depths_F)
 
     @torch.inference_mode()
-    def observe(self, step: Observation) -> None:
+    def observe(self, step: Observation, *, prompts_alone: bool = False) -> None:
         requests = [entry.request for entry in step.batch.entries]
-        extension = ChainExtension(step, len(self.runners))
+        extension = ChainExtension(step, len(self.runners), prompts_alone=prompts_alone)
         rows_B = extension.runs.rows_B
         last_BK = self._state.last(requests)
         self._state.begin(requests)

@@ -63,8 +63,8 @@ class OracleDrafter:
             parent = len(tokens) - 1
         return tokens, parents
 
-    def observe(self, step: Observation) -> None:
-        self.num_observed += 1
+    def observe(self, step: Observation, *, prompts_alone: bool = False) -> None:
+        self.num_observed += not prompts_alone
 
     def release(self, request: Request) -> None:
         self.num_released += 1

@@ -90,6 +90,28 @@ def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
         assert 0 < sum(watch.holes) / len(watch.holes) < 2
 
 
+def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
+    """They are not run again once they are cached; what is decoded meanwhile leaves holes."""
+    engine, watch = make_engine(target_path, draft)
+    budget, prompt = engine.worker.budget, prompts()[3]
+    floor = budget.floor
+    budget.is_open, budget.floor = False, lambda batch: None
+    params = SamplingParams(temperature=0.8, max_new_tokens=24, ignore_eos=True)
+    request = engine.submit(prompt, params)
+    while len(request.token_ids) < 6:
+        engine.step()
+    assert watch.known == len(prompt)
+    decoded = len(request.token_ids)
+    budget.is_open, budget.floor = True, floor
+    ended = []
+    while engine.has_unfinished:
+        ended += engine.step()
+        check(engine)
+    assert numbers(ended) == plain(target_path, [prompt], params)
+    assert watch.nodes > 0
+    assert max(watch.holes) == decoded - 1  # the last one had not been run yet
+
+
 @pytest.mark.parametrize("seed", [2, 3])
 def test_whatever_happens_between_and_within_steps(target_path, draft, seed, monkeypatch):
     """Scarce slots, retractions, aborts, scoring, sleep, dropped prefixes, steps that fail."""
