@@ -235,6 +235,7 @@ def main() -> None:
     co_trainer = None
     if engine is not None and args.co_train:
         co_trainer = CoTrainer(engine, CoTrainingConfig(steps=args.co_train, seconds=None))
+        co_trainer.skip()  # the evaluation is not to be trained on
         first_draft = co_trainer.swap.read()
 
     for step in range(1, args.steps + 1):

@@ -1,4 +1,4 @@
-"""The draft in training, beside the one in use, and which of them is better."""
+"""The draft in training, beside the one in use, and whether it may take its place."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Trainer(Protocol):
 
 
 class Verdict(enum.StrEnum):
-    BETTER = "better"  # than the draft in use, on the same held-out rollouts
-    NOT_BETTER = "not_better"
+    AS_GOOD = "as_good"  # as the draft in use or better, on the same held-out rollouts
+    WORSE = "worse"
     NOT_FINITE = "not_finite"  # NaN or infinite weights: training goes on from those in use
     NOT_JUDGED = "not_judged"  # nothing was trained, or nothing is held out yet
 
@@ -124,9 +124,9 @@ class Candidate:
             old = self.trainer.held_out_accept_length(held_out).accept_length
         finally:
             self.trainer.load_state_dict(state)
-        is_better = new > old + self._config.min_gain
+        is_as_good = new >= old + self._config.min_gain
         return Judgement(
-            verdict=Verdict.BETTER if is_better else Verdict.NOT_BETTER,
+            verdict=Verdict.AS_GOOD if is_as_good else Verdict.WORSE,
             accept_length=new,
             accept_length_in_use=old,
             num_held_out=len(held_out),

@@ -19,14 +19,14 @@ from spec_workers.draft_training.trainer import DraftTrainer
 
 
 class CoTrainer:
-    """Trains the draft of an engine in its own process, and swaps it in where it is better.
+    """Trains the draft of an engine in its own process, and swaps it in where it is no worse.
 
     Called between two steps, on the engine's thread (with an `EngineLoop`: ``loop.call``). It never
     changes what is rolled out: the target, its KV and its requests are left alone.
 
     Args:
         engine: runs an EAGLE-3 draft and records features: option ``feature_ring``.
-        config: what it trains on and when a draft counts as better.
+        config: what it trains on and what a new draft must be.
         training: of the optimizer; default: `FOLLOWING`.
 
     Raises InvalidInputError for an engine whose draft cannot be trained or is not recorded.
@@ -50,7 +50,7 @@ class CoTrainer:
         self.tally = Tally()
 
     def run(self) -> CoTrainingRound:
-        """One round: take what came, train, judge, and swap the draft in if it is better.
+        """One round: take what came, train, judge, and swap the draft in unless it is worse.
 
         Raises EngineStateError while the engine's weights are released.
         """
@@ -73,6 +73,10 @@ class CoTrainer:
         )
         self.tally.add(done)
         return done
+
+    def skip(self) -> None:
+        """Do not train on what was rolled out since the last round: call it after an evaluation."""
+        self.candidate.rollouts.skip()
 
     def after_sync(self, sync: WeightSync) -> None:
         """`run`, as `RolloutHook` calls it after each sync."""
@@ -97,10 +101,10 @@ class CoTrainer:
         if judgement.verdict is Verdict.NOT_JUDGED:
             return None
         swap = None
-        if judgement.verdict is Verdict.BETTER:
+        if judgement.verdict is Verdict.AS_GOOD:
             swap = self.swap.swap(self.candidate.named_tensors(torch.float32))
         if swap is SwapResult.SWAPPED:
             self.candidate.swapped()
         elif swap is not SwapResult.POSTPONED:
-            self.candidate.refused(begin_anew=judgement.verdict is not Verdict.NOT_BETTER)
+            self.candidate.refused(begin_anew=judgement.verdict is not Verdict.WORSE)
         return swap

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.config import TrainingConfig
 
-FOLLOWING = TrainingConfig(learning_rate=4e-4, warmup_steps=5)
-"""A fifth of the rate a draft is trained with from nothing: what it knows is nearly right."""
+FOLLOWING = TrainingConfig(learning_rate=3e-4, warmup_steps=10)
+"""Slower than a draft is trained with from nothing: what it knows is nearly right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoTrainingConfig:
-    batch_rows: int = 2048  # least positions of an optimizer step, where there are as many
+    batch_rows: int = 1024  # least positions of an optimizer step, where there are as many
     max_len: int = 2048  # tokens of a sequence; longer ones are cut up
     max_bytes: int = 1 << 30  # of the features of recent rollouts to train on
     held_out_every: int = 6  # one prompt in so many is never trained on
-    most_held_out: int = 24  # sequences to judge by, the newest ones
-    min_gain: float = 0.0  # accept length by which a new draft must be better
-    max_refusals: int = 3  # in a row; then training goes on from the draft in use
+    most_held_out: int = 48  # sequences to judge by, the newest ones
+    min_gain: float = 0.0  # accept length that a new draft must have gained
+    max_refusals: int = 8  # in a row; then training goes on from the draft in use
     seconds: float | None = 5.0  # of training in a round
     steps: int | None = None  # likewise, of the optimizer; whichever ends first
     max_replay: float = 16.0  # times a row is trained on, on the average

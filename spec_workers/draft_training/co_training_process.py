@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class CoTrainingProcess:
-    """Trains an engine's draft in another process and swaps it in where it is better.
+    """Trains an engine's draft in another process and swaps it in where it is no worse.
 
     That process reads the engine's feature ring and trains round after round; `poll`, called
     between two steps, never waits for it. When it dies the engine goes on with the draft it has.
@@ -85,7 +85,7 @@ class CoTrainingProcess:
         self._start()
 
     def poll(self) -> CoTrainingRound | None:
-        """Swap in what it has, where it has something better, and let it go on.
+        """Swap in what it has, unless that is worse, and let it go on.
 
         The round that has ended since the last call, if any. When somebody else has given the
         engine another draft, training begins anew from that one. Nothing is done while the
@@ -179,7 +179,7 @@ class CoTrainingProcess:
             "verdict": Verdict(answer["judgement"]["verdict"])
         })  # fmt: skip
         swap = None
-        if judgement.verdict is Verdict.BETTER:
+        if judgement.verdict is Verdict.AS_GOOD:
             # Copies: a process that dies, or hurries on, cannot tear what is being swapped in.
             sent = self._received.tensors([answer["weights"]])
             swap = self._swap.swap([(name, tensor.clone()) for name, tensor in sent])
@@ -223,7 +223,7 @@ _BECAME = {
     SwapResult.SWAPPED: "swapped",
     SwapResult.POSTPONED: "waits",
     SwapResult.REFUSED: "broken",
-    Verdict.NOT_BETTER: "refused",
+    Verdict.WORSE: "refused",
     Verdict.NOT_FINITE: "broken",
     Verdict.NOT_JUDGED: "waits",
 }

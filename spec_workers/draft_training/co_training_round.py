@@ -11,7 +11,7 @@ from spec_workers.draft_training.draft_swap import SwapResult
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoTrainingRound:
     judgement: Judgement
-    swap: SwapResult | None  # None: there was nothing better to swap in
+    swap: SwapResult | None  # None: there was nothing to swap in
     why_not: str = ""  # the engine did not take it
     steps: int = 0  # of the optimizer
     sequences: int = 0  # that came through the ring
@@ -26,7 +26,7 @@ class Tally:
 
     rounds: int = 0
     swaps: int = 0
-    not_better: int = 0
+    worse: int = 0
     broken: int = 0  # NaN weights, or such as the engine refused
     postponed: int = 0
     steps: int = 0
@@ -43,7 +43,7 @@ class Tally:
         self.missed += one.missed
         self.seconds += one.seconds
         verdict = one.judgement.verdict
-        self.not_better += verdict is Verdict.NOT_BETTER
+        self.worse += verdict is Verdict.WORSE
         self.broken += verdict is Verdict.NOT_FINITE or one.swap is SwapResult.REFUSED
         self.postponed += one.swap is SwapResult.POSTPONED
         if one.swap is SwapResult.SWAPPED:
@@ -54,7 +54,7 @@ class Tally:
 
     def counters(self, weight_version: int) -> dict[str, float]:
         """Gauges, for metrics. ``weight_version``: the target's now."""
-        names = ("rounds", "swaps", "not_better", "broken", "postponed", "steps", "sequences",
+        names = ("rounds", "swaps", "worse", "broken", "postponed", "steps", "sequences",
                  "missed", "seconds")  # fmt: skip
         counters: dict[str, float] = {name: getattr(self, name) for name in names}
         counters["staleness"] = weight_version - self.trained_version  # in the target's versions

@@ -56,6 +56,10 @@ class RecentRollouts:
         self.num_taken += len(came)
         return len(came)
 
+    def skip(self) -> None:
+        """Leave out what came so far, as after an evaluation: it is not to be trained on."""
+        self._reader.take()
+
     def _add(self, sequence: FeatureSequence) -> None:
         self.newest_version = max(self.newest_version, sequence.weight_version)
         stretches = training_sequences(sequence, self._config.max_len)

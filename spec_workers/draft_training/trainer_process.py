@@ -108,7 +108,7 @@ class TrainerProcess:
         steps = self._candidate.train()
         judgement = self._candidate.judge()
         weights = None
-        if judgement.verdict is Verdict.BETTER:
+        if judgement.verdict is Verdict.AS_GOOD:
             weights = self._sent.handle(self._candidate.named_tensors(torch.float32))
         elif not steps:
             time.sleep(_IDLE_SECONDS)

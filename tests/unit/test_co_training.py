@@ -1,4 +1,4 @@
-"""A draft that follows: only what is better is swapped in, and nothing else notices."""
+"""A draft that follows: nothing worse is swapped in, and nothing else notices."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def wait_for_round(process: CoTrainingProcess):
 def test_the_draft_gets_better_and_the_rollouts_stay_the_same(engine, setting):
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     done = co_trainer.run()
-    assert done.judgement.verdict is Verdict.BETTER
+    assert done.judgement.verdict is Verdict.AS_GOOD
     assert done.swap is SwapResult.SWAPPED
     assert done.judgement.accept_length > done.judgement.accept_length_in_use
     assert engine.weight_versions == {"target": 0, "draft": 1}
@@ -135,15 +135,15 @@ def test_rows_are_trained_on_so_often_and_no_more(engine):
     assert done.judgement.verdict is Verdict.NOT_JUDGED
 
 
-def test_a_draft_that_is_not_better_is_not_swapped_in(engine):
+def test_a_draft_that_is_worse_is_not_swapped_in(engine):
     digest = engine.weights_digest("draft")
     config = CoTrainingConfig(seconds=None, steps=1, held_out_every=3, min_gain=50.0)
     co_trainer = CoTrainer(engine, config, training=TRAINING)
     for refused in range(1, 4):
         done = co_trainer.run()
-        assert done.judgement.verdict is Verdict.NOT_BETTER
+        assert done.judgement.verdict is Verdict.WORSE
         assert done.swap is None
-        assert co_trainer.counters()["not_better"] == refused
+        assert co_trainer.counters()["worse"] == refused
     assert engine.weights_digest("draft") == digest
     assert engine.weight_versions["draft"] == 0
 
@@ -276,17 +276,23 @@ def test_each_is_judged_against_the_one_in_use(candidate_of):
     candidate.swapped()
     candidate.train()
     assert candidate.judge().accept_length_in_use == 2.5
-    assert candidate.judge().verdict is Verdict.NOT_BETTER
+    assert candidate.judge().verdict is Verdict.WORSE
+
+
+def test_one_that_is_as_good_has_seen_more(candidate_of):
+    candidate = candidate_of({0: 2.0, 1: 2.0})
+    candidate.train()
+    assert candidate.judge().verdict is Verdict.AS_GOOD
 
 
 def test_after_refusals_training_begins_anew_from_the_draft_in_use(candidate_of):
     candidate = candidate_of({0: 2.0, 1: 1.0, 2: 0.5, 3: 3.0})
     candidate.train()
-    assert candidate.judge().verdict is Verdict.NOT_BETTER
+    assert candidate.judge().verdict is Verdict.WORSE
     candidate.refused()
     assert candidate.trainer.weight == 1  # it may be on its way
     candidate.train()
-    assert candidate.judge().verdict is Verdict.NOT_BETTER
+    assert candidate.judge().verdict is Verdict.WORSE
     candidate.refused()
     assert candidate.trainer.weight == 0
 
