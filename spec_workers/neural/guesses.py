@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.types import Batch, EntryResult
-from spec_workers.neural.mixture import LearnedMixture
-from spec_workers.neural.shared_noise import SharedNoise
-from spec_workers.neural.tree_growth import Expansion
+from spec_workers.mixture import CONTEXTS, LearnedMixture
+from spec_workers.reliability import Reliability
+from spec_workers.shared_noise import SharedNoise
+from spec_workers.tree_growth import Expansion
 
 _CANDIDATES = 32
 """Of a row's tokens; those beyond are hardly ever worth a node."""
@@ -27,6 +28,7 @@ class _Guessed:
     contexts_R: NDArray[np.int64]
     components_RCK: NDArray[np.float32]
     tokens_RC: NDArray[np.int64]
+    estimates_RC: NDArray[np.float32]  # by the mixture
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class Guesser:
         self._topk = topk
         self._token_ids_D = token_ids_D
         self._mixture = LearnedMixture()
+        self._reliability = Reliability(CONTEXTS)
         self._last: Guesses | None = None
 
     def begin(self, batch: Batch, entries_G: list[int]) -> Guesses:
@@ -95,8 +98,11 @@ class Guesser:
         components_RCK = found.components()
         highest_R = found.probs_RC.max(axis=1)
         contexts_R = self._mixture.contexts(found.is_greedy_R, depths_R, highest_R)
-        probs_RC = self._mixture.probabilities(contexts_R, components_RCK)
-        guesses.guessed.append(_Guessed(contexts_R, components_RCK, tokens_RC.numpy()))
+        estimates_RC = self._mixture.probabilities(contexts_R, components_RCK)
+        probs_RC = self._reliability.corrected(contexts_R, estimates_RC)
+        guesses.guessed.append(
+            _Guessed(contexts_R, components_RCK, tokens_RC.numpy(), estimates_RC)
+        )
         best_RW = np.argsort(-probs_RC, axis=1)[:, : self._topk]
         tokens_RW = np.take_along_axis(tokens_RC.numpy(), best_RW, axis=1)
         return tokens_RW, np.take_along_axis(probs_RC, best_RW, axis=1)
@@ -122,7 +128,9 @@ class Guesser:
         contexts = np.concatenate([each.contexts_R for each in guesses.guessed])
         components = np.concatenate([each.components_RCK for each in guesses.guessed])
         guessed = np.concatenate([each.tokens_RC for each in guesses.guessed])
+        estimates = np.concatenate([each.estimates_RC for each in guesses.guessed])
         came_true = guessed[rows] == np.array(tokens)[:, None]
         # The same token may come twice, once with probability 0.
         came_true &= components[rows].any(axis=2)
         self._mixture.learn(contexts[rows], components[rows], came_true)
+        self._reliability.learn(contexts[rows], estimates[rows], came_true)

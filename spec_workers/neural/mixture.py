@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.neural.shared_noise import COMPONENTS
-
 _DEPTH_OF = np.array([0, 1, 2, 2, 3])  # levels below the root to buckets: 0, 1, 2-3, 4 and more
 _CONFIDENT = (0.5, 0.9)  # where the draft's highest probability changes its bucket
-_CONTEXTS = 2 * 4 * 3
+CONTEXTS = 2 * 4 * 3
 
-_FIRST_GUESS = 8.0  # observations it is worth
+_FIRST_GUESS_K = np.array([5.0, 1.0, 0.6, 0.4, 0.2, 0.8])
+"""Observations: at first the draft's own probabilities are believed more than the noise."""
+
 _MEMORY = 400.0  # observations
 _LEAST = 1e-6
 _LEAST_COUNT = 0.01
@@ -29,7 +29,7 @@ class LearnedMixture:
     """
 
     def __init__(self) -> None:
-        self._counts_XK = np.full((_CONTEXTS, COMPONENTS), _FIRST_GUESS / COMPONENTS)
+        self._counts_XK = np.tile(_FIRST_GUESS_K, (CONTEXTS, 1))
 
     def contexts(
         self,
