@@ -31,9 +31,6 @@ class TrainableDraft(nn.Module):
     features: Features  # what it reads of the target
     vocabulary: DraftVocabulary
     max_steps: int | None  # how far it can be unrolled; None: as far as one likes
-    # Of the time of a run, in which the first guess alone is trained: where later ones are made by
-    # the same weights, from the hidden states it learns, they cost as much again each.
-    first_guess_share: float
     stored_prefix: str  # of every parameter's name in a folder; sent to an engine it is "draft."
     embed: Embed
     lm_head: nn.Linear  # of the draft's vocabulary

@@ -39,7 +39,6 @@ class Eagle3(TrainableDraft):
 
     stored_prefix = ""
     max_steps = None
-    first_guess_share = 0.4
 
     def __init__(
         self,

@@ -46,7 +46,6 @@ class MtpChain(TrainableDraft):
     """The head is one for all steps; the embedding is the target's."""
 
     stored_prefix = "draft."
-    first_guess_share = 0.0
 
     def __init__(
         self,

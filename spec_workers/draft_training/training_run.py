@@ -28,6 +28,11 @@ _CONSTANT_SHARE = 0.5
 """Of the time at the full learning rate; then it falls linearly to nothing."""
 
 
+_FIRST_GUESS_SHARE = 0.4
+"""Of the time in which only the first guess is trained: later ones build on its hidden states, and
+cost as much again each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     seconds: float  # of training, features and checks included
@@ -115,7 +120,7 @@ class TrainingRun:
         rate_scale = min(1.0, (1.0 - done) / (1.0 - _CONSTANT_SHARE))
         epoch = self._order.epoch
         batch = self._train.take(self._order.next())
-        num_steps = 1 if done < self._trainer.draft.first_guess_share else None
+        num_steps = 1 if done < _FIRST_GUESS_SHARE else None
         loss = self._trainer.step(batch, rate_scale, num_steps)
         log.write(
             {
