@@ -80,8 +80,6 @@ class Candidate:
         self._is_new = False  # trained since it was last swapped in or refused
         self._refusals = 0  # in a row
         self._rows = 0  # trained on, ever
-        self.steps = 0  # of the optimizer, ever
-        self.train_seconds = 0.0
 
     def train(self) -> int:
         """Take what came through the ring and train on recent rollouts for one round.
@@ -98,8 +96,6 @@ class Candidate:
             self._rows += sum(len(each.features_NF) for each in batch)
             self._is_new = True
             done += 1
-        self.steps += done
-        self.train_seconds += time.perf_counter() - started
         return done
 
     def _is_over(self, steps: int, seconds: float) -> bool:
@@ -146,7 +142,8 @@ class Candidate:
         self._is_new = False
         self._refusals += 1
         if begin_anew or self._refusals >= self._config.max_refusals:
-            self.trainer.load_state_dict(self._in_use)
+            # A copy: an optimizer goes on with the very tensors it is handed.
+            self.trainer.load_state_dict(deepcopy(self._in_use))
             self._refusals = 0
 
     def _batch(self) -> list[TrainingSequence]:

@@ -41,7 +41,7 @@ class CoTrainer:
     ) -> None:
         config = config or CoTrainingConfig()
         self._engine = engine
-        draft = trainable_draft(engine)
+        draft = trainable_draft(engine).to(engine.worker.model_device)
         self.swap = DraftSwap(engine)
         self._trainer = DraftTrainer(draft, head_rows(engine, draft), training or FOLLOWING)
         self._target_version = engine.weight_version

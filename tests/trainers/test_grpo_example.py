@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.helpers.text_model import save_text_model
+from tests.helpers.tiny_draft import save_tiny_eagle3
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("reasoning_gym")
@@ -176,3 +177,24 @@ def test_a_tree_gives_the_logprobs_and_gradients_of_its_sequences(tiny_model_pat
     torch.testing.assert_close(shared_N, torch.stack(apart), rtol=1e-4, atol=1e-5)
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.timeout(300)
+def test_a_draft_that_follows_does_not_change_the_run(logs, model, tmp_path):
+    draft = save_tiny_eagle3(tmp_path / "draft", model)
+    own = ["--spec", "eagle", "--draft", str(draft), "--draft-tokens", "4", "--co-train", "2"]
+    process = start(tmp_path, [*SETTINGS, *SHARING[1], *own, "--model", str(model)], ranks=1)
+    try:
+        code = process.wait(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, (tmp_path / "printed").read_text()[-4000:]
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    for one, other in zip(steps(log), steps(logs[1]["none"]), strict=True):
+        assert one["digest"] == other["digest"]
+        assert one["logprob_gap"] == other["logprob_gap"]
+    assert steps(log)[-1]["draft"]["steps"] > 0
+    (drafts,) = [record for record in log if record["event"] == "drafts"]
+    assert drafts["same"]
