@@ -240,13 +240,14 @@ def main() -> None:
 
     for step in range(1, args.steps + 1):
         started, cpu_started, samples = time.perf_counter(), time.process_time(), []
+        co_train_seconds = 0.0
         if leads:
             problems = random.Random(f"{args.seed} {step}").sample(task.train, args.prompts)
             of_this_step = replace(params, seed=args.seed * 1_000_000 + step)
             rollouts, rewards = roll_out(engine, task, problems, of_this_step)
             samples = with_advantages(rollouts, rewards, args.samples)
             if co_trainer is not None:
-                co_trainer.run()
+                co_train_seconds = co_trainer.run().seconds
         share, num_tokens = deal(samples, world_size)
         rolled_out = time.perf_counter()
         gaps = [update(trainer, share, num_tokens, args) for _ in range(args.epochs)]
@@ -260,7 +261,8 @@ def main() -> None:
                 majority_reward=task.majority_reward(problems),
                 **describe(rollouts),
                 logprob_gap=gaps[0],
-                rollout_seconds=rolled_out - started,
+                rollout_seconds=rolled_out - started - co_train_seconds,
+                co_train_seconds=co_train_seconds,
                 train_seconds=trained - rolled_out,
                 sync_seconds=sync.seconds,
                 cpu_seconds=time.process_time() - cpu_started,
