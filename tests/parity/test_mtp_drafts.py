@@ -121,7 +121,7 @@ def test_whatever_happens_between_and_within_steps(target_path, chain_paths, see
     params = SamplingParams(temperature=0.9, max_new_tokens=24, n=2, seed=seed)
     every = [(index, sample) for index in range(len(prompts())) for sample in range(params.n)]
     wanted = dict(zip(every, plain(target_path, prompts(), params), strict=True))
-    engine, watch = make_engine(target_path, chain_paths, max_kv_tokens=56)
+    engine, watch = make_engine(target_path, chain_paths, max_kv_tokens=50)
     worker, failed = engine.worker, 0
     verify, observe = worker.target.verify, worker.observe
 
