@@ -84,7 +84,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         """An engine for the model in the folder ``path``.
 
         Args:
-            spec: a name in conf/spec: ``none``, ``ngram``.
+            spec: a name in conf/spec: ``none``, ``ngram``, ``eagle``, ``mtp``, ``hybrid``.
             spec_options: over that file's own, e.g. ``{"num_draft_tokens": 12}``.
             overrides: any field of EngineConfig or of its parts: ``dtype``, ``device``,
                 ``max_context_len``, ``kv_bytes``, ``max_running``, ``exact``, ``num_threads``, ...
