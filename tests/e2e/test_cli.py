@@ -123,7 +123,12 @@ def test_the_next_epoch_starts_warm(
 def test_help_and_cfg(specrollout: Command) -> None:
     shown = specrollout("--help")
     assert shown.code == 0
-    for text in ("model.path=FOLDER", "spec: eagle, hybrid, mtp, ngram, none", "experiment: demo", "-m spec="):
+    for text in (
+        "model.path=FOLDER",
+        "spec: eagle, hybrid, mtp, ngram, none",
+        "experiment: demo",
+        "-m spec=",
+    ):
         assert text in shown.out
     assert max(map(len, shown.out.splitlines())) <= 100
     config = specrollout("--cfg", "job")
