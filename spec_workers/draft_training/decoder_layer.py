@@ -52,6 +52,8 @@ class SelfAttention(nn.Module):
 
     def _rotated(self, projected: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.cos_sin_PC, torch.Tensor)
+        # Guesses beyond the context's end are of tokens that never come: any angle will do.
+        positions_R = positions_R.clamp(max=len(self.cos_sin_PC) - 1)
         return rotate(projected.unflatten(1, (-1, self.head_dim)), positions_R, self.cos_sin_PC)
 
 

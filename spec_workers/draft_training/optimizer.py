@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -37,4 +38,5 @@ class DraftOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
-        self._adamw.load_state_dict(state["adamw"])
+        # torch takes the tensors themselves, and steps would write to the caller's state.
+        self._adamw.load_state_dict(deepcopy(state["adamw"]))

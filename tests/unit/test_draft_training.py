@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,36 @@ def test_a_saved_draft_is_trained_on(target, target_path, rollouts, tmp_path):
         assert again.features == draft.features
         for name, parameter in draft.state_dict().items():
             assert torch.equal(again.state_dict()[name], parameter), name
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_state_that_was_loaded_is_not_trained_on(kind, target, target_path, rollouts):
+    trainer = make_trainer(kind, target, target_path, rollouts)
+    batch = computed(target, trainer.features, rollouts[:4])
+    trainer.step(batch)
+    state = deepcopy(trainer.state_dict())
+    after = []
+    for _ in range(2):
+        trainer.load_state_dict(state)
+        for _ in range(3):
+            trainer.step(batch)
+        after.append(deepcopy(trainer.draft.state_dict()))
+    for name, tensor in after[0].items():
+        assert torch.equal(after[1][name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_rollout_may_fill_the_context(kind, target, target_path, rollouts):
+    trainer = make_trainer(kind, target, target_path, rollouts, num_steps=5)
+    length = target.spec.max_context_len
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB, (length,), generator=generator)
+    sequence = TrainingSequence(
+        tokens=TokenSequence(token_ids_L=tokens, first_root=length - 12),
+        features_NF=torch.randn(length - 1, 32 * trainer.features.count, generator=generator),
+    )
+    assert trainer.held_out_accept_length([sequence]).num_tokens == 10
+    assert trainer.step([sequence]).num_guesses == 10
 
 
 def test_resumed_runs_end_where_others_do(target, target_path, rollouts, tmp_path):
