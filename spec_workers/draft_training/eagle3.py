@@ -121,7 +121,8 @@ class Eagle3(TrainableDraft):
         joined_MI = layer.join(self.embed(tokens_M), fused_ME)
         keys_values = layer.self_attn.keys_values(joined_MI, positions_M)
         q_MHC = layer.self_attn.queries(joined_MI, positions_M)
-        attended = attend(q_MHC, *keys_values, torch.arange(1, len(tokens_M) + 1), [])
+        visible_M = torch.arange(1, len(tokens_M) + 1, device=tokens_M.device)
+        attended = attend(q_MHC, *keys_values, visible_M, [])
         return layer.finish(fused_ME, attended), [keys_values]
 
     def deepen(

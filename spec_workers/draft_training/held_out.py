@@ -76,13 +76,17 @@ def matched_lengths(
     draft: TrainableDraft, sequence: TrainingSequence, shape: TreeShape
 ) -> torch.Tensor:
     """For each row from the first root on, how many tokens its tree has right; int64 [R]."""
-    token_ids_L = sequence.tokens.token_ids_L
+    device = next(draft.parameters()).device
+    token_ids_L = sequence.tokens.token_ids_L.to(device)
     num_rows = len(token_ids_L) - 2
-    positions_M = sequence.first_position + torch.arange(num_rows)
-    hidden_ME, memory = draft.read(token_ids_L[1:-1], sequence.features_NF[:num_rows], positions_M)
-    roots = torch.arange(sequence.tokens.first_root, num_rows)
+    features_MF = sequence.features_NF[:num_rows].to(device)
+    positions_M = sequence.first_position + torch.arange(num_rows, device=device)
+    hidden_ME, memory = draft.read(token_ids_L[1:-1], features_MF, positions_M)
+    roots = torch.arange(sequence.tokens.first_root, num_rows, device=device)
     parts = [
-        _Growth(draft, memory, sequence, roots_R, shape).grow(hidden_ME[roots_R])
+        _Growth(draft, memory, token_ids_L, sequence.first_position, roots_R, shape).grow(
+            hidden_ME[roots_R]
+        )
         for roots_R in roots.split(_ROOTS_AT_ONCE)
     ]
     return torch.cat(parts)
@@ -95,25 +99,27 @@ class _Growth:
         self,
         draft: TrainableDraft,
         memory: list[KeysValues],
-        sequence: TrainingSequence,
+        token_ids_L: torch.Tensor,
+        first_position: int,
         roots_R: torch.Tensor,
         shape: TreeShape,
     ) -> None:
         self._draft = draft
         self._memory = memory
-        self._tokens_L = sequence.tokens.token_ids_L
-        self._first_position = sequence.first_position
+        self._tokens_L = token_ids_L
+        self._token_ids_D = draft.vocabulary.token_ids_D.to(roots_R.device)
+        self._first_position = first_position
         self._roots_R = roots_R
         self._shape = shape
 
     def grow(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """From the first level's hidden states; int64 [R], tokens right on the way down."""
-        draft, roots = self._draft, len(hidden_RE)
+        draft, roots, device = self._draft, len(hidden_RE), self._roots_R.device
         levels = self._shape.num_steps
         if draft.max_steps is not None:
             levels = min(levels, draft.max_steps)
-        scores_RW = torch.zeros(roots, 1)
-        is_true_RW = torch.ones(roots, 1, dtype=torch.bool)
+        scores_RW = torch.zeros(roots, 1, device=device)
+        is_true_RW = torch.ones(roots, 1, dtype=torch.bool, device=device)
         chain: list[KeysValues] = []
         kept_scores, kept_true = [], []
         for level in range(levels):
@@ -128,7 +134,7 @@ class _Growth:
             best_RW = scores_RN.topk(min(self._shape.topk, scores_RN.shape[1])).indices
             scores_RW = scores_RN.gather(1, best_RW)
             is_true_RW = is_true_RN.gather(1, best_RW)
-            first_R1 = torch.arange(roots)[:, None] * (scores_RN.shape[1] // width)
+            first_R1 = torch.arange(roots, device=device)[:, None] * (scores_RN.shape[1] // width)
             parents = (first_R1 + best_RW // width).flatten()
             rows = self._roots_R.repeat_interleave(best_RW.shape[1])
             hidden_RE, chain = draft.deepen(
@@ -152,7 +158,7 @@ class _Growth:
         logprobs = self._draft.logits(hidden).float().log_softmax(-1)
         best = logprobs.topk(min(self._shape.topk, logprobs.shape[-1]))
         scores_RN = (best.values.unflatten(0, scores_RW.shape) + scores_RW[..., None]).flatten(1)
-        tokens = self._draft.vocabulary.token_ids_D[best.indices]
+        tokens = self._token_ids_D[best.indices]
         return scores_RN, tokens.unflatten(0, scores_RW.shape).flatten(1)
 
     def _coming(self, level: int) -> torch.Tensor:

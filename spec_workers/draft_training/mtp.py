@@ -119,7 +119,7 @@ class MtpChain(TrainableDraft):
         tokens still to come, and no tree looks at them."""
         first_ME = hidden_ME = features_MF
         memory: list[KeysValues] = []
-        visible_M = torch.arange(1, len(tokens_M) + 1)
+        visible_M = torch.arange(1, len(tokens_M) + 1, device=tokens_M.device)
         for step in range(len(self.layers)):
             layer = self._step(step)
             tokens_M = tokens_M if step == 0 else nn.functional.pad(tokens_M[1:], (0, 1))
