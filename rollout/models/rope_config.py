@@ -45,7 +45,7 @@ def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSp
             f"{', '.join(RopeType)} are"
         )
     rope_type = RopeType(name)
-    own = _REQUIRED[rope_type] | (_YARN if rope_type is RopeType.YARN else frozenset())
+    own = _own(rope_type)
     for key in sorted(params.keys() - own - _COMMON):
         raise UnsupportedModelError(
             f"config.json: {field}.{key}={params[key]!r} is not implemented for {name} rope"
@@ -69,6 +69,27 @@ def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSp
         original_max_position_embeddings=original,
         **{key: params[key] for key in own & params.keys()},
     )
+
+
+def rope_fields(rope: RopeSpec, max_context_len: int) -> dict[str, Any]:
+    """Fields of a config.json from which `rope_spec` reads it, over those of another model's."""
+    names = {"rope_type", "rope_theta", "original_max_position_embeddings"} | _own(rope.rope_type)
+    given = {name: getattr(rope, name) for name in sorted(names)}
+    is_dynamic = rope.rope_type is RopeType.DYNAMIC
+    return {
+        "rope_parameters": {name: value for name, value in given.items() if value is not None},
+        "rope_scaling": None,
+        "rope_theta": rope.rope_theta,
+        "original_max_position_embeddings": None,
+        "max_position_embeddings": (
+            rope.original_max_position_embeddings if is_dynamic else max_context_len
+        ),
+    }
+
+
+def _own(rope_type: RopeType) -> frozenset[str]:
+    """Parameters of one type alone."""
+    return _REQUIRED[rope_type] | (_YARN if rope_type is RopeType.YARN else frozenset())
 
 
 def context_limit(rope: RopeSpec, max_position_embeddings: int) -> int:

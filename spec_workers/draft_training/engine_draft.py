@@ -16,6 +16,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftFamily
 from rollout.models.eagle.eagle3 import Eagle3 as Eagle3Model
+from rollout.models.rope_config import rope_fields
 from rollout.models.spec import read_json
 from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.draft_swap import DraftSwap
@@ -27,7 +28,7 @@ from spec_workers.features.feature_recorder import FeatureRecorder
 
 
 def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
-    """A float32 copy of the engine's EAGLE-3 draft, on the CPU; its embedding is the target's.
+    """A float32 copy of the engine's EAGLE-3 draft, on its device; its embedding is the target's.
 
     Raises InvalidInputError for an engine without one, or with one that has weights which the
     network that is trained does not have.
@@ -43,16 +44,20 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
     token_ids_D = model.token_ids_D
     if token_ids_D is None:
         token_ids_D = torch.arange(target.spec.vocab_size)
+    decoder = model.spec.decoder
+    own = rope_fields(decoder.rope, decoder.max_context_len) | {
+        "rms_norm_eps": decoder.rms_norm_eps
+    }
     draft = Eagle3(
-        model.spec.decoder,
-        target_config(engine),
+        decoder,
+        target_config(engine) | own,
         model.spec.features,
         DraftVocabulary(token_ids_D.cpu(), target.spec.vocab_size),
         target.embed,
     )
     weights = checked_weights(draft, DraftSwap(engine).read())
     draft.load_state_dict({name.removeprefix(SENT_PREFIX): it for name, it in weights.items()})
-    return draft
+    return draft.to(target.device)
 
 
 def recorder_of(engine: RolloutEngine) -> FeatureRecorder:

@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict
+from spec_workers.draft_training.checkpoint import save_draft
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.co_training_process import CoTrainingProcess
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
+from spec_workers.draft_training.engine_draft import trainable_draft
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -212,6 +215,18 @@ def test_somebody_elses_draft_is_the_one_to_begin_from(engine):
     co_trainer._follow_engine()
     for name, tensor in co_trainer.candidate.named_tensors(torch.float32):
         torch.testing.assert_close(tensor, other[name])
+
+
+def test_in_another_process_it_is_the_same_network(engine, tmp_path):
+    """The draft's own rotary base and norms, which are not the target's."""
+    draft = trainable_draft(engine)
+    save_draft(draft, tmp_path, torch.float32)
+    there = load_draft(tmp_path, draft.embed)
+    features = torch.randn(6, draft.fc.in_features, generator=torch.Generator().manual_seed(0))
+    tokens, positions = torch.arange(6), torch.arange(40, 46)
+    with torch.inference_mode():
+        ours, theirs = (each.read(tokens, features, positions)[0] for each in (draft, there))
+    assert torch.equal(ours, theirs)
 
 
 def test_what_cannot_be_trained_is_refused(setting, tmp_path):

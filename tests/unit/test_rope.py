@@ -4,7 +4,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rollout.layers.rope import RopeSpec, RopeType, cos_sin_table
-from rollout.models.rope_config import context_limit, rope_spec
+from rollout.models.rope_config import context_limit, rope_fields, rope_spec
 
 CPU = torch.device("cpu")
 POSITIONS = 256
@@ -94,3 +94,26 @@ def test_yarn_factor_follows_from_the_two_context_lengths():
 
 def test_every_type_is_covered_above():
     assert {name.split()[0] for name in ROPES} == set(RopeType)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_slow": 2.0},
+    ],
+)
+def test_a_spec_written_as_config_reads_as_itself(scaling):
+    spec = rope_spec({"rope_theta": 777.0, "rope_scaling": scaling}, 256)
+    others = {"rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
+    config = others | rope_fields(spec, 256)
+    assert rope_spec(config, config["max_position_embeddings"]) == spec
