@@ -31,5 +31,9 @@ class CoTrainingConfig:
         for name, value in least.items():
             if not getattr(self, name) >= value:
                 raise InvalidInputError(name, getattr(self, name), f"must be >= {value}")
+        for name in ("seconds", "steps"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidInputError(name, value, "must be > 0, or None")
         if self.seconds is None and self.steps is None:
             raise InvalidInputError("seconds", None, "must be given where steps is not")

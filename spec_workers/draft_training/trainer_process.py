@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -127,6 +128,7 @@ class TrainerProcess:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends stdin
     answers_to = _private_stdout()
     commands = (json.loads(line) for line in sys.stdin)
     start, first = next(commands), next(commands)
