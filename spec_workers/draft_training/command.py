@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check(given: argparse.Namespace) -> None:
     """What the parts that get the values do not check."""
     for name in ("minutes", "check_minutes"):
-        if not getattr(given, name) > 0:
+        if not 0 < getattr(given, name) < math.inf:
             raise InvalidInputError(_flag(name), getattr(given, name), "must be > 0 minutes")
     for name, least in (
         ("batch_guesses", 1), ("draft_vocab_size", 2), ("max_len", SHORTEST), ("threads", 1),
@@ -162,7 +163,7 @@ def _check(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if value is not None and value < least:
             raise InvalidInputError(_flag(name), value, f"must be >= {least}")
-    if not given.features_gib >= 0:
+    if not 0 <= given.features_gib < math.inf:
         raise InvalidInputError("--features-gib", given.features_gib, "must be >= 0")
     try:
         given.output.mkdir(parents=True, exist_ok=True)
@@ -233,7 +234,10 @@ def _introduce(
 def _conclude(
     console: Console, given: argparse.Namespace, run: TrainingRun, stop: StopSignals
 ) -> int:
-    plot_training(given.output / LOG, given.output / PLOT)
+    try:
+        plot_training(given.output / LOG, given.output / PLOT)
+    except InvalidInputError as error:  # matplotlib is an extra; the draft is written all the same
+        console.print(f"no plot: {error}", highlight=False, markup=False, soft_wrap=True)
     assert run.best is not None, "measured before the first step"
     console.print(
         f"accept length {run.best.accept_length:.2f} on held-out rollouts; wrote {given.output}",

@@ -69,8 +69,14 @@ class TrainingRun:
         self._folder = folder
         self._options = options
         self._clock = clock
-        guesses = [train.num_guesses(index) for index in range(len(train))]
+        guesses, held_out_guesses = (
+            [source.num_guesses(index) for index in range(len(source))]
+            for source in (train, held_out)
+        )
         self._order = BatchOrder(guesses, options.batch_guesses, options.seed)
+        # Told apart by their sizes: a run that went on with others might be judged by what it was
+        # trained on.
+        self._rollouts = [len(guesses), sum(guesses), len(held_out_guesses), sum(held_out_guesses)]
         self._seconds = 0.0  # of this run and those it resumes
         self.best: HeldOutResult | None = None
 
@@ -79,15 +85,24 @@ class TrainingRun:
         path = self._folder / STATE
         try:
             state = torch.load(path, weights_only=True)
-            self._trainer.load_state_dict(state["trainer"])
+            is_same = state["rollouts"] == self._rollouts
+            if is_same:
+                self._trainer.load_state_dict(state["trainer"])
         except FileNotFoundError:
             raise InvalidInputError(
                 "resume", str(self._folder), f"holds no {STATE}: leave --resume out to begin anew"
             ) from None
-        except (pickle.UnpicklingError, RuntimeError, KeyError, ValueError) as error:
+        except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
             raise InvalidInputError(
                 "resume", str(path), f"is of another draft or no state of a run: {error}"
             ) from None
+        if not is_same:
+            raise InvalidInputError(
+                "resume",
+                str(path),
+                "is of a run on other rollouts, or one that held others out: give the same "
+                "--rollouts, --held-out, --max-len and --seed, or another --output",
+            )
         self._order.skip_to(state["epoch"], state["position"])
         self._seconds = state["seconds"]
         self.best = None if state["best"] is None else HeldOutResult(**state["best"])
@@ -170,6 +185,7 @@ class TrainingRun:
             best = {name: getattr(self.best, name) for name in self.best.__slots__}
         state: dict[str, Any] = {
             "trainer": self._trainer.state_dict(),
+            "rollouts": self._rollouts,
             "epoch": self._order.epoch,
             "position": self._order.position,
             "seconds": self._seconds,

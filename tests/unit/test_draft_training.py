@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from rollout import RolloutEngine
 from rollout.cli import EXIT_BAD_INPUT, EXIT_SIGNAL, SUBCOMMANDS, _subcommand
 from rollout.config import DType
+from rollout.errors import InvalidInputError
 from rollout.models.eagle.loader import load_eagle
 from rollout.models.features import Features
 from rollout.models.loader import load_model
@@ -356,6 +357,13 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
     assert _subcommand(train_draft, arguments) == EXIT_BAD_INPUT
     assert "--resume" in capsys.readouterr().err
     monkeypatch.undo()
+    assert _subcommand(train_draft, [*arguments, "--resume", "--max-len", "9"]) == EXIT_BAD_INPUT
+    assert "other rollouts" in capsys.readouterr().err.replace("\n", " ")
+
+    def without_matplotlib(*_):
+        raise InvalidInputError("report", "matplotlib", "is not installed")
+
+    monkeypatch.setattr(command, "plot_training", without_matplotlib)
     finishing = [*arguments, "--resume", "--minutes", "0.0001"]
     assert _subcommand(train_draft, finishing) == 0
     assert "accept length" in capsys.readouterr().out
