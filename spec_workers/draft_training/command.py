@@ -21,6 +21,7 @@ from rollout.offline.signals import StopSignals
 from spec_workers.draft_training.building import DraftKind, DraftShape, load_draft, new_draft
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft import TrainableDraft
+from spec_workers.draft_training.mtp import MtpChain
 from spec_workers.draft_training.plot import PLOT, plot_training
 from spec_workers.draft_training.progress import open_progress
 from spec_workers.draft_training.sequences import (
@@ -188,13 +189,15 @@ def _rollouts(
     found = read_rollouts(given.rollouts, vocab_size, given.max_len, "--rollouts")
     if given.held_out is not None:
         held_out = read_rollouts(given.held_out, vocab_size, given.max_len, "--held-out")
-        return found, held_out
-    train, held_out = split_by_prompt(
-        found, min(_MOST_HELD_OUT, max(1, int(_HELD_OUT_SHARE * len(found)))), given.seed
-    )
+        prompts = {each.prompt for each in held_out}
+        train = [each for each in found if each.prompt not in prompts]
+    else:
+        train, held_out = split_by_prompt(
+            found, min(_MOST_HELD_OUT, max(1, int(_HELD_OUT_SHARE * len(found)))), given.seed
+        )
     if not train:
         raise InvalidInputError(
-            "--rollouts", len(found), "are all of one prompt: name others with --held-out"
+            "--rollouts", len(found), "are all of held-out prompts: name others with --held-out"
         )
     return train, held_out
 
@@ -203,7 +206,10 @@ def _draft(
     given: argparse.Namespace, model: CausalLM, train: list[TokenSequence]
 ) -> TrainableDraft:
     if given.resume:
-        return load_draft(given.output, model.embed)
+        draft = load_draft(given.output, model.embed)
+        if isinstance(draft, MtpChain) is not (given.kind == DraftKind.mtp):
+            raise InvalidInputError("--kind", given.kind, f"is not what {given.output} holds")
+        return draft
     vocabulary = DraftVocabulary.most_frequent(train, given.draft_vocab_size, model.spec.vocab_size)
     shape = DraftShape(
         kind=DraftKind(given.kind),

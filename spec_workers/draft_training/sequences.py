@@ -27,6 +27,10 @@ class TokenSequence:
     # draft's own guesses begin there.
     first_root: int
 
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(self.token_ids_L[: self.first_root + 1].tolist())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
@@ -78,8 +82,7 @@ def split_by_prompt(
     """All but the held-out ones, and at least so many held out: every rollout of some prompts."""
     by_prompt: dict[tuple[int, ...], list[TokenSequence]] = {}
     for sequence in sequences:
-        prompt = tuple(sequence.token_ids_L[: sequence.first_root + 1].tolist())
-        by_prompt.setdefault(prompt, []).append(sequence)
+        by_prompt.setdefault(sequence.prompt, []).append(sequence)
     groups = list(by_prompt.values())
     random.Random(seed).shuffle(groups)
     held_out: list[TokenSequence] = []

@@ -360,6 +360,13 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
     assert _subcommand(train_draft, [*arguments, "--resume", "--max-len", "9"]) == EXIT_BAD_INPUT
     assert "other rollouts" in capsys.readouterr().err.replace("\n", " ")
 
+    other_kind = [*arguments, "--resume", "--kind", "mtp"]
+    assert _subcommand(train_draft, other_kind) == EXIT_BAD_INPUT
+    assert "--kind" in capsys.readouterr().err
+    same = [*arguments, "--output", str(tmp_path / "b"), "--held-out", str(rollouts_path)]
+    assert _subcommand(train_draft, same) == EXIT_BAD_INPUT
+    assert "held-out prompts" in capsys.readouterr().err.replace("\n", " ")
+
     def without_matplotlib(*_):
         raise InvalidInputError("report", "matplotlib", "is not installed")
 
