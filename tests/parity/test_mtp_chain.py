@@ -82,7 +82,9 @@ def test_no_gate_can_be_seen(chain, plain, seed):
     extended = engine.worker.counters()["draft/extended"]
     rollouts = engine.generate(prompts(), PARAMS["sampled"])
     assert numbers(rollouts) == numbers(plain["sampled"])
-    assert engine.worker.counters()["draft/extended"] == extended
+    # Of the prompts, cached but for their last tokens, and of nothing that was decoded.
+    read = engine.worker.counters()["draft/extended"] - extended
+    assert 0 < read <= len(rollouts)
 
 
 def test_a_rollout_cut_anywhere_goes_on_as_if_it_had_not_been(chain, plain):
