@@ -56,6 +56,7 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
     return {
         "accept length": partial(accept_length_rows, found, prompts, MAX_TOKENS),
         "epochs": partial(epoch_rows, found, problems, MAX_TOKENS, 0.7),
+        "co-training": partial(co_training_rows, found),
         **{
             f"speed, {setting.name}": partial(speed_rows, found, setting, prompts, options.repeats)
             for setting in settings(MAX_TOKENS)

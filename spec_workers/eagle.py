@@ -41,6 +41,8 @@ class EagleWorker(SpecWorker):
         super().__init__(target, budget, lockstep=drafter.lockstep)
         self.drafter = drafter
         self._calibration_seconds = calibration_seconds
+        if self.lockstep:
+            check_idle(self)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -116,6 +118,7 @@ def build(
     check_budget(budget)
     check_number("min_probability", min_probability, 1)
     check_number("calibration_seconds", calibration_seconds, 3600)
+    recording = FeatureRingOptions.of(feature_ring)
     target, drafter = open_eagle(
         config,
         progress,
@@ -126,7 +129,7 @@ def build(
         frozen=frozen,
         lockstep=lockstep,
     )
-    return EagleWorker(
+    worker = EagleWorker(
         target,
         drafter,
         budget=(
@@ -136,6 +139,10 @@ def build(
         ),
         calibration_seconds=calibration_seconds,
     )
+    recorder = recording.recorder(target, drafter.features)
+    if recorder is not None:
+        worker.record(recorder)
+    return worker
 
 
 def open_eagle(
@@ -168,7 +175,6 @@ def open_eagle(
             "must name the folder of an EAGLE draft of the target; `specrollout train-draft` "
             "makes one",
         )  # fmt: skip
-    recording = FeatureRingOptions.of(feature_ring)
     target_spec = ModelSpec.read(Path(config.model.path), config.model.max_context_len)
     draft_spec = read_eagle_spec(draft_path, target_spec)
     target = TargetWorker(
@@ -193,17 +199,4 @@ def open_eagle(
         reader=lambda folder: CheckpointSource.named(*tensors_for(folder, model, target.model)),
     )
     target.residency.add_kv_pool(drafter.runner.kv.pool)
-    worker = EagleWorker(
-        target,
-        drafter,
-        budget=(
-            FixedBudget(min_probability)
-            if lockstep or budget == "fixed"
-            else LearnedBudget.for_target(target, drafter.sources, min_probability)
-        ),
-        calibration_seconds=calibration_seconds,
-    )
-    recorder = recording.recorder(target, drafter.features)
-    if recorder is not None:
-        worker.record(recorder)
-    return worker
+    return target, drafter

@@ -39,6 +39,7 @@ class SpecWorker:
         """``budget``: how many draft nodes are verified; default: all that are proposed."""
         self.target = target
         self.budget: DraftBudget = budget or FixedBudget()
+        self.lockstep = lockstep
         self.recorder: FeatureRecorder | None = None
 
     @property

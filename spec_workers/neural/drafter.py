@@ -28,6 +28,12 @@ class Drafter(Protocol):
         """Nodes of one request's tree, the root excluded."""
         ...
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether every `propose` and `observe` enters the same forwards, whatever there is to run:
+        other ranks wait in them."""
+        ...
+
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None
     ) -> DraftTrees:

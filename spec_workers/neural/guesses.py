@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.types import Batch, EntryResult
-from spec_workers.mixture import CONTEXTS, LearnedMixture
-from spec_workers.reliability import Reliability
-from spec_workers.shared_noise import SharedNoise
-from spec_workers.tree_growth import Expansion
+from spec_workers.neural.mixture import CONTEXTS, LearnedMixture
+from spec_workers.neural.reliability import Reliability
+from spec_workers.neural.shared_noise import SharedNoise
+from spec_workers.neural.tree_growth import Expansion
 
 _CANDIDATES = 32
 """Of a row's tokens; those beyond are hardly ever worth a node."""
