@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rollout.durable import sync_folder
+from rollout.durable import replace_durably
 from spec_workers.draft_training.draft import TrainableDraft
 
 CONFIG = "config.json"
@@ -32,7 +32,6 @@ def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    sync_folder(folder)
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -40,6 +39,6 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     scratch = path.with_name(path.name + ".tmp")
     try:
         write(scratch)
-        scratch.replace(path)
+        replace_durably(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)

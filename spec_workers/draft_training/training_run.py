@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rollout.durable import replace_durably
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.batch_order import BatchOrder
 from spec_workers.draft_training.checkpoint import save_draft
@@ -193,4 +194,4 @@ class TrainingRun:
         }
         scratch = self._folder / (STATE + ".tmp")
         torch.save(state, scratch)
-        scratch.replace(self._folder / STATE)
+        replace_durably(scratch, self._folder / STATE)
