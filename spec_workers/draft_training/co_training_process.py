@@ -93,11 +93,11 @@ class CoTrainingProcess:
         """
         if self.why_not or not self._engine.worker.weights.is_resident:
             return None
-        if not self._swap.is_ours:
-            self.restart()
-            return None
         done = None
         try:
+            if not self._swap.is_ours:
+                self.restart()
+                return None
             for answer in self._answers():
                 self._awaited -= 1
                 if "judgement" in answer:
@@ -201,7 +201,7 @@ class CoTrainingProcess:
         self._process.stdin.flush()
 
     def _answers(self) -> list[dict[str, Any]]:
-        """Those that are there. Raises OSError when there will be no more."""
+        """Those that are there. Raises OSError when there will be no more, or no sense in them."""
         assert self._process.stdout is not None
         try:
             while part := os.read(self._process.stdout.fileno(), 1 << 16):
@@ -211,7 +211,10 @@ class CoTrainingProcess:
         else:
             raise BrokenPipeError(f"it ended with exit status {self._process.wait()}")
         *lines, self._unread = self._unread.split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise OSError(f"it wrote what is no answer: {error}") from error
 
     def _give_up(self, reason: str) -> None:
         self._end()

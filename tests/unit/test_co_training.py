@@ -352,6 +352,10 @@ def test_another_process_trains_and_may_die(engine, setting, tmp_path):
         process.restart()
         assert not process.why_not
         wait_for_round(process)
+
+        process._unread += b"a library's greeting\n"
+        process.poll()
+        assert "what is no answer" in process.why_not
     assert process.poll() is None
     assert engine.can_run
 
