@@ -226,6 +226,6 @@ def test_a_corpus_without_the_file_is_no_trouble(tiny_model_path, saved, tmp_pat
     _, path = saved
     copy = tmp_path / "corpus"
     copy.write_bytes(path.read_bytes())
-    engine = make_engine(tiny_model_path, 0.01, corpus_path=str(copy))
+    engine = make_engine(tiny_model_path, 1.0, corpus_path=str(copy))
     assert caplog.text == ""
     assert engine.worker.budget.cost.is_known
