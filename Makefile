@@ -68,7 +68,7 @@ TRAIN_DRAFT = $(BIN)/specrollout train-draft --model $(MODEL) \
   --rollouts $(DRAFT_TEXT)/temperature-*.jsonl --minutes $(DRAFT_MINUTES)
 
 .PHONY: demo-draft
-demo-draft: demo-draft-text  ## train the demo model's EAGLE-3 draft, in half an hour with its text
+demo-draft: demo-draft-text  ## train the demo model's EAGLE-3 draft, with its text
 	$(TRAIN_DRAFT) --kind eagle3 --output $(DRAFTS)/eagle3 \
 	  $(if $(wildcard $(DRAFTS)/eagle3/training.pt),--resume)
 
