@@ -14,14 +14,14 @@ from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
 from rollout.weights.disk import CheckpointSource
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
-from spec_workers.budget.cost_run import time_forwards
+from spec_workers.budget.cost_run import calibrate
 from spec_workers.features.feature_options import FeatureRingOptions
 from spec_workers.idle import check_idle
 from spec_workers.neural.draft_sizing import draft_slot_bytes
 from spec_workers.neural.drafter import Drafter
 from spec_workers.neural.eagle_drafter import EagleDrafter
 from spec_workers.observation import Observation
-from spec_workers.options import check_budget, check_number
+from spec_workers.options import check_budget, check_number, check_topk
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -59,11 +59,7 @@ class EagleWorker(SpecWorker):
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         super().begin(learned)
-        budget = self.budget
-        if not self._calibration_seconds or not isinstance(budget, LearnedBudget):
-            return
-        if not budget.cost.is_known and not self.residency.why_not:
-            time_forwards(self.target, budget.cost.curve, self._calibration_seconds)
+        calibrate(self.target, self.budget, self._calibration_seconds)
 
     def release(self, request: Request) -> None:
         super().release(request)
@@ -162,13 +158,7 @@ def open_eagle(
     """
     check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
     check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
-    check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
-    if topk * (num_steps - 1) >= MAX_TREE_NODES:
-        raise InvalidInputError(
-            "spec.topk", topk,
-            f"topk * (num_steps - 1) nodes are expanded, at most {MAX_TREE_NODES - 1}: with "
-            f"num_steps={num_steps} it can be {(MAX_TREE_NODES - 1) // (num_steps - 1)} at most",
-        )  # fmt: skip
+    check_topk(topk, num_steps)
     if not draft_path:
         raise InvalidInputError(
             "spec.draft_path", draft_path,

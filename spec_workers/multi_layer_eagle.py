@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollout.config import EngineConfig
-from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
@@ -15,7 +14,7 @@ from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.eagle import EagleWorker
 from spec_workers.neural.draft_sizing import draft_slot_bytes
 from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
-from spec_workers.options import check_budget, check_number
+from spec_workers.options import check_budget, check_number, check_topk
 from spec_workers.target import TargetWorker
 
 
@@ -104,18 +103,12 @@ def open_chain(
     See `build` for the options, and for what is raised, before the target is loaded.
     """
     check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
-    check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
     if num_steps is not None:
         check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
     target_spec = ModelSpec.read(Path(config.model.path), config.model.max_context_len)
     chain = MtpChain.find(Path(draft_path or config.model.path), target_spec)
     depth = chain.spec.num_steps if num_steps is None else num_steps
-    if topk * (depth - 1) >= MAX_TREE_NODES:
-        raise InvalidInputError(
-            "spec.topk", topk,
-            f"topk * (num_steps - 1) nodes are expanded, at most {MAX_TREE_NODES - 1}: with "
-            f"num_steps={depth} it can be {(MAX_TREE_NODES - 1) // (depth - 1)} at most",
-        )  # fmt: skip
+    check_topk(topk, depth)
     target = TargetWorker(
         config,
         progress,

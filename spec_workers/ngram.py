@@ -15,7 +15,7 @@ from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
-from spec_workers.budget.cost_run import time_forwards
+from spec_workers.budget.cost_run import calibrate
 from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.ngram_corpus import NgramCorpus
@@ -110,11 +110,7 @@ class NgramWorker(SpecWorker):
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         super().begin(learned)
-        budget = self.budget
-        if not self._calibration_seconds or not isinstance(budget, LearnedBudget):
-            return
-        if not budget.cost.is_known and not self.residency.why_not:
-            time_forwards(self.target, budget.cost.curve, self._calibration_seconds)
+        calibrate(self.target, self.budget, self._calibration_seconds)
 
     def release(self, request: Request) -> None:
         super().release(request)

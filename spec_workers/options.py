@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollout.errors import InvalidInputError
+from rollout.types import MAX_TREE_NODES
 
 
 def check_number(
@@ -24,3 +25,15 @@ def check_number(
 def check_budget(value: object) -> None:
     if value not in ("learned", "fixed"):
         raise InvalidInputError("spec.budget", value, "must be learned or fixed")
+
+
+def check_topk(topk: object, num_steps: int) -> None:
+    """Raise InvalidInputError unless the nodes that are expanded fit an ancestor mask."""
+    most = (MAX_TREE_NODES - 1) // max(1, num_steps - 1)
+    check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
+    if isinstance(topk, int) and topk > most:
+        raise InvalidInputError(
+            "spec.topk", topk,
+            f"topk * (num_steps - 1) nodes are expanded, at most {MAX_TREE_NODES - 1}: with "
+            f"num_steps={num_steps} it can be {most} at most",
+        )  # fmt: skip

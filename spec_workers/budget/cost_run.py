@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from rollout.types import Batch, FinishReason, Request, SamplingParams, Scheduled
+from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.learned_budget import LearnedBudget
 from spec_workers.draft_tree import only_roots
 from spec_workers.target import TargetWorker
 
@@ -27,6 +29,17 @@ class _NeverStops:
         self, request: Request, new_token_ids: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
         return len(new_token_ids), None
+
+
+def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None:
+    """Time forwards for a budget that learns what they cost and knows nothing of it yet.
+
+    Not while the target's memory is given back, nor with ``seconds`` of 0.
+    """
+    if not seconds or not isinstance(budget, LearnedBudget):
+        return
+    if not budget.cost.is_known and not target.residency.why_not:
+        time_forwards(target, budget.cost.curve, seconds)
 
 
 def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> None:

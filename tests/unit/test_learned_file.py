@@ -29,7 +29,7 @@ def no_calibration(monkeypatch):
     def refuse(*args) -> None:
         pytest.fail("times forwards")
 
-    monkeypatch.setattr("spec_workers.ngram.time_forwards", refuse)
+    monkeypatch.setattr("spec_workers.budget.cost_run.time_forwards", refuse)
 
 
 @pytest.fixture(scope="module")
