@@ -12,7 +12,6 @@ import torch
 
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear
-from rollout.layers.storage import allocate_storage, free_storage
 from rollout.models.causal_lm import LayerAttention
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
@@ -113,18 +112,3 @@ def linear_destinations(
             found[f"{prefix}.{name}.bias"] = linear.bias_rows(start, start + width)
         start += width
     return found
-
-
-def release_weights(linears: list[Linear], tensors: list[torch.Tensor]) -> int:
-    """Free the memory of products, and of tensors that are no product's; the bytes freed."""
-    freed = sum(linear.release() for linear in linears)
-    return freed + sum(free_storage(tensor) for tensor in tensors)
-
-
-def allocate_weights(linears: list[Linear], tensors: list[torch.Tensor]) -> None:
-    """Memory again for what `release_weights` freed. Tables come before the products tied to
-    them."""
-    for tensor in tensors:
-        allocate_storage(tensor)
-    for linear in linears:
-        linear.allocate()

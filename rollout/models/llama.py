@@ -15,8 +15,9 @@ from rollout.layers.destination import Destination, with_alias
 from rollout.layers.linear import Linear
 from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import LayerAttention
-from rollout.models.decoder_layer import DecoderLayer, allocate_weights, release_weights
+from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.features import Taps
+from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
@@ -34,7 +35,7 @@ class LlamaLayer(DecoderLayer):
         return {"input_layernorm": self.attention_norm_E, **super().norms()}
 
 
-class Llama:
+class Llama(OwnWeights):
     """See CausalLM. Weights are uninitialised until written through ``destinations``."""
 
     def __init__(
@@ -101,16 +102,6 @@ class Llama:
 
     def linears(self) -> list[Linear]:
         return [linear for layer in self.layers for linear in layer.linears()] + [self.head]
-
-    def finish_loading(self) -> None:
-        for linear in self.linears():
-            linear.pack()
-
-    def release(self) -> int:
-        return release_weights(self.linears(), self._plain_weights())
-
-    def allocate(self) -> None:
-        allocate_weights(self.linears(), self._plain_weights())
 
     def _plain_weights(self) -> list[torch.Tensor]:
         """Those that are no product's, the embedding included."""

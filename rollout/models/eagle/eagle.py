@@ -13,15 +13,14 @@ from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import (
     DecoderLayer,
-    allocate_weights,
     linear_destinations,
-    release_weights,
 )
 from rollout.models.draft_model import DraftSpec
+from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm
 
 
-class Eagle:
+class Eagle(OwnWeights):
     """See DraftModel. Weights are uninitialised until written through ``destinations``.
 
     It extrapolates what the target's head reads: the state after the final norm goes in, and what
@@ -90,16 +89,6 @@ class Eagle:
         if self.embedding_VE is not None:
             found["draft.embed_tokens.weight"] = Destination.of(self.embedding_VE)
         return found
-
-    def finish_loading(self) -> None:
-        for linear in self.linears():
-            linear.pack()
-
-    def release(self) -> int:
-        return release_weights(self.linears(), self._plain_weights())
-
-    def allocate(self) -> None:
-        allocate_weights(self.linears(), self._plain_weights())
 
     def _plain_weights(self) -> list[torch.Tensor]:
         embedding = [] if self.embedding_VE is None else [self.embedding_VE]

@@ -16,11 +16,10 @@ from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import (
     DecoderLayer,
-    allocate_weights,
     linear_destinations,
-    release_weights,
 )
 from rollout.models.draft_model import DraftSpec
+from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
 
@@ -55,7 +54,7 @@ class Eagle3Layer(DecoderLayer):
         return own | super().norms()
 
 
-class Eagle3:
+class Eagle3(OwnWeights):
     """See DraftModel. Weights are uninitialised until written through ``destinations``.
 
     A head whose tokens do not ascend in its checkpoint is kept in ascending order, and read and
@@ -167,16 +166,6 @@ class Eagle3:
             head = self.head.weight_rows(0, self.spec.draft_vocab_size)
             found["draft.lm_head.weight"] = _reordered(head, self._order_D)
         return found
-
-    def finish_loading(self) -> None:
-        for linear in self.linears():
-            linear.pack()
-
-    def release(self) -> int:
-        return release_weights(self.linears(), self._plain_weights())
-
-    def allocate(self) -> None:
-        allocate_weights(self.linears(), self._plain_weights())
 
     def _plain_weights(self) -> list[torch.Tensor]:
         return [*self.layer.norms().values(), *self._tables().values()]

@@ -11,10 +11,10 @@ import torch
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear
 from rollout.models.causal_lm import CausalLM, LayerAttention
-from rollout.models.decoder_layer import allocate_weights, release_weights
 from rollout.models.draft_model import DraftSpec
 from rollout.models.llama import LlamaLayer
 from rollout.models.mtp.layout import StepNames
+from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
 
@@ -42,7 +42,7 @@ class ChainTensors:
         return self._linears[name]
 
 
-class MtpStep:
+class MtpStep(OwnWeights):
     """See DraftModel. Weights are uninitialised until written through ``destinations``.
 
     Its hidden states are those after its own final norm: what its head reads, the next step does.
@@ -135,16 +135,6 @@ class MtpStep:
         if self._head is not None and self.names.head is not None:
             found[self.names.head] = self._head.weight_rows(0, self.spec.draft_vocab_size)
         return found
-
-    def finish_loading(self) -> None:
-        for linear in self.linears():
-            linear.pack()
-
-    def release(self) -> int:
-        return release_weights(self.linears(), self._plain_weights())
-
-    def allocate(self) -> None:
-        allocate_weights(self.linears(), self._plain_weights())
 
     def _plain_weights(self) -> list[torch.Tensor]:
         return [*self._layer.norms().values(), *self._tables().values()]
