@@ -5,6 +5,7 @@ A step is three lines: schedule, run, commit. Everything else here is the way in
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -15,6 +16,7 @@ from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
 from rollout.engine_state import StateCalls
+from rollout.engine_status import EngineStatus
 from rollout.errors import InvalidInputError
 from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
@@ -94,6 +96,20 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         """
         factory = worker_factory(spec, **(spec_options or {}))
         return cls.from_config(engine_config(path, overrides), factory)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.worker.vocab_size
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self.worker.max_context_len
+
+    @property
+    def lockstep(self) -> bool:
+        """Other ranks wait in its forwards: see `step`."""
+        return self.worker.lockstep
 
     # Whole calls
 
@@ -292,6 +308,24 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
     @property
     def last_step(self) -> StepMetrics:
         return self._recorder.last
+
+    def status(self) -> EngineStatus:
+        """What it is doing now. Costs well under a millisecond."""
+        usage = self.worker.memory.usage
+        return EngineStatus(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            kv_slots=self.worker.memory.slots.num_slots,
+            kv_used=usage.used,
+            kv_cached=usage.cached,
+            why_not=self.why_not,
+            weight_versions=dict(self.weight_versions),
+            total=copy.copy(self._recorder.total),
+            last_step=copy.copy(self._recorder.last),
+            counters=self.worker.counters(),
+            learned=self.learned(),
+            corpora=() if self.worker.draft_corpus is None else tuple(self.external_corpora()),
+        )
 
     def flush_cache(self) -> None:
         """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""

@@ -10,13 +10,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from rollout.engine import RolloutEngine
+from rollout.engine_protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError
-from rollout.types import Prompt, Rollout, SamplingParams
+from rollout.types import Prompt, Request, Rollout, SamplingParams
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Engine)
+OnTokens = Callable[[Request, int], None]
+"""Told of a request that has new tokens, and how many it had emitted when it was told last."""
 
 
 class Ticket:
@@ -46,7 +49,19 @@ class _Command:
     future: Future[Any] | None = None  # of a `call`: told where the loop breaks before it ran
 
 
-class EngineLoop:
+class _Listener:
+    def __init__(self, request: Request, on_tokens: OnTokens) -> None:
+        self._request, self._on_tokens = request, on_tokens
+        self._told = 0
+
+    def tell(self) -> None:
+        count = len(self._request.tokens) - self._request.prompt_len
+        if count > self._told:
+            told, self._told = self._told, count
+            self._on_tokens(self._request, told)
+
+
+class EngineLoop(Generic[E]):
     """Drives one engine on a thread of its own; other threads and asyncio talk to it.
 
     While it lives, the engine is touched inside ``call`` alone. What is asked (submit, abort, call)
@@ -59,10 +74,10 @@ class EngineLoop:
     call raises the same.
     """
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: E) -> None:
         """Raises InvalidInputError for an engine in lockstep: a thread that steps when it has
         reason to would leave the other ranks waiting."""
-        if engine.worker.lockstep:
+        if engine.lockstep:
             raise InvalidInputError(
                 "lockstep", True, "not in an EngineLoop: call step() as often on every rank"
             )
@@ -75,6 +90,7 @@ class EngineLoop:
         self._failure: BaseException | None = None
         # The loop's thread alone:
         self._queued: dict[int, Ticket] = {}  # by request id, until the engine hands it out
+        self._listeners: dict[int, _Listener] = {}  # likewise
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         # A daemon does not keep the process alive, but must not be killed inside native code.
@@ -90,11 +106,15 @@ class EngineLoop:
         partial_ids: Sequence[int] = (),
         prompt_index: int = 0,
         sample_index: int = 0,
+        on_tokens: OnTokens | None = None,
     ) -> Ticket:
         """Queue one sample of one prompt; arguments as for `RolloutEngine.submit`.
 
         They are checked on the loop's thread: InvalidInputError or OutOfMemoryError is what the
-        ticket's future gets. Raises EngineStateError when the loop is closed or broken.
+        ticket's future gets. ``on_tokens`` is called there too, after each step in which the
+        request got tokens, so it must be short, take what it needs of the request and raise
+        nothing; the last time before the future is settled. Raises EngineStateError when the loop
+        is closed or broken.
         """
         ticket = Ticket(self._post_abort)
         submit = partial(
@@ -109,13 +129,13 @@ class EngineLoop:
         with self._changed:
             self._require_open()
             self._unfinished.add(ticket)
-            self._post(_Command(lambda: self._submit(ticket, submit)))
+            self._post(_Command(lambda: self._submit(ticket, submit, on_tokens)))
         ticket.future.add_done_callback(
             lambda future: self._post_abort(ticket) if future.cancelled() else None
         )
         return ticket
 
-    def call(self, function: Callable[[RolloutEngine], T]) -> Future[T]:
+    def call(self, function: Callable[[E], T]) -> Future[T]:
         """Run ``function(engine)`` on the loop's thread, between two steps.
 
         Its value or exception is the future's; an exception reaches nobody else. Generators handed
@@ -208,6 +228,8 @@ class EngineLoop:
                     return
                 if self._can_step:
                     self._hand_out(self._engine.step())
+                    for listener in self._listeners.values():
+                        listener.tell()
         except BaseException as error:  # nobody joins this thread for its exception
             self._break(error)
 
@@ -221,7 +243,9 @@ class EngineLoop:
             self._commands.popleft().run()
             self._hand_out(self._engine.take_ended())
 
-    def _submit(self, ticket: Ticket, submit: Callable[[], Any]) -> None:
+    def _submit(
+        self, ticket: Ticket, submit: Callable[[], Request], on_tokens: OnTokens | None
+    ) -> None:
         try:
             request = submit()
         except Exception as error:  # the input's fault: the engine is as it was
@@ -229,19 +253,21 @@ class EngineLoop:
             return
         ticket.request_id = request.request_id
         self._queued[request.request_id] = ticket
+        if on_tokens is not None:
+            self._listeners[request.request_id] = _Listener(request, on_tokens)
 
     def _abort(self, ticket: Ticket) -> None:
         if ticket.request_id is not None:
             self._engine.abort(ticket.request_id)
 
-    def _abort_all(self, engine: RolloutEngine) -> int:
+    def _abort_all(self, engine: E) -> int:
         count = len(self._queued)
         for request_id in list(self._queued):
             engine.abort(request_id)
         self._hand_out(engine.take_ended())
         return count
 
-    def _call(self, function: Callable[[RolloutEngine], T], future: Future[T]) -> None:
+    def _call(self, function: Callable[[E], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -257,6 +283,9 @@ class EngineLoop:
 
     def _hand_out(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
+            listener = self._listeners.pop(rollout.request_id, None)
+            if listener is not None:
+                listener.tell()
             ticket = self._queued.pop(rollout.request_id, None)
             if ticket is not None:
                 self._settle(ticket, rollout)

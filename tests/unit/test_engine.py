@@ -328,3 +328,22 @@ def test_metrics_add_up(engine):
     assert sum(r.stats.draft_ms for r in rollouts) == pytest.approx(metrics.draft_ms)
     engine.reset_metrics()
     assert engine.metrics().steps == 0
+
+
+def test_status_is_a_copy_of_what_the_engine_does(tiny_model_path):
+    engine = RolloutEngine.from_pretrained(tiny_model_path, max_running=2)
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    for index in range(3):
+        engine.submit([5 + index, 6, 7], params)
+    engine.step()
+    before = engine.status()
+    assert (before.running, before.waiting, before.why_not) == (2, 1, "")
+    assert before.weight_versions == engine.weight_versions
+    assert 0 < before.kv_used < before.kv_slots
+    while engine.has_unfinished:
+        engine.step()
+    engine.pause_generation()
+    after = engine.status()
+    assert (after.running, after.waiting, after.total.finished) == (0, 0, 3)
+    assert "paused" in after.why_not
+    assert before.total.finished == 0

@@ -350,6 +350,27 @@ def test_close_does_what_was_asked_and_aborts_what_is_unfinished(engine):
         assert len(again.submit(PROMPT, SHORT).future.result(TIMEOUT).token_ids) == 8
 
 
+def test_a_listener_is_told_of_every_token_once_and_in_order(loop):
+    told: list[list[int]] = [[] for _ in range(6)]
+    logprobs: list[list[float]] = [[] for _ in range(6)]
+
+    def listener(index):
+        def on_tokens(request, first):
+            assert first == len(told[index])
+            told[index] += request.token_ids[first:]
+            logprobs[index] += request.logprobs[first:]
+
+        return on_tokens
+
+    tickets = [loop.submit(PROMPT, SHORT, sample_index=i, on_tokens=listener(i)) for i in range(5)]
+    tickets.append(loop.submit(PROMPT, LONG, on_tokens=listener(5)))
+    step_until(loop, lambda _: len(told[5]) > 3)
+    tickets[5].abort()
+    for index, ticket in enumerate(tickets):
+        rollout = ticket.future.result(TIMEOUT)
+        assert (told[index], logprobs[index]) == (rollout.token_ids, rollout.logprobs)
+
+
 def test_close_says_when_it_cannot(engine):
     loop = EngineLoop(engine)
     with pytest.raises(EngineStateError, match="inside call"):

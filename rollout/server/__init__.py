@@ -1,0 +1,1 @@
+"""The engine behind HTTP: sglang's dialect, OpenAI's, and a status page."""
