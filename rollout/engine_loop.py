@@ -127,7 +127,7 @@ class EngineLoop(Generic[E]):
             sample_index=sample_index,
         )
         with self._changed:
-            self._require_open()
+            self.require_open()
             self._unfinished.add(ticket)
             self._post(_Command(lambda: self._submit(ticket, submit, on_tokens)))
         ticket.future.add_done_callback(
@@ -148,7 +148,7 @@ class EngineLoop(Generic[E]):
         """
         future: Future[T] = Future()
         with self._changed:
-            self._require_open()
+            self.require_open()
             self._post(_Command(lambda: self._call(function, future), future))
         return future
 
@@ -158,6 +158,13 @@ class EngineLoop(Generic[E]):
         Their futures are settled before this one.
         """
         return self.call(self._abort_all)
+
+    def require_open(self) -> None:
+        """Raises EngineStateError when the loop is closed or broken."""
+        if self._failure is not None:
+            raise _broken(self._failure)
+        if self._closed:
+            raise EngineStateError("the engine loop is closed: make another one for this engine")
 
     @property
     def num_unfinished(self) -> int:
@@ -199,12 +206,6 @@ class EngineLoop(Generic[E]):
             error.add_note(str(late))  # what the body raised says more
 
     # Any thread
-
-    def _require_open(self) -> None:
-        if self._failure is not None:
-            raise _broken(self._failure)
-        if self._closed:
-            raise EngineStateError("the engine loop is closed: make another one for this engine")
 
     def _post(self, command: _Command) -> None:
         """With the lock held."""

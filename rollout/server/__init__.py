@@ -1,1 +1,1 @@
-"""The engine behind HTTP: sglang's dialect, OpenAI's, and a status page."""
+"""An engine behind HTTP, in sglang's and OpenAI's dialects. Only here is FastAPI imported."""

@@ -1,0 +1,109 @@
+"""Configuration of the server: the engine's parts, where it listens, and what it refuses."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.cluster.config import ClusterConfig
+from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.errors import InvalidInputError
+
+_MIB = 2**20
+
+
+class LogLevel(enum.StrEnum):
+    """Members are lower case because configuration files name members."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerConfig:
+    host: str = "127.0.0.1"  # any other than loopback needs an api_key
+    port: int = 30000  # 0: any free one
+    # Asked of every call, as `Authorization: Bearer KEY`. Better given in the environment, as
+    # SPECROLLOUT_API_KEY and SPECROLLOUT_ADMIN_KEY: command lines are seen by other users.
+    api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)  # weights, corpora, memory, pausing
+    model_name: str | None = None  # in answers; default: the model folder's name
+    seed: int | None = None  # of requests that bring none; default: another one at every start
+    max_body_bytes: int = 64 * _MIB
+    max_weights_bytes: int = 16 * 1024 * _MIB  # of a body that brings weights
+    max_batch: int = 1024  # samples of one call
+    max_prompt_len: int | None = None  # tokens; default: what the context leaves
+    max_queue: int = 4096  # samples, running and waiting, of all clients
+    drain_seconds: float = 30.0  # that running requests have to finish after SIGTERM
+    weights_root: str | None = None  # weights are read from files below this folder; default: none
+    corpora_root: str | None = None  # likewise corpora
+    log_level: LogLevel = LogLevel.info
+    access_log: bool = False  # a line per request
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise InvalidInputError("server.port", self.port, "must be in [0, 65536)")
+        for name in ("api_key", "admin_key"):
+            if getattr(self, name) is not None and not _is_key(getattr(self, name)):
+                raise InvalidInputError(
+                    f"server.{name}", "...", "must be printable ASCII without spaces, not empty"
+                )
+        if self.admin_key is not None and self.admin_key == self.api_key:
+            raise InvalidInputError("server.admin_key", "...", "must differ from server.api_key")
+        if not self.is_loopback and self.api_key is None:
+            raise InvalidInputError(
+                "server.host",
+                self.host,
+                "is open to other machines: set SPECROLLOUT_API_KEY, or listen on 127.0.0.1",
+            )
+        for name in ("max_body_bytes", "max_weights_bytes", "max_batch", "max_queue"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"server.{name}", getattr(self, name), "must be >= 1")
+        if self.max_prompt_len is not None and self.max_prompt_len < 1:
+            raise InvalidInputError("server.max_prompt_len", self.max_prompt_len, "must be >= 1")
+        if self.max_batch > self.max_queue:
+            raise InvalidInputError(
+                "server.max_batch", self.max_batch, f"must be <= max_queue={self.max_queue}"
+            )
+        if not self.drain_seconds >= 0:
+            raise InvalidInputError("server.drain_seconds", self.drain_seconds, "must be >= 0")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only programs of this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeConfig:
+    model: ModelConfig
+    server: ServerConfig = field(default_factory=ServerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
+    exact: bool = True
+    num_threads: int | None = None
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
+            model=self.model,
+            memory=self.memory,
+            scheduler=self.scheduler,
+            exact=self.exact,
+            num_threads=self.num_threads,
+        )
+
+
+def _is_key(key: str) -> bool:
+    return key.isascii() and key.isprintable() and bool(key) and " " not in key

@@ -1,0 +1,125 @@
+"""Tokens from the engine's thread to a reader in asyncio, however slow."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import Self
+
+from rollout.engine_loop import OnTokens, Ticket
+from rollout.server.samples import Delta
+from rollout.types import Request, Rollout, TokenExtras
+
+
+class DeltaStream(AsyncIterator[Delta]):
+    """The deltas of several samples as they come; ends after each has had its rollout.
+
+    What a reader does not take in time is joined, so a slow one holds no more than the outputs
+    themselves. Raises what a sample's future does. `aclose` aborts what is unfinished; whoever
+    opens a stream must close it.
+    """
+
+    def __init__(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._tickets: list[Ticket] = []
+        self._ended = 0  # samples whose rollout the reader has
+        self._lock = threading.Lock()
+        # Guarded by the lock, filled on the engine's thread:
+        self._pending: dict[int, Delta] = {}
+        self._failure: BaseException | None = None
+
+    def listener(self, index: int) -> OnTokens:
+        def on_tokens(request: Request, first_new: int) -> None:
+            self._put(_delta(index, request, first_new))
+
+        return on_tokens
+
+    def watch(self, index: int, ticket: Ticket) -> None:
+        self._tickets.append(ticket)
+        ticket.future.add_done_callback(lambda future: self._settled(index, future))
+
+    async def __anext__(self) -> Delta:
+        while True:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                if self._pending:
+                    delta = self._pending.pop(next(iter(self._pending)))
+                    self._ended += delta.rollout is not None
+                    return delta
+                self._ready.clear()
+            if self._ended == len(self._tickets):
+                raise StopAsyncIteration
+            await self._ready.wait()
+
+    async def aclose(self) -> None:
+        for ticket in self._tickets:
+            ticket.future.cancel()  # which aborts it; does nothing to one that has ended
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    # The engine's thread
+
+    def _settled(self, index: int, future: Future[Rollout]) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            self._put(Delta(index=index, rollout=future.result()))
+            return
+        with self._lock:
+            self._failure = self._failure or error
+        self._wake()
+
+    def _put(self, delta: Delta) -> None:
+        with self._lock:
+            was_empty = not self._pending
+            former = self._pending.get(delta.index)
+            self._pending[delta.index] = delta if former is None else _joined(former, delta)
+        if was_empty:
+            self._wake()
+
+    def _wake(self) -> None:
+        # A loop that has ended has no readers.
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._ready.set)
+
+
+def _delta(index: int, request: Request, first: int) -> Delta:
+    extras = request.extras
+    return Delta(
+        index=index,
+        token_ids=request.tokens[request.prompt_len + first :],
+        logprobs=request.logprobs[first:],
+        weight_versions=request.weight_versions[first:],
+        extras=TokenExtras(
+            raw_logprobs=extras.raw_logprobs[first:],
+            sampling_logprobs=extras.sampling_logprobs[first:],
+            top_logprobs=extras.top_logprobs[first:],
+            entropies=extras.entropies[first:],
+        ),
+    )
+
+
+def _joined(former: Delta, later: Delta) -> Delta:
+    before, after = former.extras, later.extras
+    return Delta(
+        index=former.index,
+        token_ids=former.token_ids + later.token_ids,
+        logprobs=former.logprobs + later.logprobs,
+        weight_versions=former.weight_versions + later.weight_versions,
+        extras=TokenExtras(
+            raw_logprobs=before.raw_logprobs + after.raw_logprobs,
+            sampling_logprobs=before.sampling_logprobs + after.sampling_logprobs,
+            top_logprobs=before.top_logprobs + after.top_logprobs,
+            entropies=before.entropies + after.entropies,
+        ),
+        rollout=later.rollout,
+    )

@@ -1,0 +1,45 @@
+"""Server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rollout.errors import RolloutError
+from rollout.server.errors import error_body
+
+
+class EventStream(StreamingResponse):
+    """Each object as one event, then ``[DONE]``.
+
+    An error of ours comes as an event of its own, for the status has been sent. Whatever ends the
+    response (its last event, a client that leaves), the generator is closed before it returns.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, objects: AsyncGenerator[dict[str, Any], None]) -> None:
+        self._objects = objects
+        super().__init__(_events(objects), headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._objects):
+            await super().__call__(scope, receive, send)
+
+
+async def _events(objects: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+    try:
+        async for each in objects:
+            yield _event(json.dumps(each, ensure_ascii=False))
+    except RolloutError as error:
+        yield _event(json.dumps(error_body(error)[1]))
+    yield _event("[DONE]")
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

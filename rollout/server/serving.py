@@ -1,0 +1,188 @@
+"""The engine as the routes see it: asynchronous doors, limits, and the way to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+from rollout.engine_loop import EngineLoop, OnTokens, Ticket
+from rollout.engine_protocol import Engine
+from rollout.errors import InvalidInputError
+from rollout.sampling.noise import derive_seed
+from rollout.server.config import ServeConfig
+from rollout.server.delta_stream import DeltaStream
+from rollout.server.errors import DrainingError, QueueFullError
+from rollout.server.samples import Sample
+from rollout.types import Prompt, Rollout
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.02
+
+
+class Serving:
+    """One engine, for many clients. Used on one event loop.
+
+    From here on the engine is touched inside `call` alone.
+    """
+
+    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+        """Raises InvalidInputError for an engine in lockstep."""
+        self.serve_config = config
+        self.config = config.server
+        self.encoder = engine.encoder
+        self.vocab_size = engine.vocab_size
+        self.max_context_len = engine.max_context_len
+        self.model_path = config.model.path
+        self.model_name = self.config.model_name or Path(config.model.path).resolve().name
+        self.started = time.time()
+        self.seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
+        self.is_draining = False
+        self._requests = count()  # that brought no seed
+        self._named: dict[str, set[Ticket]] = {}  # unfinished, by rid
+        if self.encoder.tokenizer is not None:  # prompts are encoded here, rollouts on its thread
+            self.encoder.prepare_for_threads("tokenizer", config.model.tokenizer)
+        self.loop = EngineLoop(engine)
+
+    # Before a request is queued
+
+    def fresh_seed(self) -> int:
+        """For a request that brings none: another one each time, in [0, 2**63)."""
+        return derive_seed(self.seed, next(self._requests), 0) >> 1
+
+    async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
+        """Checked token ids of each prompt; text is encoded off the event loop.
+
+        Raises InvalidInputError naming ``field``.
+        """
+
+        def encode_all() -> list[list[int]]:
+            names = [f"{field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [field]
+            return [
+                self.encoder.encode(prompt, name)
+                for prompt, name in zip(prompts, names, strict=True)
+            ]
+
+        return await asyncio.to_thread(encode_all)
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raises InvalidInputError for what could never run; nothing is queued."""
+        if len(samples) > self.config.max_batch:
+            raise InvalidInputError(
+                "batch", len(samples), f"at most {self.config.max_batch} samples in one call"
+            )
+        most = self.max_context_len - 1
+        if self.config.max_prompt_len is not None:
+            most = min(most, self.config.max_prompt_len)
+        for sample in samples:
+            length = len(sample.prompt_ids) + len(sample.partial_ids)
+            if not 0 < length <= most:
+                raise InvalidInputError("len(prompt)", length, f"must be 1 to {most} tokens")
+            for name, ids in (
+                ("logit_bias", sample.params.logit_bias),
+                ("stop_token_ids", sample.params.stop_token_ids),
+            ):
+                for token in ids:
+                    if not 0 <= token < self.vocab_size:
+                        raise InvalidInputError(name, token, f"must be in [0, {self.vocab_size})")
+
+    # Generating
+
+    async def generate(self, samples: Sequence[Sample]) -> list[Rollout]:
+        """The samples' rollouts, in order. Cancelled, it aborts those that are unfinished.
+
+        Raises InvalidInputError, QueueFullError or DrainingError before anything is queued,
+        EngineStateError when the engine has failed.
+        """
+        tickets = self._submit(samples, [None] * len(samples))
+        try:
+            return await asyncio.gather(*(asyncio.wrap_future(t.future) for t in tickets))
+        finally:
+            for ticket in tickets:
+                ticket.future.cancel()  # which aborts it; does nothing to one that has ended
+
+    def stream(self, samples: Sequence[Sample]) -> DeltaStream:
+        """The samples' tokens as they come. Closed early, it aborts those that are unfinished.
+
+        Queued, or refused as `generate` does, when this returns.
+        """
+        stream = DeltaStream()
+        tickets = self._submit(samples, [stream.listener(i) for i in range(len(samples))])
+        for index, ticket in enumerate(tickets):
+            stream.watch(index, ticket)
+        return stream
+
+    def abort(self, rid: str) -> int:
+        """End what goes by that name; it answers with what it has. How many samples that were."""
+        tickets = self._named.get(rid, set())
+        for ticket in tickets:
+            ticket.abort()
+        return len(tickets)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """``function(engine)`` between two steps; see `EngineLoop.call`."""
+        return await asyncio.wrap_future(self.loop.call(function))
+
+    def _submit(
+        self, samples: Sequence[Sample], listeners: Sequence[OnTokens | None]
+    ) -> list[Ticket]:
+        """All of them, or none and an error."""
+        if self.is_draining:
+            raise DrainingError("the server is shutting down: it takes no new requests")
+        self.check(samples)
+        if self.loop.num_unfinished + len(samples) > self.config.max_queue:
+            raise QueueFullError(
+                f"{self.loop.num_unfinished} samples are running and waiting, and at most "
+                f"server.max_queue={self.config.max_queue} may: try again later"
+            )
+        return [
+            self._submit_one(sample, listener)
+            for sample, listener in zip(samples, listeners, strict=True)
+        ]
+
+    def _submit_one(self, sample: Sample, listener: OnTokens | None) -> Ticket:
+        ticket = self.loop.submit(
+            sample.prompt_ids,
+            sample.params,
+            request_seed=sample.request_seed,
+            partial_ids=sample.partial_ids,
+            prompt_index=sample.prompt_index,
+            sample_index=sample.sample_index,
+            on_tokens=listener,
+        )
+        if sample.rid is not None:
+            self._name(sample.rid, ticket)
+        return ticket
+
+    def _name(self, rid: str, ticket: Ticket) -> None:
+        event_loop = asyncio.get_running_loop()
+        self._named.setdefault(rid, set()).add(ticket)
+
+        def forget() -> None:
+            self._named[rid].discard(ticket)
+            if not self._named[rid]:
+                del self._named[rid]
+
+        ticket.future.add_done_callback(
+            lambda _: None if event_loop.is_closed() else event_loop.call_soon_threadsafe(forget)
+        )
+
+    # Ending
+
+    async def drain(self) -> None:
+        """Take nothing new; wait for what runs, ``drain_seconds`` at most; abort what is left."""
+        self.is_draining = True
+        deadline = time.monotonic() + self.config.drain_seconds
+        while self.loop.num_unfinished and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.wrap_future(self.loop.abort_all())
+
+    def close(self) -> None:
+        """Abort what is unfinished and end the engine's thread. The engine is the caller's again."""
+        self.is_draining = True
+        self.loop.close()

@@ -1,0 +1,1 @@
+"""The calls that clients of sglang make, with the names and shapes they know."""

@@ -1,0 +1,110 @@
+"""The real application under uvicorn on a free port, over a tiny model that reads text."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from rollout import RolloutEngine
+from rollout.config import ModelConfig
+from rollout.server.app import make_app
+from rollout.server.config import ServeConfig, ServerConfig
+from rollout.server.serving import Serving
+from tests.helpers.text_model import save_text_model
+
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Live:
+    """A server that answers at ``url``."""
+
+    url: str
+    serving: Serving
+    engine: RolloutEngine  # touched by its own thread alone: ask `serving.loop.call`
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT, headers=headers)
+
+    def wait_until_idle(self) -> None:
+        """Until every request has ended, then the pools' books balance and nothing is held."""
+        deadline = time.monotonic() + TIMEOUT
+        while self.serving.loop.num_unfinished:
+            assert time.monotonic() < deadline, "requests are left"
+            time.sleep(0.005)
+        self.serving.loop.call(_check_idle).result(TIMEOUT)
+
+
+OpenServer = Callable[..., Live]
+
+
+@pytest.fixture(scope="session")
+def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama of 97 words that knows chats; its context is 512 tokens."""
+    return save_text_model(tmp_path_factory.mktemp("text-model"), max_positions=512)
+
+
+@pytest.fixture
+def open_server(text_model_path: Path) -> Iterator[OpenServer]:
+    """``open_server(engine={...}, **server)``: a server with those options, closed after the test.
+
+    ``engine``: overrides of `RolloutEngine.from_pretrained`; ``server``: fields of ServerConfig.
+    """
+    with ExitStack() as at_end:
+
+        def open_one(engine: dict[str, Any] | None = None, **server: Any) -> Live:
+            return at_end.enter_context(run_server(text_model_path, engine or {}, server))
+
+        yield open_one
+
+
+@pytest.fixture(scope="module")
+def live(text_model_path: Path) -> Iterator[Live]:
+    """One server without keys for all tests of a file; each must leave it idle."""
+    with run_server(text_model_path, {}, {}) as live:
+        yield live
+
+
+@contextmanager
+def run_server(
+    model: Path, engine_options: dict[str, Any], server: dict[str, Any]
+) -> Iterator[Live]:
+    engine = RolloutEngine.from_pretrained(model, **({"max_running": 8} | engine_options))
+    config = ServeConfig(model=ModelConfig(path=str(model)), server=ServerConfig(port=0, **server))
+    serving = Serving(engine, config)
+    listener = socket.create_server((config.server.host, 0))
+    host, port = listener.getsockname()
+    uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(serving), log_config=None))
+    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while not uvicorn_server.started:
+            assert thread.is_alive(), "uvicorn did not start"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        yield Live(f"http://{host}:{port}", serving, engine)
+        Live("", serving, engine).wait_until_idle()
+    finally:
+        uvicorn_server.should_exit = True
+        serving.close()
+        thread.join(TIMEOUT)
+        engine.close()
+    assert not thread.is_alive()
+
+
+def _check_idle(engine: RolloutEngine) -> None:
+    engine.check_integrity()
+    assert not engine.has_unfinished
+    assert engine.worker.memory.usage.used == 0
