@@ -51,3 +51,7 @@ class ExactnessError(RolloutError):
 
 class IntegrityError(RolloutError):
     """A pool's own books do not balance: a bug of ours, found by check_integrity()."""
+
+
+class ClusterError(RolloutError):
+    """The cluster cannot go on: its replicas die again and again, or none could be started."""

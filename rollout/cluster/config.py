@@ -19,11 +19,28 @@ class ClusterKind(enum.StrEnum):
 class ClusterConfig:
     kind: ClusterKind = ClusterKind.none
     replicas: int = 1
+    num_cpus: int | None = None  # of each replica, and its torch threads; default: an equal share
+    num_gpus: float | None = None  # of each; default: one each if the model goes to a GPU
+    # Of Ray: local starts one of its own, auto joins the one that runs, host:port and
+    # ray://host:port name one. Default: the one that runs, if there is one, else one of its own.
+    address: str | None = None
+    namespace: str | None = None  # of Ray, for the actors' names; default: one of its own
+    start_seconds: float = 600.0  # for a replica to be placed and to read its model
+    report_seconds: float = 0.05  # between two messages on what running requests have so far
+    max_deaths: int = 5  # of a replica, one after the other without a rollout: then it gives up
+    max_deaths_per_request: int = 3  # under a request, the last while it ran alone: then it fails
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise InvalidInputError("cluster.replicas", self.replicas, "must be >= 1")
-        if self.kind is ClusterKind.none and self.replicas != 1:
-            raise InvalidInputError(
-                "cluster.replicas", self.replicas, "needs cluster=ray; without it there is one"
-            )
+        def require(name: str, ok: bool, remedy: str) -> None:
+            if not ok:
+                raise InvalidInputError(f"cluster.{name}", getattr(self, name), remedy)
+
+        require("replicas", self.replicas >= 1, "must be >= 1")
+        require("replicas", self.replicas == 1 or self.kind is not ClusterKind.none,
+                "needs cluster=ray; without it there is one")  # fmt: skip
+        require("num_cpus", self.num_cpus is None or self.num_cpus >= 1, "must be >= 1")
+        require("num_gpus", self.num_gpus is None or self.num_gpus >= 0, "must be >= 0")
+        require("start_seconds", self.start_seconds > 0, "must be > 0")
+        require("report_seconds", self.report_seconds > 0, "must be > 0")
+        require("max_deaths", self.max_deaths >= 1, "must be >= 1")
+        require("max_deaths_per_request", self.max_deaths_per_request >= 1, "must be >= 1")

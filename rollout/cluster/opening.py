@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from rollout.cluster.config import ClusterConfig
+from rollout.cluster.cluster import RolloutCluster
+from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
 from rollout.engine_protocol import Engine
+from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
-from rollout.specs import factory_of
+from rollout.specs import WorkerFactory, factory_of
 
 
 def open_engine(
@@ -24,8 +26,27 @@ def open_engine(
     Args:
         spec: ``_target_`` names the function that builds the worker; the other keys are its
             options.
-        progress: told how far the model's weights are read.
+        progress: told how far the model's weights are read, of one engine.
 
-    Raises what `RolloutEngine.from_config` does.
+    Raises what `RolloutEngine.from_config` does; of a cluster ClusterError too, and
+    InvalidInputError where Ray is not installed or ``cluster.address`` leads nowhere.
     """
-    return RolloutEngine.from_config(config, factory_of(spec), progress)
+    return open_with(config, factory_of(spec), cluster, progress)
+
+
+def open_with(
+    config: EngineConfig,
+    factory: WorkerFactory,
+    cluster: ClusterConfig,
+    progress: Progress | None = None,
+) -> Engine:
+    """`open_engine` for a worker's factory, which a cluster's replicas unpickle."""
+    if cluster.kind is ClusterKind.none:
+        return RolloutEngine.from_config(config, factory, progress)
+    try:
+        from rollout.cluster.ray.pool import RayPool
+    except ImportError as error:
+        raise InvalidInputError(
+            "cluster.kind", "ray", "needs Ray: pip install 'specrollout[ray]'"
+        ) from error
+    return cast(Engine, RolloutCluster(config, cluster, RayPool(config, factory, cluster)))

@@ -1,0 +1,84 @@
+"""The replica's side: an engine on a thread of its own, and reports of what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollout.cluster.messages import ReplicaFacts, Report, Submission
+from rollout.cluster.news import News
+from rollout.config import EngineConfig
+from rollout.engine import RolloutEngine
+from rollout.engine_loop import EngineLoop
+from rollout.specs import WorkerFactory
+
+
+class ReplicaHost:
+    """Called on one event loop. Those calls that must begin in the order they were made in are
+    numbered from 0: what carries them may hand them over in another."""
+
+    def __init__(self) -> None:
+        self._turns = _Turns()
+        self._loop: EngineLoop[RolloutEngine] | None = None
+
+    async def open(
+        self, config: EngineConfig, factory: WorkerFactory, report_seconds: float
+    ) -> ReplicaFacts:
+        """Make the engine. Raises what `RolloutEngine.from_config` does."""
+        engine = await asyncio.to_thread(RolloutEngine.from_config, config, factory)
+        self._loop = EngineLoop(engine)
+        self._news = News(self._loop, report_seconds, asyncio.get_running_loop())
+        worker = engine.worker
+        return ReplicaFacts(
+            vocab_size=engine.vocab_size,
+            max_context_len=engine.max_context_len,
+            max_sequence_len=worker.memory.max_sequence_len,
+            eos_token_ids=worker.eos_token_ids,
+        )
+
+    async def submit(self, turn: int, submissions: list[Submission]) -> None:
+        async with self._turns.take(turn):
+            for submission in submissions:
+                self._news.submit(submission)
+
+    async def abort(self, turn: int, request_ids: list[int]) -> None:
+        async with self._turns.take(turn):
+            self._news.abort(request_ids)
+
+    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What the engine's method gives, between two steps."""
+        assert self._loop is not None, "open() comes first"
+        async with self._turns.take(turn):
+            future = self._loop.call(lambda engine: getattr(engine, method)(*args, **kwargs))
+        return await asyncio.wrap_future(future)
+
+    async def report(self) -> Report:
+        """Returns when there is something to report. Asked for one at a time."""
+        return await self._news.report()
+
+    async def close(self) -> None:
+        loop = self._loop
+        if loop is not None:
+            engine = await asyncio.wrap_future(loop.call(lambda engine: engine))
+            await asyncio.to_thread(loop.close)
+            engine.close()
+
+
+class _Turns:
+    """Lets numbered calls begin in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def take(self, turn: int) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._next == turn)
+            try:
+                yield
+            finally:
+                self._next += 1
+                self._changed.notify_all()

@@ -1,0 +1,62 @@
+"""What passes between a cluster and its replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.engine_metrics import EngineMetrics, StepMetrics
+from rollout.engine_status import EngineStatus
+from rollout.types import FinishReason, RequestStats, SamplingParams, TokenExtras
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request as a replica is given it. It knows the request by the cluster's id."""
+
+    request_id: int
+    prompt_ids: list[int]
+    partial_ids: list[int]  # emitted before, by this replica or another
+    params: SamplingParams
+    prompt_index: int
+    sample_index: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What a request emitted since it was last reported."""
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    extras: TokenExtras
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    growth: Growth  # the last tokens
+    finish_reason: FinishReason
+    error: str | None
+    stats: RequestStats  # of its life on this replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """From a replica, every few milliseconds while it has something to say."""
+
+    grown: list[Growth]
+    ended: list[Ended]
+    total: EngineMetrics
+    last_step: StepMetrics
+    status: EngineStatus | None  # once in a while
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What never changes in a replica's life; the same of all."""
+
+    vocab_size: int
+    max_context_len: int
+    max_sequence_len: int  # tokens of one request that its KV slots can hold
+    eos_token_ids: tuple[int, ...]

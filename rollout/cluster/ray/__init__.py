@@ -1,0 +1,1 @@
+"""Replicas as Ray actors. Nothing outside this folder imports Ray."""

@@ -1,0 +1,52 @@
+"""The Ray that the replicas run in: one that is there, or one of our own."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+
+from rollout.cluster.config import ClusterConfig
+from rollout.errors import InvalidInputError
+
+
+class RayInstance:
+    """Connected while it lives; `close` ends only what it began."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        """Raises InvalidInputError where ``config.address`` leads nowhere."""
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            _connect(config)
+        self.resources: dict[str, float] = ray.cluster_resources()
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._is_ours = False
+            ray.shutdown()
+
+
+def _connect(config: ClusterConfig) -> None:
+    wanted = (config.num_cpus or 1) * config.replicas
+    options = {"namespace": config.namespace, "log_to_driver": False, "configure_logging": False}
+    if config.address is None and not os.environ.get("RAY_ADDRESS"):
+        try:
+            ray.init("auto", **options)
+        except ConnectionError:
+            _start(wanted, options)
+        return
+    if config.address == "local":
+        _start(wanted, options)
+        return
+    try:
+        ray.init(config.address, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise InvalidInputError("cluster.address", config.address, f"leads nowhere: {error}") from (
+            error
+        )
+
+
+def _start(wanted: int, options: dict[str, object]) -> None:
+    """CPUs are Ray's bookkeeping: replicas that were asked for may share them."""
+    num_cpus = max(wanted, os.cpu_count() or 1)
+    ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)

@@ -1,0 +1,82 @@
+"""A replica as the cluster sees it, wherever it runs; and what happens to replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollout.cluster.messages import ReplicaFacts, Report, Submission
+
+
+class Replica(Protocol):
+    """One life of one replica. What is sent is done in the order it was sent, between two steps.
+
+    Futures get `ReplicaDiedError` when it dies first. After that nothing is done and nothing
+    raises.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its replacement has the same."""
+        ...
+
+    def submit(self, submissions: Sequence[Submission]) -> None: ...
+    def abort(self, request_ids: Sequence[int]) -> None: ...
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """``getattr(engine, method)(*args, **kwargs)``; what it raises is the future's."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class ReplicaDiedError(Exception):
+    """Before it answered. The cluster hears of the death by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """It has an engine, and was given nothing so far."""
+
+    replica: Replica
+    facts: ReplicaFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    replica: Replica
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """Nothing more will come of it. Another of its name is being started."""
+
+    replica: Replica
+    reason: str
+
+
+Event = Opened | Reported | Died
+
+
+class Pool(Protocol):
+    """Starts replicas, watches them and replaces those that die."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of all replicas there are to be."""
+        ...
+
+    def events(self, timeout: float) -> list[Event]:
+        """What has happened, in order; waits at most ``timeout`` seconds for the first.
+
+        Raises ClusterError where starting again is no use, and what made the engine impossible
+        (InvalidInputError, CheckpointError, ...) while none has ever opened.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all replicas. A second call does nothing."""
+        ...

@@ -1,0 +1,222 @@
+"""Which replica runs which request.
+
+Requests queue here, by the replica that is their group's home, and are handed out as seats become
+free, so that little is lost when a replica dies and nothing waits at one while another idles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+_MASK = 2**64 - 1
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A replica that takes requests."""
+
+    name: str
+    running: dict[int, None] = field(default_factory=dict)  # request ids, in order
+    queue: dict[int, deque[int]] = field(default_factory=dict)  # group -> request ids, none empty
+    num_queued: int = 0
+
+    def push(self, group: int, request_ids: deque[int], *, first: bool = False) -> None:
+        self.num_queued += len(request_ids)
+        there = self.queue.get(group)
+        if there is None:
+            self.queue = {group: request_ids, **self.queue} if first else self.queue
+            self.queue.setdefault(group, request_ids)
+        elif first:
+            there.extendleft(reversed(request_ids))
+        else:
+            there.extend(request_ids)
+
+    def pop(self) -> int:
+        group, request_ids = next(iter(self.queue.items()))
+        request_id = request_ids.popleft()
+        self.num_queued -= 1
+        if not request_ids:
+            del self.queue[group]
+        return request_id
+
+    def pop_group(self) -> tuple[int, deque[int]]:
+        group = next(iter(self.queue))
+        request_ids = self.queue.pop(group)
+        self.num_queued -= len(request_ids)
+        return group, request_ids
+
+    def discard(self, group: int, request_id: int) -> None:
+        self.queue[group].remove(request_id)
+        self.num_queued -= 1
+        if not self.queue[group]:
+            del self.queue[group]
+
+
+@dataclass(slots=True)
+class _Group:
+    home: str | None = None
+    num_unfinished: int = 0
+
+
+class Router:
+    """Requests of a group go to the same replica, where they meet their prefix and their siblings'
+    tokens: to its home, a pure function of the group and of who is alive, so that the next epoch
+    finds it again. A replica with idle seats takes the group that has waited longest at the one
+    with the longest queue, and is the home of that group while any of it is unfinished.
+
+    Deterministic: the same calls give the same answers.
+    """
+
+    def __init__(self, names: Sequence[str], seats: int) -> None:
+        """Args:
+        names: of all replicas there are to be; those that `join` take requests.
+        seats: requests a replica runs together. A quarter more wait there, so that a seat that
+            becomes free is taken in the next step.
+        """
+        self._names = list(names)
+        self._seats = seats
+        self._seats_and_reserve = seats + max(1, seats // 4)
+        self._places: dict[str, _Place] = {}
+        self._groups: dict[int, _Group] = {}
+        self._requests: dict[int, tuple[int, str | None]] = {}  # id -> group, where it runs
+        self._homeless: list[int] = []  # while nobody takes requests
+        self._lonely: dict[int, None] = {}  # waiting to run alone, in order
+        self._cell: _Place | None = None  # takes nothing but those
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no replica has."""
+        queued = sum(place.num_queued for place in self._places.values())
+        return queued + len(self._homeless) + len(self._lonely)
+
+    def join(self, name: str) -> None:
+        """``name`` takes requests from now on."""
+        self._places[name] = _Place(name)
+        homeless, self._homeless = self._homeless, []
+        for request_id in homeless:
+            self._queue(request_id, first=False)
+
+    def leave(self, name: str) -> list[int]:
+        """``name`` is gone; the requests it had, in the order it got them. They are forgotten.
+
+        What was queued for it is queued elsewhere.
+        """
+        place = self._places.pop(name, None)
+        if place is None:
+            return []
+        if self._cell is place:
+            self._cell = None
+        lost = list(place.running)
+        for request_id in lost:
+            self._forget(request_id)
+        for group, request_ids in place.queue.items():
+            if self._places:
+                self._home(group).push(group, request_ids)
+            else:
+                self._homeless += request_ids
+        return lost
+
+    def add(self, request_id: int, group: int, *, first: bool = False, alone: bool = False) -> None:
+        """Queue a request; ``first``: before all others. ``alone``: it shares its replica with no
+        other, and waits until one has run empty for it."""
+        self._requests[request_id] = (group, None)
+        self._groups.setdefault(group, _Group()).num_unfinished += 1
+        if alone:
+            self._lonely[request_id] = None
+        elif self._places:
+            self._queue(request_id, first=first)
+        else:
+            self._homeless.append(request_id)
+
+    def remove(self, request_id: int) -> str | None:
+        """It ended, or is wanted no more; which replica has it, if one does."""
+        group, name = self._requests[request_id]
+        if name is not None:
+            del self._places[name].running[request_id]
+        elif request_id in self._lonely:
+            del self._lonely[request_id]
+        elif request_id in self._homeless:
+            self._homeless.remove(request_id)
+        else:
+            self._home(group).discard(group, request_id)
+        self._forget(request_id)
+        return name
+
+    def take(self) -> dict[str, list[int]]:
+        """What is to be given to whom now."""
+        taken: dict[str, list[int]] = {}
+        for request_id, place in self._assignments():
+            group, _ = self._requests[request_id]
+            self._requests[request_id] = (group, place.name)
+            place.running[request_id] = None
+            taken.setdefault(place.name, []).append(request_id)
+        return taken
+
+    def _assignments(self) -> Iterator[tuple[int, _Place]]:
+        yield from self._solitary()
+        open_places = [place for place in self._places.values() if place is not self._cell]
+        for place in open_places:
+            while place.queue and len(place.running) < self._seats:
+                yield place.pop(), place
+        while open_places and any(place.queue for place in self._places.values()):
+            idlest = min(open_places, key=lambda place: len(place.running))
+            if len(idlest.running) >= self._seats:
+                break
+            self._steal(idlest)
+            while idlest.queue and len(idlest.running) < self._seats:
+                yield idlest.pop(), idlest
+        for place in open_places:
+            while place.queue and len(place.running) < self._seats_and_reserve:
+                yield place.pop(), place
+
+    def _solitary(self) -> Iterator[tuple[int, _Place]]:
+        if self._lonely and self._cell is None and self._places:
+            self._cell = min(self._places.values(), key=lambda place: len(place.running))
+        if self._cell is None or self._cell.running:
+            return
+        if self._lonely:
+            request_id = next(iter(self._lonely))
+            del self._lonely[request_id]
+            yield request_id, self._cell
+        else:
+            self._cell = None
+
+    def _steal(self, thief: _Place) -> None:
+        victim = max(self._places.values(), key=lambda place: place.num_queued)
+        group, request_ids = victim.pop_group()
+        self._groups[group].home = thief.name
+        thief.push(group, request_ids)
+
+    def _queue(self, request_id: int, *, first: bool) -> None:
+        group, _ = self._requests[request_id]
+        self._home(group).push(group, deque([request_id]), first=first)
+
+    def _home(self, group: int) -> _Place:
+        """Where it is while any of it is unfinished, else where its hash leads.
+
+        Each try is as good as random, and the first that is alive is it: so the groups of one that
+        died are spread over the others, and nobody else's move.
+        """
+        known = self._groups[group]
+        attempt = group
+        while known.home not in self._places:
+            attempt = _mix(attempt)
+            known.home = self._names[attempt % len(self._names)]
+        return self._places[known.home]
+
+    def _forget(self, request_id: int) -> None:
+        group, _ = self._requests.pop(request_id)
+        known = self._groups[group]
+        known.num_unfinished -= 1
+        if not known.num_unfinished:
+            del self._groups[group]
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's next (Steele, Lea and Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31

@@ -1,0 +1,134 @@
+"""Replicas on threads of this process, which die when a test says so: all of a cluster but Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rollout.cluster.host import ReplicaHost
+from rollout.cluster.messages import Submission
+from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
+from rollout.config import EngineConfig
+from rollout.specs import WorkerFactory
+
+REPORT_SECONDS = 0.002
+
+
+class ThreadReplica:
+    def __init__(self, name: str, pool: ThreadPool) -> None:
+        self.name = name
+        self.host = ReplicaHost()
+        self.is_dead = False
+        self._pool = pool
+        self._turn = 0
+        self._answers: list[Future[Any]] = []
+
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        if self._pool.on_submit is not None:
+            self._pool.on_submit(self, submissions)
+        self._send(self.host.submit, list(submissions))
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self._send(self.host.abort, list(request_ids))
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if self.is_dead:
+            answer.set_exception(ReplicaDiedError(self.name))
+            return answer
+        self._answers.append(answer)
+
+        def settle(done: Future[Any]) -> None:
+            if not answer.done():
+                error = done.exception()
+                answer.set_exception(error) if error else answer.set_result(done.result())
+
+        self._send(self.host.call, method, *args, **kwargs).add_done_callback(settle)
+        return answer
+
+    def kill(self) -> None:
+        """Like SIGKILL: nothing more is heard of it."""
+        if not self.is_dead:
+            self.is_dead = True
+            for answer in self._answers:
+                if not answer.done():
+                    answer.set_exception(ReplicaDiedError(self.name))
+            self._pool.news.put((self, None, ReplicaDiedError("killed by the test")))
+
+    def _send(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        turn, self._turn = self._turn, self._turn + 1
+        return self._pool.run(method(turn, *args, **kwargs))
+
+
+class ThreadPool:
+    """See `rollout.cluster.replica.Pool`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        factory: WorkerFactory,
+        names: Sequence[str],
+        on_submit: Callable[[ThreadReplica, Sequence[Submission]], None] | None = None,
+    ) -> None:
+        self.names = list(names)
+        self.on_submit = on_submit
+        self.news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.lives: list[ThreadReplica] = []
+        self._config, self._factory = config, factory
+        self._events = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._events.run_forever, daemon=True)
+        self._thread.start()
+        self._open: set[ThreadReplica] = set()
+        self.living = {name: self._start(name) for name in names}
+
+    def run(self, coroutine: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._events)
+
+    def events(self, timeout: float) -> list[Event]:
+        events: list[Event] = []
+        deadline = time.monotonic() + timeout
+        while not events:
+            try:
+                replica, value, error = self.news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if self.living.get(replica.name) is not replica:
+                continue
+            if error is not None:
+                replica.kill()
+                self.living[replica.name] = self._start(replica.name)
+                events.append(Died(replica, str(error)))
+            elif replica.is_dead:
+                continue
+            elif replica not in self._open:
+                self._open.add(replica)
+                events.append(Opened(replica, value))
+                self._expect(replica, replica.host.report())
+            else:
+                events.append(Reported(replica, value))
+                self._expect(replica, replica.host.report())
+        return events
+
+    def close(self) -> None:
+        for replica in self.lives:
+            self.run(replica.host.close()).result(30)
+        self._events.call_soon_threadsafe(self._events.stop)
+        self._thread.join(30)
+
+    def _start(self, name: str) -> ThreadReplica:
+        replica = ThreadReplica(name, self)
+        self.lives.append(replica)
+        self._expect(replica, replica.host.open(self._config, self._factory, REPORT_SECONDS))
+        return replica
+
+    def _expect(self, replica: ThreadReplica, coroutine: Any) -> None:
+        def learn(future: Future[Any]) -> None:
+            error = future.exception()
+            self.news.put((replica, None if error else future.result(), error))
+
+        self.run(coroutine).add_done_callback(learn)
