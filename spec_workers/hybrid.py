@@ -18,6 +18,7 @@ from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
+from spec_workers.draft_tree import only_roots
 from spec_workers.eagle import open_eagle
 from spec_workers.features.feature_options import FeatureRingOptions
 from spec_workers.idle import check_idle
@@ -72,22 +73,22 @@ class HybridWorker(NgramWorker):
         self.drafter = drafter
         self.lockstep = drafter.lockstep
         self._num_sources = (len(SOURCES), len(drafter.sources))
-        self._gate = NeuralGate(budget, len(SOURCES), len(SOURCES) + len(drafter.sources))
-        self._copied_B1 = np.zeros(1, dtype=np.int64)  # offsets of the n-gram trees of this step
+        self._gate = NeuralGate(budget, SOURCES)
+        self._copied = only_roots(0)  # the n-gram trees of this step
         self._places_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
-        self._spared = 0
-        self._asked = 0
+        self._asked_now = 0  # requests the draft was asked about in this step
+        self._asked = self._spared = 0
         if self.lockstep:
             check_idle(self)
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        copied = super().propose(batch, floor)
-        self._copied_B1 = copied.offsets_B1
+        copied = self._copied = super().propose(batch, floor)
         self._places_G = places_within(np.diff(copied.offsets_B1))
         if not self._gate.is_open:
             return copied
         samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
         undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
+        self._asked_now = undecided.size
         self._asked += undecided.size
         self._spared += int(samples_B.sum()) - undecided.size
         if not undecided.size and not self.lockstep:
@@ -114,10 +115,11 @@ class HybridWorker(NgramWorker):
         elif step.runs_prompts:
             self.drafter.observe(step, prompts_alone=True)
         if self.budget.is_open:
-            self._gate.judge(step)
+            copied = self._copied if step.was_asked else only_roots(len(step.results))
+            self._gate.judge(step, copied, self._asked_now)
 
     def _num_verified(self, step: Observation) -> NDArray[np.int64]:
-        copied_B, verified_B = np.diff(self._copied_B1), np.diff(step.trees.offsets_B1)
+        copied_B, verified_B = np.diff(self._copied.offsets_B1), np.diff(step.trees.offsets_B1)
         entries_G = np.repeat(np.arange(copied_B.size), copied_B)
         is_out_G = (self._places_G < 0) | (self._places_G >= verified_B[entries_G])
         first_out_B = copied_B.copy()

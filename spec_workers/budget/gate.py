@@ -8,13 +8,15 @@ _PROBE_STEPS = 4
 _FIRST_INTERVAL = 16  # steps
 _LONGEST_INTERVAL = 512
 _PAYS = 0.005  # of the time: what a probe must gain to open the gate
+_WARMER = 0.2  # mean temperature of another kind of batch, or cooler
 
 
 class Gate:
     """Opens and closes by what drafting gained, as a share of the time spent.
 
     While it is closed every so often a few steps are drafted again; fruitless probes double the
-    interval. A batch of half the width is another matter: it is probed at once.
+    interval. A batch of half the width or of another temperature is another matter: it is probed
+    at once.
     """
 
     def __init__(self) -> None:
@@ -22,6 +24,7 @@ class Gate:
         self._closed_for = 0  # steps until the next probe; 0: open
         self._interval = _FIRST_INTERVAL
         self._closed_at = 0  # requests of the batch when it closed
+        self._closed_temperature = 0.0
         self._steps = 0
         self._gained = 0.0
         self._spent = 0.0
@@ -31,10 +34,13 @@ class Gate:
         """Whether the next step may draft."""
         return self._closed_for == 0
 
-    def observe(self, width: int, gained_ms: float, spent_ms: float) -> None:
+    def observe(
+        self, width: int, gained_ms: float, spent_ms: float, temperature: float = 1.0
+    ) -> None:
         """A step of ``width`` sampling requests in which drafting was open.
 
-        ``gained_ms``: what plain decoding would have taken longer, negative where drafting lost.
+        ``gained_ms``: what the same progress would have taken longer without, negative where
+        drafting lost. ``temperature``: mean of the requests.
         """
         self._steps += 1
         if self._probing and self._steps == 1:
@@ -44,15 +50,16 @@ class Gate:
         self._spent = self._spent * keep + spent_ms
         if self._probing:
             if self._steps > _PROBE_STEPS:
-                self._judge_probe(width)
+                self._judge_probe(width, temperature)
         elif self._steps >= _LEAST_STEPS and self._gained < 0:
             self._interval = _FIRST_INTERVAL
-            self._close(width)
+            self._close(width, temperature)
 
-    def skip(self, width: int) -> None:
+    def skip(self, width: int, temperature: float = 1.0) -> None:
         """A step of ``width`` sampling requests went by closed."""
         self._closed_for -= 1
-        if 2 * width <= self._closed_at:
+        is_warmer = abs(temperature - self._closed_temperature) > _WARMER
+        if 2 * width <= self._closed_at or is_warmer:
             self._interval = _FIRST_INTERVAL
             self._closed_for = 0
         if self._closed_for == 0:
@@ -73,18 +80,19 @@ class Gate:
             "gain": self._gained / self._spent if self._spent else 0.0,
         }
 
-    def _judge_probe(self, width: int) -> None:
+    def _judge_probe(self, width: int, temperature: float) -> None:
         self._probing = False
         if self._gained > _PAYS * self._spent:
             self._interval = _FIRST_INTERVAL
             self._forget()
         else:
             self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
-            self._close(width)
+            self._close(width, temperature)
 
-    def _close(self, width: int) -> None:
+    def _close(self, width: int, temperature: float) -> None:
         self._closed_for = self._interval
         self._closed_at = width
+        self._closed_temperature = temperature
 
     def _forget(self) -> None:
         self._steps = 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast, StepTimes
 from spec_workers.budget.budget import Verified
-from spec_workers.budget.choice import choose_nodes, falling
+from spec_workers.budget.choice import Choice, choose_nodes, falling
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.loaded import mapping
@@ -40,6 +40,9 @@ they tell what rows cost."""
 _PRICE_EVERY = 16
 """Steps of an unchanged batch that are priced alike."""
 
+_BELIEVED = 2.0
+"""Times what drafting usually takes: the most that one step's is believed to have taken."""
+
 
 @dataclass(slots=True)
 class _Prices:
@@ -49,6 +52,7 @@ class _Prices:
     until: int  # the step
     width: int  # requests sampled from
     longest_context: int
+    temperature: float  # mean of those requests
     decode_B: NDArray[np.float64]  # plain decode steps of 1, 2, ... of them alone
     with_nodes_N1: NDArray[np.float64]  # this step with 0, 1, ... draft nodes, without drafting
     worth_B: NDArray[np.float64]  # of a token of each entry
@@ -65,7 +69,7 @@ class LearnedBudget:
         self._trust = RequestTrust()
         self._gate = Gate()
         self._drafted = False  # in the step before
-        self._prices = _Prices((), -1, 0, 0, np.zeros(0), np.zeros(1), np.zeros(0))
+        self._prices = _Prices((), -1, 0, 0, 0.0, np.zeros(0), np.zeros(1), np.zeros(0))
         self._steps = 0
         self._learned_at = 0  # the step costs were last learned from
 
@@ -109,6 +113,30 @@ class LearnedBudget:
             worth_B=prices.worth_B,
             forecast=self._forecast(prices, trees, values_N, drafted=proposed is not None),
         )
+
+    def step_ms(self, batch: Batch, num_nodes: int) -> float:
+        """Of this batch with so many draft nodes: forward and sampling, without drafting."""
+        return float(self._priced(batch).with_nodes_N1[num_nodes])
+
+    def worth(self, batch: Batch) -> NDArray[np.float64]:
+        """Of a token of each entry, (B,): milliseconds of plain decoding it spares."""
+        return self._priced(batch).worth_B
+
+    def bought(
+        self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]
+    ) -> tuple[Choice, DraftTrees, NDArray[np.float64]]:
+        """What would be verified of ``trees`` if its nodes were worth ``values_N``.
+
+        Gives the choice, the trees it leaves and the values of their nodes.
+        """
+        prices = self._priced(batch)
+        cost_ms = prices.with_nodes_N1[: values_N.size + 1]
+        values_N = falling(np.minimum(values_N, 1.0), trees.offsets_B1)
+        choice = choose_nodes(
+            values_N, trees.offsets_B1, prices.worth_B, cost_ms, float(cost_ms[0])
+        )
+        kept, kept_N = first_nodes(trees, choice.counts_B)
+        return choice, kept, values_N[kept_N]
 
     def observe(
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
@@ -171,7 +199,7 @@ class LearnedBudget:
         longest = max((entry.end for entry in entries), default=0)
         worth_B = np.zeros(len(entries))
         if not width:
-            return _Prices(key, until, 0, longest, np.zeros(0), np.zeros(1), worth_B)
+            return _Prices(key, until, 0, longest, 0.0, np.zeros(0), np.zeros(1), worth_B)
         nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
         decode_B = self.cost.of_decoding(width, longest)
         remaining = np.array([max(1.0, e.expected_remaining) for e in entries if e.samples])
@@ -179,7 +207,8 @@ class LearnedBudget:
         ends = may_draft and batch.num_waiting == 0
         worth_B[samples_B] = token_worth(remaining, decode_B, ends)
         with_nodes_N1 = self.cost.of_rows(batch.num_run_tokens + nodes, width + nodes, longest)
-        return _Prices(key, until, width, longest, decode_B, with_nodes_N1, worth_B)
+        temperature = sum(e.request.params.temperature for e in entries if e.samples) / width
+        return _Prices(key, until, width, longest, temperature, decode_B, with_nodes_N1, worth_B)
 
     def _chosen(
         self, batch: Batch, prices: _Prices, proposed: DraftTrees
@@ -187,16 +216,11 @@ class LearnedBudget:
         values_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
         trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
         values_N *= np.repeat(trust_B, np.diff(proposed.offsets_B1))
-        values_N = falling(np.minimum(values_N, 1.0), proposed.offsets_B1)
-        cost_ms = prices.with_nodes_N1[: values_N.size + 1]
-        choice = choose_nodes(
-            values_N, proposed.offsets_B1, prices.worth_B, cost_ms, float(cost_ms[0])
-        )
-        gain = choice.worth - (choice.cost - float(cost_ms[0]))
-        if not self._drafted and gain < _TO_BEGIN * float(cost_ms[0]):
+        choice, trees, values_N = self.bought(batch, proposed, values_N)
+        plain_ms = float(prices.with_nodes_N1[0])
+        if not self._drafted and choice.worth - (choice.cost - plain_ms) < _TO_BEGIN * plain_ms:
             return only_roots(proposed.offsets_B1.size - 1), np.zeros(0)
-        trees, kept_N = first_nodes(proposed, choice.counts_B)
-        return trees, values_N[kept_N]
+        return trees, values_N
 
     def _forecast(
         self,
@@ -257,10 +281,11 @@ class LearnedBudget:
     def _observe_gain(
         self, prices: _Prices, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
-        """By the curve and not by the clock: one slow step would outweigh fifty good ones."""
+        """By what things usually take and not by the clock: one slow step would outweigh fifty good
+        ones."""
         if verified.proposed is None:
             if not self._gate.is_open:
-                self._gate.skip(prices.width)
+                self._gate.skip(prices.width, prices.temperature)
             return
         spared = sum(
             len(result.path) * float(worth)
@@ -268,5 +293,7 @@ class LearnedBudget:
         )
         plain = float(prices.with_nodes_N1[0])
         dearer = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
-        drafting = max(0.0, times.draft - self.cost.of_following(prices.width))
-        self._gate.observe(prices.width, spared - dearer - drafting, plain)
+        usual = self.cost.of_drafting(prices.width)
+        drafting = min(times.draft, _BELIEVED * usual) - self.cost.of_following(prices.width)
+        gained = spared - dearer - max(0.0, drafting)
+        self._gate.observe(prices.width, gained, plain, prices.temperature)

@@ -1,31 +1,46 @@
-"""Whether a neural draft pays beside the corpus, which costs next to nothing."""
+"""Whether a neural draft pays beside the corpus, which costs next to nothing.
+
+Legend: B entries of a batch.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
+from rollout.types import DraftTrees
 from spec_workers.budget import DraftBudget, LearnedBudget
 from spec_workers.budget.gate import Gate
+from spec_workers.budget.linear_cost import LinearCost
+from spec_workers.budget.node_values import NodeValues
+from spec_workers.hindsight import accepted_in_hindsight, agreement
 from spec_workers.observation import Observation
+
+_HORIZON = 48.0  # steps that weigh in the rate of the corpus alone
 
 
 class NeuralGate:
-    """Opens and closes by what the draft's own nodes spared and what running it took.
+    """Opens and closes by tokens per millisecond, with the draft and without.
 
-    The corpus's nodes are there without it, so what counts is what it alone thought of. With a
+    Both are told of the same steps, those with the draft: what is emitted does not depend on
+    drafts, so it says how far the corpus's own tree would have come, cut by the budget as it would
+    have been. Two stretches of a text compared with each other would need many more steps. With a
     budget that does not learn what steps cost it is always open.
     """
 
-    def __init__(self, budget: DraftBudget, first: int, last: int) -> None:
-        """The sources in [first, last) are those of the draft alone."""
+    def __init__(self, budget: DraftBudget, sources: Sequence[str]) -> None:
+        """``sources``: names of the values of ``sources_N`` in the corpus's trees."""
         self._budget = budget
-        self._first, self._last = first, last
+        # The budget's own are of nodes that are left when those both propose are taken out.
+        self._values = NodeValues(sources)
         self._gate = Gate()
+        self._drafting = LinearCost()  # by requests asked about
         self._spent_ms = 0.0  # in the step in hand
+        self._alone_worth = self._alone_ms = 0.0  # of late: of the corpus alone
 
     @property
     def is_open(self) -> bool:
@@ -40,29 +55,57 @@ class NeuralGate:
         finally:
             self._spent_ms += (time.perf_counter() - started) * 1e3
 
-    def judge(self, step: Observation) -> None:
-        """At the end of a step, in which the draft ran if the gate was open."""
-        spent_ms, self._spent_ms = self._spent_ms, 0.0
-        sampling = [entry for entry in step.batch.entries if entry.samples]
-        budget = self._budget
-        if not sampling or not isinstance(budget, LearnedBudget) or not budget.cost.is_known:
-            return
-        if not self.is_open:
-            self._gate.skip(len(sampling))
-            return
-        longest = max(entry.end for entry in step.batch.entries)
-        plain_ms = float(budget.cost.of_decoding(len(sampling), longest)[-1])
-        spared_ms = self._num_accepted(step) * plain_ms / len(sampling)
-        self._gate.observe(len(sampling), spared_ms - spent_ms, plain_ms)
+    def judge(self, step: Observation, copied: DraftTrees, num_asked: int) -> None:
+        """At the end of a step, in which the draft ran if the gate was open.
 
-    def _num_accepted(self, step: Observation) -> int:
-        accepted = [
-            int(first) - 1 + node
-            for first, result in zip(step.trees.offsets_B1[:-1], step.results, strict=True)
-            for node in result.path
-        ]
-        sources = step.trees.sources_N[np.array(accepted, dtype=np.intp)]
-        return int(((sources >= self._first) & (sources < self._last)).sum())
+        Args:
+            copied: what the corpus proposed.
+            num_asked: of the batch's requests, those the draft was asked about.
+        """
+        spent_ms, self._spent_ms = self._spent_ms, 0.0
+        budget, batch = self._budget, step.batch
+        if not isinstance(budget, LearnedBudget) or not budget.cost.is_known:
+            return
+        sampling = [entry.request.params.temperature for entry in batch.entries if entry.samples]
+        if not sampling:
+            return
+        width, temperature = len(sampling), sum(sampling) / len(sampling)
+        if not self.is_open:
+            self._gate.skip(width, temperature)
+            return
+        if not step.runs_prompts:  # those are read whether the gate is open or not
+            self._drafting.observe(num_asked, spent_ms)
+        values_N = self._values.corrected(copied.probs_N, copied.sources_N, copied.depths_N)
+        choice, alone, values_N = budget.bought(batch, copied, values_N)
+        accepted_B = accepted_in_hindsight(alone, values_N, step.results)
+        emitted_B = np.array([max(0, len(result.token_ids) - 1) for result in step.results])
+        # In milliseconds of plain decoding; the root's token is the plain step itself.
+        plain_ms, worth_B = budget.step_ms(batch, 0), budget.worth(batch)
+        worth = plain_ms + float(worth_B @ emitted_B)
+        ms = budget.step_ms(batch, step.trees.num_nodes) + self._drafting.milliseconds(num_asked)
+        alone_worth = plain_ms + float(worth_B @ accepted_B)
+        alone_ms = choice.cost
+        keep = 1.0 - 1.0 / _HORIZON
+        self._alone_worth = self._alone_worth * keep + alone_worth
+        self._alone_ms = self._alone_ms * keep + alone_ms
+        # The time in which the corpus alone would have come as much further.
+        gained_ms = (worth - alone_worth) * self._alone_ms / self._alone_worth - (ms - alone_ms)
+        self._gate.observe(width, gained_ms, ms, temperature)
+        self._learn(copied, step)
+
+    def _learn(self, copied: DraftTrees, step: Observation) -> None:
+        right_N, known_N = agreement(copied, step.results)
+        self._values.observe(
+            copied.probs_N[known_N],
+            copied.sources_N[known_N],
+            copied.depths_N[known_N],
+            right_N[known_N],
+        )
 
     def change_policy(self) -> None:
+        self._values.decay()
         self._gate.change_policy()
+
+    def learned(self) -> dict[str, Any]:
+        """For people to look at."""
+        return {**self._gate.learned(), "drafting": self._drafting.learned()}

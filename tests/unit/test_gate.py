@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 import numpy as np
+import pytest
 
 from spec_workers.budget.gate import Gate
 
@@ -105,4 +106,20 @@ def test_a_narrower_batch_that_pays_keeps_it_open():
 def test_one_request_is_never_half_of_itself():
     gate = closed_gate(1)
     gate.skip(1)
+    assert not gate.is_open
+
+
+@pytest.mark.parametrize(("temperature", "probed"), [(1.1, False), (0.7, True), (0.0, True)])
+def test_another_temperature_is_probed_at_once(temperature, probed):
+    gate = closed_gate(8)
+    gate.skip(8, temperature)
+    assert gate.is_open == probed
+
+
+def test_a_temperature_that_did_not_pay_is_left_alone():
+    gate = closed_gate(8)
+    gate.skip(8, 0.5)
+    while gate.is_open:
+        gate.observe(8, -1.0, 10.0, 0.5)
+    gate.skip(8, 0.5)
     assert not gate.is_open

@@ -44,7 +44,7 @@ class Machine(CostCurve):
 class ShutGate(Gate):
     is_open = False
 
-    def skip(self, width) -> None:
+    def skip(self, width, temperature=1.0) -> None:
         pass
 
 
@@ -405,3 +405,16 @@ def test_what_was_taken_for_hopeless_can_rise_again():
 
     assert corrected_after(token=3) < 0.1
     assert corrected_after(token=0) > 0.8
+
+
+@pytest.mark.parametrize(("usual_ms", "stays_open"), [(3.0, True), (30.0, False)])
+def test_slow_drafting_now_and_then_does_not_close_it(usual_ms, stays_open):
+    """A busy machine takes a hundred times as long in one step of twenty; one whose drafting is
+    as slow in every step is another matter."""
+    budget, batch = make_budget(), batch_of(1, waiting=1)
+    opened = []
+    for number in range(300):
+        opened.append(budget.is_open)
+        drafting = StepTimes(draft=300.0 if number % 20 == 5 else usual_ms)
+        step(budget, batch, 0.9, accepted=1, times=drafting if opened[-1] else FREE)
+    assert all(opened) == stays_open
