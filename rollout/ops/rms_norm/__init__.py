@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.rms_norm import native, reference
 
 
@@ -13,6 +14,10 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
     x: [..., E], rows may be strided but their elements are adjacent; weight_E has x's dtype.
     Returns a new contiguous tensor of x's shape and dtype.
     """
+    if gpu.supports(x, weight_E):
+        from rollout.ops.rms_norm import triton
+
+        return triton.rms_norm(x, weight_E, eps)
     if native.supports(x, weight_E):
         return native.rms_norm(x, weight_E, eps)
     return reference.rms_norm(x, weight_E, eps)
@@ -22,6 +27,10 @@ def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """``residual += x`` in place, rounded; returns ``rms_norm(residual)``. All of one dtype."""
+    if gpu.supports(x_TE, residual_TE, weight_E):
+        from rollout.ops.rms_norm import triton
+
+        return triton.add_rms_norm(x_TE, residual_TE, weight_E, eps)
     if native.supports(x_TE, residual_TE, weight_E):
         return native.add_rms_norm(x_TE, residual_TE, weight_E, eps)
     return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.rotary import native, reference
 
 
@@ -15,8 +16,13 @@ def rotary_(
     q_THD, k_TKD: one dtype, strided views are fine where elements of a head are adjacent.
     positions_T: int32 or int64. cos_sin_PR: float32, R/2 cosines then R/2 sines per position;
     dim i turns with dim i + R/2.
+    Raises IndexError for a position outside the table; on a GPU its row becomes NaN instead.
     """
-    if native.supports(q_THD, k_TKD):
+    if gpu.supports(q_THD, k_TKD):
+        from rollout.ops.rotary import triton
+
+        triton.rotary_(q_THD, k_TKD, positions_T, cos_sin_PR)
+    elif native.supports(q_THD, k_TKD):
         native.rotary_(q_THD, k_TKD, positions_T, cos_sin_PR)
     else:
         reference.rotary_(q_THD, k_TKD, positions_T, cos_sin_PR)

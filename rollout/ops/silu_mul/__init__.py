@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.silu_mul import native, reference
 
 
@@ -12,6 +13,10 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
     gate_up_T2F: F gate columns, then F up columns. Returns a new contiguous [T, F].
     """
+    if gpu.supports(gate_up_T2F):
+        from rollout.ops.silu_mul import triton
+
+        return triton.silu_mul(gate_up_T2F)
     if native.supports(gate_up_T2F):
         return native.silu_mul(gate_up_T2F)
     return reference.silu_mul(gate_up_T2F)

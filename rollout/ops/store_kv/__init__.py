@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.store_kv import native, reference
 
 
@@ -16,9 +17,14 @@ def store_kv(
 ) -> None:
     """``pool[slots[t]] = row t`` for keys and values; all of one dtype, slots int32 or int64.
 
-    Raises IndexError when a slot is outside [0, S); nothing is written then.
+    Raises IndexError when a slot is outside [0, S); nothing is written then. On a GPU it is that
+    row that is not written, and nothing is raised.
     """
-    if native.supports(k_TKD, v_TKD, k_pool_SKD, v_pool_SKD):
+    if gpu.supports(k_TKD, v_TKD, k_pool_SKD, v_pool_SKD):
+        from rollout.ops.store_kv import triton
+
+        triton.store_kv(k_TKD, v_TKD, k_pool_SKD, v_pool_SKD, slots_T)
+    elif native.supports(k_TKD, v_TKD, k_pool_SKD, v_pool_SKD):
         native.store_kv(k_TKD, v_TKD, k_pool_SKD, v_pool_SKD, slots_T)
     else:
         reference.store_kv(k_TKD, v_TKD, k_pool_SKD, v_pool_SKD, slots_T)

@@ -1,0 +1,29 @@
+"""What the Triton ops share.
+
+They are written for CUDA tensors; with TRITON_INTERPRET=1 in the environment from the start, tests
+run the same functions on CPU tensors. All are launched with ``enable_fp_fusion=False``: every
+multiplication and addition rounds as it is written, so kernels that share lines share bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_INTERPRETED_PROGRAMS = 3  # few, so that each has several tiles to walk
+
+
+def supports(*tensors: torch.Tensor) -> bool:
+    """Whether the Triton ops take these: on a GPU, of one dtype they know, rows adjacent."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(
+        tensor.is_cuda and tensor.dtype is dtype and tensor.stride(-1) == 1 for tensor in tensors
+    )
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, each having a multiprocessor to itself."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
