@@ -86,7 +86,9 @@ class Corpus:
         key = None if group is None else _group(group)
         self._ext.insert(_array("tokens", tokens, np.int32), key)
 
-    def open(self, sequence_id: int, group: int, tokens: NDArray[np.int32]) -> None:
+    def open(
+        self, sequence_id: int, group: int, tokens: NDArray[np.int32], *, age: int = 0
+    ) -> None:
         """A sequence begins.
 
         Its context enters the live and the group scope, except for the part that the group holds
@@ -97,8 +99,15 @@ class Corpus:
             sequence_id: Any int64 that is not open.
             group: Any 64-bit key; the samples of one prompt share it.
             tokens: int32 ``(n,)``, each >= 0: the context so far, ending with the root.
+            age: so many changes of the weight version ago another engine committed them; they count
+                as if they had been held since.
         """
-        self._ext.open(_sequence_id(sequence_id), _group(group), _array("tokens", tokens, np.int32))
+        self._ext.open(
+            _sequence_id(sequence_id),
+            _group(group),
+            _array("tokens", tokens, np.int32),
+            _integer("age", age, 1 << 32),
+        )
 
     def extend(
         self,
@@ -106,6 +115,8 @@ class Corpus:
         tokens: NDArray[np.int32],
         offsets: NDArray[np.int64],
         verified: NDArray[np.int32] | None = None,
+        *,
+        age: int = 0,
     ) -> None:
         """Newly committed tokens of many sequences.
 
@@ -121,12 +132,14 @@ class Corpus:
                 sequence were verified; 0 where nothing was proposed since it last got tokens.
                 Default: all that were proposed. What is below a node that was not verified says
                 nothing about the estimates, so a number too high makes them drift low.
+            age: as for `open`.
         """
         self._ext.extend(
             _array("sequence_ids", sequence_ids, np.int64),
             _array("tokens", tokens, np.int32),
             _array("offsets", offsets, np.int64),
             None if verified is None else _array("verified", verified, np.int32),
+            _integer("age", age, 1 << 32),
         )
 
     def propose(

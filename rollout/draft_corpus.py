@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.corpus_delta import CorpusDelta
 from rollout.errors import InvalidInputError
 
 
@@ -79,6 +80,18 @@ class DraftCorpus(Protocol):
 
     def publish(self) -> None:
         """Draft from what is ready, from the next step on."""
+        ...
+
+    def share(self, max_bytes: int) -> None:
+        """Note from now on what is committed, and learn from others. Raises InvalidInputError."""
+        ...
+
+    def take_delta(self) -> CorpusDelta:
+        """What was committed since the last one. Raises InvalidInputError before `share`."""
+        ...
+
+    def learn_delta(self, delta: CorpusDelta) -> None:
+        """What another took, beside the next steps. Raises InvalidInputError."""
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:

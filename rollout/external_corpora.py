@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from rollout.corpus_delta import CorpusDelta
 from rollout.corpus_documents import FileDocuments, documents_from
 from rollout.draft_corpus import DraftCorpus, ExternalCorpus, ExternalState, check_name
 from rollout.encoding import PromptEncoder
@@ -100,6 +101,35 @@ class CorpusCalls:
         if loading := _loading(corpus):
             raise TimeoutError(f"still loading after {timeout} s: {', '.join(loading)}")
         return self.external_corpora()
+
+    def share_corpus(self, max_bytes: int = 8 << 20) -> None:
+        """Begin to exchange what is committed with other engines of the same model.
+
+        Requests that run are shared whole, ended ones are not. Off until it is called.
+
+        Args:
+            max_bytes: bound on the tokens that wait to be taken, and on those that wait to be
+                learned. Beyond it whole rollouts are left out, the oldest first, and counted.
+
+        Raises InvalidInputError the second time.
+        """
+        self._corpus().share(max_bytes)
+
+    def take_corpus_delta(self) -> CorpusDelta:
+        """What this engine's own requests committed since the last delta, each token once.
+
+        Raises InvalidInputError before `share_corpus`.
+        """
+        return self._corpus().take_delta()
+
+    def learn_corpus_delta(self, delta: CorpusDelta) -> None:
+        """Take in what another engine committed, as if it had been rolled out here.
+
+        The deltas of one sender in the order they were taken, those of several in any. The next
+        steps feed the corpus, each a bounded number of tokens. Raises InvalidInputError, and before
+        `share_corpus`.
+        """
+        self._corpus().learn_delta(delta)
 
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, published external corpora, calibration and weight version to a file.

@@ -27,6 +27,7 @@ class CorpusFeed:
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
+        self.max_followed = corpus.max_sequences
         self._followed: dict[int, _Followed] = {}
 
     def follows(self, request: Request) -> bool:
@@ -63,7 +64,7 @@ class CorpusFeed:
 
     def _open(self, request: Request) -> _Followed | None:
         """With its prompt alone: of an output too, what a sibling emitted before would be lost."""
-        if len(self._followed) >= self._corpus.max_sequences:
+        if len(self._followed) >= self.max_followed:
             return None
         prompt = np.array(request.tokens[: request.prompt_len], dtype=np.int32)
         self._corpus.open(request.request_id, request.group, prompt)

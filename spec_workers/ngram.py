@@ -16,13 +16,15 @@ from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import calibrate
-from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
 from spec_workers.options import check_budget, check_number
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
+
+_LEARNED_PER_STEP = 16_384
+"""Tokens of other engines that a step takes in: some milliseconds."""
 
 SOURCES = tuple(source.name.lower() for source in Source)
 
@@ -49,7 +51,7 @@ class NgramWorker(SpecWorker):
         self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
         self._calibration_seconds = calibration_seconds
-        self._feed = CorpusFeed(self.corpus)
+        self._feed = draft_corpus.feed
         self._fed_version = self.weights.version
 
     @property
@@ -66,6 +68,10 @@ class NgramWorker(SpecWorker):
             self._feed.catch_up_all()  # while the corpus takes them for the old policy's
             self._fed_version = self.weights.version
         self.corpus.set_weight_version(self.weights.version)
+        if self._draft_corpus.outbox is not None:
+            self._draft_corpus.outbox.follow(entry.request for entry in batch.entries)
+        if self._draft_corpus.inbox is not None:
+            self._draft_corpus.inbox.feed(self.weights.version, _LEARNED_PER_STEP)
         if self.budget.is_open:
             self._feed.catch_up(entry.request for entry in batch.entries if entry.samples)
 
@@ -115,6 +121,8 @@ class NgramWorker(SpecWorker):
     def release(self, request: Request) -> None:
         super().release(request)
         self._feed.leave(request)
+        if self._draft_corpus.outbox is not None:
+            self._draft_corpus.outbox.leave(request)
 
     def counters(self) -> dict[str, float]:
         own = {f"corpus/{name}": value for name, value in self._draft_corpus.counters().items()}

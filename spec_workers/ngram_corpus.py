@@ -13,8 +13,12 @@ from numpy.typing import NDArray
 from ngram_native import Corpus
 from ngram_native.external_loads import ExternalLoads
 from ngram_native.external_loads import ExternalState as LoadState
+from rollout.corpus_delta import CorpusDelta
 from rollout.draft_corpus import ExternalCorpus, ExternalState, check_name
 from rollout.errors import InvalidInputError
+from spec_workers.corpus_feed import CorpusFeed
+from spec_workers.corpus_inbox import CorpusInbox
+from spec_workers.corpus_outbox import CorpusOutbox
 
 _OPTION_OF = {
     "max_bytes": "spec.corpus_bytes",
@@ -64,6 +68,10 @@ class NgramCorpus:
             value = values[parameter]
             reason = str(error).removeprefix(f"{parameter}={value!r}: ")
             raise InvalidInputError(_OPTION_OF[parameter], value, reason) from None
+        self.feed = CorpusFeed(self.corpus)
+        self.outbox: CorpusOutbox | None = None  # while it is shared
+        self.inbox: CorpusInbox | None = None  # likewise
+        self._vocab_size = vocab_size
         self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
         self.begun_with = corpus_path
         if corpus_path is not None:
@@ -111,6 +119,25 @@ class NgramCorpus:
     def publish(self) -> None:
         self._loads.publish()
 
+    def share(self, max_bytes: int) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+            raise InvalidInputError("max_bytes", max_bytes, "must be an integer >= 1")
+        if self.outbox is not None:
+            raise InvalidInputError("max_bytes", max_bytes, "the corpus is shared already")
+        self.outbox = CorpusOutbox(max_bytes)
+        self.inbox = CorpusInbox(self.corpus, max_bytes, self._vocab_size)
+        self.feed.max_followed -= self.inbox.max_sequences
+
+    def take_delta(self) -> CorpusDelta:
+        if self.outbox is None:
+            raise InvalidInputError("share_corpus", None, "must be called first")
+        return self.outbox.take()
+
+    def learn_delta(self, delta: CorpusDelta) -> None:
+        if self.inbox is None:
+            raise InvalidInputError("share_corpus", None, "must be called first")
+        self.inbox.put(delta)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         self.corpus.save(path)
 
@@ -131,6 +158,11 @@ class NgramCorpus:
     def counters(self) -> dict[str, float]:
         states = [each.state.value for each in self._loads.statuses()]
         own = {f"external_{state}": float(states.count(state)) for state in ("loading", "failed")}
+        if self.outbox is not None and self.inbox is not None:
+            own["shared_tokens"] = float(self.outbox.shared_tokens)
+            own["unshared_rollouts"] = float(self.outbox.dropped_rollouts)
+            own["learned_tokens"] = float(self.inbox.learned_tokens)
+            own["lost_rollouts"] = float(self.inbox.lost_rollouts)
         return self.corpus.counters() | own
 
 

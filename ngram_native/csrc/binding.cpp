@@ -147,17 +147,20 @@ Each array is a view of the proposal's own memory.)")
       .def(
           "open",
           [](Corpus& self, std::int64_t sequence_id, std::uint64_t group,
-             const In<std::int32_t>& tokens) { self.open(sequence_id, group, view(tokens)); },
-          "sequence_id"_a, "group"_a, "tokens"_a.noconvert(), released)
+             const In<std::int32_t>& tokens, std::uint32_t age) {
+            self.open(sequence_id, group, view(tokens), age);
+          },
+          "sequence_id"_a, "group"_a, "tokens"_a.noconvert(), "age"_a, released)
       .def(
           "extend",
           [](Corpus& self, const In<std::int64_t>& sequence_ids, const In<std::int32_t>& tokens,
-             const In<std::int64_t>& offsets, const std::optional<In<std::int32_t>>& verified) {
+             const In<std::int64_t>& offsets, const std::optional<In<std::int32_t>>& verified,
+             std::uint32_t age) {
             self.extend(view(sequence_ids), view(tokens), view(offsets),
-                        verified ? std::optional(view(*verified)) : std::nullopt);
+                        verified ? std::optional(view(*verified)) : std::nullopt, age);
           },
           "sequence_ids"_a.noconvert(), "tokens"_a.noconvert(), "offsets"_a.noconvert(),
-          "verified"_a.noconvert().none(), released)
+          "verified"_a.noconvert().none(), "age"_a, released)
       .def(
           "propose",
           [](Corpus& self, const In<std::int64_t>& sequence_ids, const In<std::int32_t>& budgets,

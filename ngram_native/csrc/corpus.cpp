@@ -108,7 +108,8 @@ void Corpus::insert(std::span<const Token> tokens, std::optional<std::uint64_t> 
   totals_.inserted_tokens += tokens.size();
 }
 
-void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens) {
+void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens,
+                  std::uint32_t age) {
   check_tokens(tokens, options_.vocab_size);
   const std::scoped_lock lock(mutex_);
   if (sequences_.contains(sequence_id)) {
@@ -128,7 +129,7 @@ void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const
   // From here on nothing can fail.
   sequence->context.push(tokens.first(held));
   for (const Token token : tokens.subspan(held)) {
-    live_->append(sequence->cursor, token, sequence->context.view(), policy_);
+    live_->append(sequence->cursor, token, sequence->context.view(), policy_of(age));
     sequence->context.push(token);
   }
   totals_.inserted_tokens += tokens.size() - held;
@@ -136,7 +137,7 @@ void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const
 
 void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
                     std::span<const std::int64_t> offsets,
-                    std::optional<std::span<const std::int32_t>> verified) {
+                    std::optional<std::span<const std::int32_t>> verified, std::uint32_t age) {
   check_tokens(tokens, options_.vocab_size);
   check_offsets(offsets, sequence_ids.size(), tokens.size());
   if (verified && verified->size() != sequence_ids.size()) {
@@ -156,7 +157,7 @@ void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const 
         verified ? static_cast<std::size_t>((*verified)[b]) : sequence.drafted;
     totals_.matched_nodes += sequence.judge(fresh, count, calibration_);
     for (const Token token : fresh) {
-      live_->append(sequence.cursor, token, sequence.context.view(), policy_);
+      live_->append(sequence.cursor, token, sequence.context.view(), policy_of(age));
       sequence.context.push(token);
     }
   }

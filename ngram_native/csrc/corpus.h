@@ -2,6 +2,7 @@
 #ifndef NGRAM_NATIVE_CORPUS_H_
 #define NGRAM_NATIVE_CORPUS_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,13 +43,16 @@ class Corpus {
   explicit Corpus(const Options& options);
 
   void insert(std::span<const Token> tokens, std::optional<std::uint64_t> group);
-  void open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens);
+  // age, here and below: by so many changes of the weight version the tokens are older than now.
+  void open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens,
+            std::uint32_t age = 0);
   // verified[b]: so many first nodes of what was last proposed for entry b were verified, at most
   // all that were handed out since its tokens last came; without it, all. An entry without tokens
   // is left as it is.
   void extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
               std::span<const std::int64_t> offsets,
-              std::optional<std::span<const std::int32_t>> verified = std::nullopt);
+              std::optional<std::span<const std::int32_t>> verified = std::nullopt,
+              std::uint32_t age = 0);
   Proposal propose(std::span<const std::int64_t> sequence_ids,
                    std::span<const std::int32_t> budgets, double min_probability);
   // What a sequence of that context would be offered; nothing is inserted or remembered.
@@ -92,6 +96,7 @@ class Corpus {
   std::vector<Sequence*> find_all(std::span<const std::int64_t> sequence_ids);
   const std::vector<DraftNode>& grow(const Candidates& candidates, std::int32_t budget);
   Scopes scopes() const { return Scopes{*live_, externals_, policy_}; }
+  std::uint32_t policy_of(std::uint32_t age) const { return policy_ - std::min(age, policy_); }
   void detach_sequences();
   std::uint64_t bookkeeping_bytes() const;
   std::uint64_t scratch_bytes() const;  // what calls keep for the next ones; beside max_bytes
