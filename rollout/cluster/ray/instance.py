@@ -28,7 +28,11 @@ class RayInstance:
 
 def _connect(config: ClusterConfig) -> None:
     wanted = (config.num_cpus or 1) * config.replicas
-    options = {"namespace": config.namespace, "log_to_driver": False, "configure_logging": False}
+    options: dict[str, object] = {
+        "namespace": config.namespace,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
     if config.address is None and not os.environ.get("RAY_ADDRESS"):
         try:
             ray.init("auto", **options)
