@@ -183,6 +183,6 @@ class Serving:
         await asyncio.wrap_future(self.loop.abort_all())
 
     def close(self) -> None:
-        """Abort what is unfinished and end the engine's thread; the engine is the caller's again."""
+        """Abort what is unfinished and end the loop; the engine is the caller's again."""
         self.is_draining = True
         self.loop.close()
