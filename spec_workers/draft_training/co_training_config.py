@@ -15,7 +15,7 @@ FOLLOWING = TrainingConfig(learning_rate=3e-4, warmup_steps=10)
 class CoTrainingConfig:
     batch_rows: int = 1024  # least positions of an optimizer step, where there are as many
     max_len: int = 2048  # tokens of a sequence; longer ones are cut up
-    max_bytes: int = 1 << 30  # of the features of recent rollouts to train on
+    max_bytes: int = 1 << 30  # of the features of recent rollouts, held-out ones included
     held_out_every: int = 6  # one prompt in so many is never trained on
     most_held_out: int = 48  # sequences to judge by, the newest ones
     min_gain: float = 0.0  # accept length that a new draft must have gained

@@ -19,6 +19,9 @@ from spec_workers.features.feature_ring import FeatureReader, FeatureSequence
 _DONORS = 64
 """Sequences that are looked through for the features of a cached prefix, the newest ones."""
 
+_SHARE = 0.25
+"""Of the memory: the most that held-out stretches take, and donors likewise."""
+
 
 class RecentRollouts:
     """Takes what comes through the ring and keeps the newest, one prompt in some held out.
@@ -33,7 +36,6 @@ class RecentRollouts:
         self._reader = reader
         self._config = config
         self._donors: deque[FeatureSequence] = deque(maxlen=_DONORS)
-        self._num_bytes = 0
         self.features = reader.features
         self.training: deque[TrainingSequence] = deque()
         self.held_out: deque[TrainingSequence] = deque(maxlen=config.most_held_out)
@@ -46,6 +48,11 @@ class RecentRollouts:
         """Sequences that were overwritten before they were taken."""
         return self._reader.num_missed
 
+    @property
+    def num_bytes(self) -> int:
+        """Of features kept, at most. A donor that is trained on too counts twice."""
+        return sum(map(_num_bytes, (self.training, self.held_out, self._donors)))
+
     def refresh(self) -> int:
         """Take what came since. Returns how many sequences that was."""
         came = self._reader.take()
@@ -54,6 +61,10 @@ class RecentRollouts:
         for sequence in came:
             self._add(self._completed(sequence))
         self.num_taken += len(came)
+        most = self._config.max_bytes
+        for kept in (self._donors, self.held_out):
+            _keep_newest(kept, int(_SHARE * most))
+        _keep_newest(self.training, most - _num_bytes(self._donors) - _num_bytes(self.held_out))
         return len(came)
 
     def skip(self) -> None:
@@ -69,9 +80,6 @@ class RecentRollouts:
         for stretch in stretches:
             self.training.append(stretch)
             self.num_rows += len(stretch.features_NF)
-            self._num_bytes += stretch.features_NF.nbytes
-        while self._num_bytes > self._config.max_bytes:
-            self._num_bytes -= self.training.popleft().features_NF.nbytes
 
     def _is_held_out(self, sequence: FeatureSequence) -> bool:
         prompt = sequence.token_ids_L[: sequence.prompt_len].numpy().tobytes()
@@ -89,6 +97,19 @@ class RecentRollouts:
                 features_NF = torch.cat([donor.features_NF[:missing], sequence.features_NF])
                 return replace(sequence, first_position=0, features_NF=features_NF)
         return sequence
+
+
+_Kept = deque[TrainingSequence] | deque[FeatureSequence]
+
+
+def _num_bytes(kept: _Kept) -> int:
+    return sum(each.features_NF.nbytes for each in kept)
+
+
+def _keep_newest(kept: _Kept, most_bytes: int) -> None:
+    num_bytes = _num_bytes(kept)
+    while num_bytes > most_bytes:
+        num_bytes -= kept.popleft().features_NF.nbytes
 
 
 def training_sequences(sequence: FeatureSequence, max_len: int) -> Iterable[TrainingSequence]:

@@ -141,8 +141,23 @@ def test_the_newest_are_kept(ring):
     for number in range(60):
         write(ring, [number, 1, 2, 3, 4, 5, 6, 7], prompt_len=2, version=number)
         rollouts.refresh()
-    assert 1000 < sum(each.features_NF.nbytes for each in rollouts.training) <= 2000
-    assert min(int(each.tokens.token_ids_L[0]) for each in rollouts.training) > 30
+    assert 1000 < rollouts.num_bytes <= 2000
+    assert sum(each.features_NF.nbytes for each in rollouts.training) >= 800
+    assert min(int(each.tokens.token_ids_L[0]) for each in rollouts.training) > 40
     assert len(rollouts.held_out) == 2
     assert rollouts.newest_version == 59
     assert rollouts.num_taken == 60
+
+
+def test_held_out_stretches_and_donors_leave_most_of_the_memory_to_training(ring):
+    """However many may be held out, and however long the sequences that prefixes come from."""
+    rollouts = rollouts_of(ring, max_bytes=40_000, most_held_out=1000, held_out_every=2)
+    for number in range(200):
+        write(ring, [number, *range(40)], prompt_len=2)
+        rollouts.refresh()
+        assert rollouts.num_bytes <= 40_000
+    training, held_out = (sum(each.features_NF.nbytes for each in those)
+                          for those in (rollouts.training, rollouts.held_out))  # fmt: skip
+    assert 8_000 < held_out <= 10_000
+    assert training > 18_000
+    assert len(rollouts.held_out) < 10
