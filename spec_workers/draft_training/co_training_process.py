@@ -201,7 +201,7 @@ class CoTrainingProcess:
         self._process.stdin.flush()
 
     def _answers(self) -> list[dict[str, Any]]:
-        """Those that are there. Raises OSError when there will be no more, or no sense in them."""
+        """Those that are there. Raises OSError when there will be no more."""
         assert self._process.stdout is not None
         try:
             while part := os.read(self._process.stdout.fileno(), 1 << 16):
@@ -211,15 +211,24 @@ class CoTrainingProcess:
         else:
             raise BrokenPipeError(f"it ended with exit status {self._process.wait()}")
         *lines, self._unread = self._unread.split(b"\n")
-        try:
-            return [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise OSError(f"it wrote what is no answer: {error}") from error
+        return [answer for line in lines if (answer := _answer(line)) is not None]
 
     def _give_up(self, reason: str) -> None:
         self._end()
         self.why_not = f"the process that trains the draft is lost: {reason}"
         log.warning("%s. The draft stays as it is; restart() begins anew from it", self.why_not)
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """None for what only a library can have written: the process says nothing else."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict) and ("taken" in answer or "judgement" in answer):
+        return answer
+    log.warning("the process that trains the draft wrote: %s", line.decode(errors="replace"))
+    return None
 
 
 _BECAME = {

@@ -323,7 +323,7 @@ def test_a_draft_is_never_judged_twice_without_training_between(candidate_of):
 
 
 @pytest.mark.timeout(120)
-def test_another_process_trains_and_may_die(engine, setting, tmp_path):
+def test_another_process_trains_and_may_die(engine, setting, tmp_path, caplog):
     with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
         assert wait_for_round(process).swap is SwapResult.SWAPPED
         assert engine.weight_versions == {"target": 0, "draft": 1}
@@ -353,9 +353,11 @@ def test_another_process_trains_and_may_die(engine, setting, tmp_path):
         assert not process.why_not
         wait_for_round(process)
 
-        process._unread += b"a library's greeting\n"
-        process.poll()
-        assert "what is no answer" in process.why_not
+        process._unread += b"a library's greeting\n" + b"17\n\xff\n" + b"{}\n"
+        wait_for_round(process)
+        assert not process.why_not
+        logged = [record.message for record in caplog.records]
+        assert sum("wrote: " in message for message in logged) == 4
     assert process.poll() is None
     assert engine.can_run
 
