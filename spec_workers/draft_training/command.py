@@ -207,8 +207,7 @@ def _draft(
 ) -> TrainableDraft:
     if given.resume:
         draft = load_draft(given.output, model.embed)
-        if isinstance(draft, MtpChain) is not (given.kind == DraftKind.mtp):
-            raise InvalidInputError("--kind", given.kind, f"is not what {given.output} holds")
+        _check_shape(given, model, draft)
         return draft
     vocabulary = DraftVocabulary.most_frequent(train, given.draft_vocab_size, model.spec.vocab_size)
     shape = DraftShape(
@@ -218,6 +217,29 @@ def _draft(
         ffn_size=given.ffn_size,
     )
     return new_draft(shape, model, read_json(given.model / "config.json"), vocabulary, given.seed)
+
+
+def _check_shape(given: argparse.Namespace, model: CausalLM, draft: TrainableDraft) -> None:
+    """What is asked for is what the folder holds. Raises InvalidInputError, naming the option."""
+    if isinstance(draft, MtpChain) is not (given.kind == DraftKind.mtp):
+        raise InvalidInputError("--kind", given.kind, f"is not what {given.output} holds")
+    config = draft.config()
+    spec = model.spec
+    asked = {
+        "draft_vocab_size": min(given.draft_vocab_size, spec.vocab_size),
+        "num_kv_heads": given.num_kv_heads or spec.num_heads,
+        "ffn_size": given.ffn_size or spec.ffn_size,
+    }
+    stored = {"num_kv_heads": "num_key_value_heads", "ffn_size": "intermediate_size"}
+    if isinstance(draft, MtpChain):
+        asked["chain_length"] = given.chain_length
+        stored["chain_length"] = "num_nextn_predict_layers"
+    for name, value in asked.items():
+        held = config[stored.get(name, name)]
+        if value != held:
+            raise InvalidInputError(
+                _flag(name), value, f"{given.output} holds a draft of {held}: give that to resume"
+            )
 
 
 def _introduce(

@@ -363,6 +363,14 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
     other_kind = [*arguments, "--resume", "--kind", "mtp"]
     assert _subcommand(train_draft, other_kind) == EXIT_BAD_INPUT
     assert "--kind" in capsys.readouterr().err
+    for option, value in (
+        ("--draft-vocab-size", "8"),
+        ("--num-kv-heads", "1"),
+        ("--ffn-size", "9"),
+    ):
+        other_shape = [*arguments, "--resume", option, value]
+        assert _subcommand(train_draft, other_shape) == EXIT_BAD_INPUT
+        assert f"{option}={value}" in capsys.readouterr().err
     same = [*arguments, "--output", str(tmp_path / "b"), "--held-out", str(rollouts_path)]
     assert _subcommand(train_draft, same) == EXIT_BAD_INPUT
     assert "held-out prompts" in capsys.readouterr().err.replace("\n", " ")
