@@ -17,7 +17,7 @@ from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.features.feature_options import FeatureRingOptions
 from spec_workers.idle import check_idle
-from spec_workers.neural.draft_sizing import draft_slot_bytes
+from spec_workers.neural.draft_sizing import draft_bytes
 from spec_workers.neural.drafter import Drafter
 from spec_workers.neural.eagle_drafter import EagleDrafter
 from spec_workers.observation import Observation
@@ -171,7 +171,9 @@ def open_eagle(
         config,
         progress,
         features=draft_spec.features,
-        draft_slot_bytes=draft_slot_bytes(config.model, target_spec, draft_spec),
+        draft_bytes=draft_bytes(
+            config, target_spec, draft_spec, slots_per_request=topk * (num_steps - 1)
+        ),
     )
     model = load_eagle(draft_path, target.model)
     drafter = EagleDrafter(
@@ -186,7 +188,9 @@ def open_eagle(
         "draft",
         model,
         frozen=frozen,
-        reader=lambda folder: CheckpointSource.named(*tensors_for(folder, model, target.model)),
+        reader=lambda folder, parts: CheckpointSource.named(
+            *tensors_for(folder, model, target.model)
+        ),
     )
     target.residency.add_kv_pool(drafter.runner.kv.pool)
     return target, drafter

@@ -12,7 +12,7 @@ from rollout.types import MAX_TREE_NODES
 from rollout.weights.disk import CheckpointSource
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.eagle import EagleWorker
-from spec_workers.neural.draft_sizing import draft_slot_bytes
+from spec_workers.neural.draft_sizing import draft_bytes
 from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
 from spec_workers.options import check_budget, check_number, check_topk
 from spec_workers.target import TargetWorker
@@ -113,7 +113,14 @@ def open_chain(
         config,
         progress,
         features=chain.spec.features,
-        draft_slot_bytes=draft_slot_bytes(config.model, target_spec, chain.spec, num_pools=depth),
+        draft_bytes=draft_bytes(
+            config,
+            target_spec,
+            chain.spec,
+            num_pools=depth,
+            # Of step k the last k positions, and the nodes of a tree.
+            slots_per_request=sum(k + topk * (depth - 1) for k in range(depth)),
+        ),
     )
     networks = chain.load(target.model)[:depth]
     drafter = MultiLayerEagleDrafter(
@@ -124,12 +131,19 @@ def open_chain(
         lockstep=lockstep,
     )
 
-    def read(folder: Path) -> CheckpointSource:
+    owners: dict[str, str] = {}  # of tensors, which steps may share
+
+    def read(folder: Path, parts: frozenset[str]) -> CheckpointSource:
         found = MtpChain.find(folder, target_spec)
-        return CheckpointSource.named(found.checkpoint, found.tensors_for(networks))
+        names = found.tensors_for(networks)
+        own = {stored: name for stored, name in names.items() if owners[name] in parts}
+        return CheckpointSource.named(found.checkpoint, own)
 
     for step, network in enumerate(networks):
-        target.weights.parts.add(f"draft_step_{step}", network, frozen=frozen, reader=read)
+        part = f"draft_step_{step}"
+        for name in network.destinations():
+            owners.setdefault(name, part)
+        target.weights.parts.add(part, network, frozen=frozen, reader=read)
     for runner in drafter.runners:
         target.residency.add_kv_pool(runner.kv.pool)
     return target, drafter

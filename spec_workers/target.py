@@ -36,6 +36,7 @@ from rollout.types import (
 )
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.draft_tree import only_roots
+from spec_workers.neural.draft_sizing import NO_DRAFT, DraftBytes
 
 _QUICKEST_ROWS = 4
 """oneDNN's products of fewer rows are slower than those of four: with the demo model in bf16 a step
@@ -51,13 +52,13 @@ class TargetWorker:
         progress: Progress | None = None,
         *,
         features: Features | None = None,
-        draft_slot_bytes: int = 0,
+        draft_bytes: DraftBytes = NO_DRAFT,
     ) -> None:
         """
         Args:
             progress: told how far the weights are read.
             features: hidden states that drafts want of every row.
-            draft_slot_bytes: what drafts are going to keep for each of the target's KV slots.
+            draft_bytes: what a draft's keys and values are going to take.
         """
         device = resolve_device(config.model.device)
         if config.num_threads is not None:
@@ -85,7 +86,14 @@ class TargetWorker:
         if config.exact:
             exact_rows = minimum_rows(self.model.linears(), self.longest_step)
             self.minimum_rows = max(self.minimum_rows, exact_rows)
-        num_slots = num_kv_slots(config.memory, spec, self.model.dtype, device, draft_slot_bytes)
+        num_slots = num_kv_slots(
+            config.memory,
+            spec,
+            self.model.dtype,
+            device,
+            draft_slot_bytes=draft_bytes.per_slot,
+            draft_bytes=draft_bytes.apart,
+        )
         # One row more than requests may run: scoring borrows it between steps.
         self.memory = CacheMemory(
             num_slots,

@@ -17,10 +17,12 @@ def num_kv_slots(
     dtype: torch.dtype,
     device: torch.device,
     draft_slot_bytes: int = 0,
+    draft_bytes: int = 0,
 ) -> int:
     """Slots that fit ``kv_bytes``, else ``kv_fraction`` of what is free on the device now.
 
-    ``draft_slot_bytes``: what drafts keep for each of the target's slots.
+    ``draft_slot_bytes``: what drafts keep for each of the target's slots; ``draft_bytes``: whatever
+    the number of those.
 
     Raises OutOfMemoryError when not even two tokens fit.
     """
@@ -33,13 +35,14 @@ def num_kv_slots(
     budget = config.kv_bytes
     if budget is None:
         budget = int(_free_bytes(device) * config.kv_fraction)
-    slots = budget // slot_bytes
+    slots = max(0, budget - draft_bytes) // slot_bytes
     if config.max_kv_tokens is not None:
         slots = min(slots, config.max_kv_tokens)
     if slots < 2:
         raise OutOfMemoryError(
             f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it "
             f"{slot_bytes} bytes for each token of your longest request, and for two at least"
+            + (f", and {draft_bytes} for the draft's tree nodes" if draft_bytes else "")
         )
     return slots
 

@@ -16,8 +16,9 @@ from rollout.weights.disk import CheckpointSource
 from rollout.weights.manifest import WeightSource
 from rollout.weights.part import WeightPart
 
-FolderReader = Callable[[Path], WeightSource]
-"""Opens a folder that drafts are kept in; its tensors, by the names that updates use."""
+FolderReader = Callable[[Path, frozenset[str]], WeightSource]
+"""Opens a folder that drafts are kept in: the tensors of the named parts, by the names updates use.
+"""
 
 _DRAFT_STEP = re.compile(r"draft_step_\d+")
 
@@ -51,14 +52,15 @@ class WeightParts(Mapping[str, WeightPart]):
         model: WeightPart,
         *,
         frozen: bool = False,
-        reader: FolderReader = CheckpointSource,
+        reader: FolderReader | None = None,
     ) -> None:
         """A draft of the worker whose target is here already.
 
         Args:
             frozen: whoever streams weights to ``all`` does not train it: it is left alone by them,
                 and its values outlast a release of memory that keeps no others.
-            reader: for updates of drafts alone; steps of a chain have one in common.
+            reader: for updates of drafts alone; steps of a chain have one in common. Default: all
+                that the folder holds.
 
         Raises InvalidInputError for a name under which another part keeps a tensor of its own.
         """
@@ -73,7 +75,7 @@ class WeightParts(Mapping[str, WeightPart]):
             self._owners.setdefault(name, part)
             self._places.setdefault(name, destination.place)
         self._parts[part] = model
-        self._readers[part] = reader
+        self._readers[part] = reader or (lambda folder, parts: CheckpointSource(folder))
         if frozen:
             self._frozen.add(part)
 
@@ -106,7 +108,7 @@ class WeightParts(Mapping[str, WeightPart]):
         """What an update from a folder brings to these parts. Raises CheckpointError."""
         parts = self.selected(selector)
         first = next(part for part in self if part in parts)  # the target, where it is among them
-        return self._readers[first](folder)
+        return self._readers[first](folder, parts)
 
     def destinations(self, parts: frozenset[str]) -> dict[str, Destination]:
         """Where an update of these parts goes. What they borrow from others may come, unchanged."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.config import ModelConfig
+from rollout.config import EngineConfig
 from rollout.memory.kv_pool import KvPool
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftSpec
@@ -13,17 +14,35 @@ from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
 
 
-def draft_slot_bytes(
-    config: ModelConfig, target: ModelSpec, draft: DraftSpec, num_pools: int = 1
-) -> int:
-    """Bytes for each of the target's KV slots, of all pools of the draft.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBytes:
+    """Of all pools of a draft."""
 
-    A draft has the target's dtype.
+    per_slot: int  # of the target's KV
+    apart: int  # for tree nodes and what a request has for itself, however many slots there are
+
+
+NO_DRAFT = DraftBytes(per_slot=0, apart=0)
+
+
+def draft_bytes(
+    config: EngineConfig,
+    target: ModelSpec,
+    draft: DraftSpec,
+    *,
+    num_pools: int = 1,
+    slots_per_request: int,
+) -> DraftBytes:
+    """A draft has the target's dtype.
+
+    ``slots_per_request``: beside those at the target's slots, of all pools together.
     """
-    stored = target.dtype or Checkpoint(Path(config.path)).dtype
-    return num_pools * KvPool.bytes_per_slot(
+    stored = target.dtype or Checkpoint(Path(config.model.path)).dtype
+    each = KvPool.bytes_per_slot(
         num_layers=draft.num_layers,
         num_kv_heads=draft.num_kv_heads,
         head_dim=draft.head_dim,
-        dtype=resolve_dtype(config.dtype, stored, resolve_device(config.device)),
+        dtype=resolve_dtype(config.model.dtype, stored, resolve_device(config.model.device)),
     )
+    rows = config.scheduler.max_running + 1  # and one to score with
+    return DraftBytes(per_slot=num_pools * each, apart=rows * slots_per_request * each)
