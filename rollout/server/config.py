@@ -34,7 +34,7 @@ class ServerConfig:
     model_name: str | None = None  # in answers; default: the model folder's name
     seed: int | None = None  # of requests that bring none; default: another one at every start
     max_body_bytes: int = 64 * _MIB
-    max_weights_bytes: int = 16 * 1024 * _MIB  # of a body that brings weights
+    max_weights_body_bytes: int = 64 * 1024 * _MIB  # of one that brings weights
     max_batch: int = 1024  # samples of one call
     max_prompt_len: int | None = None  # tokens; default: what the context leaves
     max_queue: int = 4096  # samples, running and waiting, of all clients
@@ -60,7 +60,7 @@ class ServerConfig:
                 self.host,
                 "is open to other machines: set SPECROLLOUT_API_KEY, or listen on 127.0.0.1",
             )
-        for name in ("max_body_bytes", "max_weights_bytes", "max_batch", "max_queue"):
+        for name in ("max_body_bytes", "max_weights_body_bytes", "max_batch", "max_queue"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"server.{name}", getattr(self, name), "must be >= 1")
         if self.max_prompt_len is not None and self.max_prompt_len < 1:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from rollout.errors import (
     EngineStateError,
@@ -18,8 +18,6 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
-
-log = logging.getLogger(__name__)
 
 
 class QueueFullError(RolloutError):
@@ -31,14 +29,16 @@ class DrainingError(RolloutError):
 
 
 class TooLargeError(HTTPException):
-    """A body of more bytes than are allowed. An HTTPException, so that it can be raised while
-    FastAPI reads the body."""
+    """A body of more bytes than are allowed.
+
+    An HTTPException, so that it can be raised while FastAPI reads the body.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        # The rest of the body is not read, so nothing else can come over this connection.
         super().__init__(
             413,
             f"the body has more than the {max_bytes} bytes that are allowed",
+            # The rest of the body is not read, so nothing else can come over this connection.
             {"Connection": "close"},
         )
 
@@ -62,52 +62,55 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _RETRY_SECONDS = {429: 1, 503: 5}
+_LEFT = 499  # nobody reads it: the client has left
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and ``{"error": ...}`` of any error; an unexpected one shows its name alone."""
+def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The status and ``{"error": ...}`` of any error; an unexpected one shows its name alone.
+
+    Of a body that does not validate, the first thing that is wrong, without what it held: that may
+    be long.
+    """
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return 400, _body(400, "the body is not JSON")
+        place = first["loc"][1:] if len(first["loc"]) > 1 else first["loc"]
+        param = ".".join(str(part) for part in place)
+        return 422, _body(422, f"{param}: {first['msg']}", param)
     if isinstance(error, HTTPException):
         return error.status_code, _body(error.status_code, str(error.detail))
     if isinstance(error, RolloutError):
         status = next(status for kind, status in _STATUS if isinstance(error, kind))
-        param = error.field if isinstance(error, InvalidInputError) else None
-        return status, _body(status, str(error), param)
+        field = error.field if isinstance(error, InvalidInputError) else None
+        return status, _body(status, str(error), field)
+    if isinstance(error, ClientDisconnect):
+        return _LEFT, _body(_LEFT, "the client has left")
     return 500, _body(500, f"an internal error ({type(error).__name__}): see the server's log")
 
 
-def error_response(error: Exception) -> JSONResponse:
-    status, body = error_body(error)
-    headers: dict[str, str] = dict(getattr(error, "headers", None) or {})
-    if status in _RETRY_SECONDS:
-        headers["Retry-After"] = str(_RETRY_SECONDS[status])
-    return JSONResponse(body, status, headers)
+class ErrorResponse(JSONResponse):
+    """In ASCII: messages may repeat a client's text, and not all text has an encoding."""
+
+    def __init__(self, error: BaseException) -> None:
+        status, body = error_body(error)
+        headers: dict[str, str] = dict(getattr(error, "headers", None) or {})
+        if status in _RETRY_SECONDS:
+            headers["Retry-After"] = str(_RETRY_SECONDS[status])
+        super().__init__(body, status, headers)
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def expected(request: Request, error: Exception) -> JSONResponse:
-        return error_response(error)
+    async def answer(request: Request, error: Exception) -> ErrorResponse:
+        return ErrorResponse(error)
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return _invalid_response(error)
-
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return error_response(error)  # and Starlette raises it again, for the log
-
-    app.add_exception_handler(RolloutError, expected)
-    app.add_exception_handler(HTTPException, expected)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, unexpected)
-
-
-def _invalid_response(error: RequestValidationError) -> JSONResponse:
-    """The first thing wrong with a body or a query, without what it held, which may be long."""
-    first: Mapping[str, Any] = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return JSONResponse(_body(400, "the body is not JSON"), 400)
-    place = first["loc"][1:] if len(first["loc"]) > 1 else first["loc"]
-    param = ".".join(str(part) for part in place)
-    return JSONResponse(_body(422, f"{param}: {first['msg']}", param), 422)
+    expected = (RolloutError, HTTPException, RequestValidationError, ClientDisconnect)
+    for kind in expected:
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(Exception, answer)  # and it is raised again, for the log
 
 
 def _body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout.errors import RolloutError
+from rollout.server.delta_stream import DeltaStream
 from rollout.server.errors import error_body
 
 
@@ -18,17 +19,18 @@ class EventStream(StreamingResponse):
     """Each object as one event, then ``[DONE]``.
 
     An error of ours comes as an event of its own, for the status has been sent. Whatever ends the
-    response (its last event, a client that leaves), the generator is closed before it returns.
+    response (its last event, a client that leaves), the deltas are closed when it returns; the
+    generator, which never ran if the client was quick, need not do it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, objects: AsyncGenerator[dict[str, Any], None]) -> None:
-        self._objects = objects
+    def __init__(self, objects: AsyncGenerator[dict[str, Any], None], deltas: DeltaStream) -> None:
+        self._objects, self._deltas = objects, deltas
         super().__init__(_events(objects), headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._objects):
+        async with self._deltas, aclosing(self._objects):
             await super().__call__(scope, receive, send)
 
 

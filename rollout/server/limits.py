@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.server.config import ServerConfig
-from rollout.server.errors import TooLargeError, error_response
+from rollout.server.errors import ErrorResponse, TooLargeError
 
 WEIGHT_PATHS = frozenset({"/update_weights_from_tensor"})
 """Their bodies are tensors."""
@@ -24,10 +24,10 @@ class BodyLimit:
             return
         config = self._config
         has_weights = scope["path"] in WEIGHT_PATHS
-        max_bytes = config.max_weights_bytes if has_weights else config.max_body_bytes
+        max_bytes = config.max_weights_body_bytes if has_weights else config.max_body_bytes
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if not announced.isdigit() or int(announced) > max_bytes:
-            await error_response(TooLargeError(max_bytes))(scope, receive, send)
+            await ErrorResponse(TooLargeError(max_bytes))(scope, receive, send)
             return
         num_bytes = 0
 

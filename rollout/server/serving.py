@@ -12,17 +12,19 @@ from typing import TypeVar
 
 from rollout.engine_loop import EngineLoop, OnTokens, Ticket
 from rollout.engine_protocol import Engine
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
 from rollout.server.delta_stream import DeltaStream
 from rollout.server.errors import DrainingError, QueueFullError
 from rollout.server.samples import Sample
-from rollout.types import Prompt, Rollout
+from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02  # of waits that nothing ends but looking again
+_MOST_STOPS = 64  # stop strings of a sample
+_LONGEST_STOP = 1024  # characters
 
 
 class Serving:
@@ -44,6 +46,7 @@ class Serving:
         self.seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
         self.is_draining = False
         self._requests = count()  # that brought no seed
+        self._scoring = 0
         self._named: dict[str, set[Ticket]] = {}  # unfinished, by rid
         if self.encoder.tokenizer is not None:  # prompts are encoded here, rollouts on its thread
             self.encoder.prepare_for_threads("tokenizer", config.model.tokenizer)
@@ -70,26 +73,45 @@ class Serving:
 
         return await asyncio.to_thread(encode_all)
 
+    def require_batch(self, count: int, field: str = "batch") -> None:
+        """Raises InvalidInputError where one call asks for too many samples, or none."""
+        if not 0 < count <= self.config.max_batch:
+            raise InvalidInputError(
+                field, count, f"one call may ask for 1 to {self.config.max_batch} samples"
+            )
+
     def check(self, samples: Sequence[Sample]) -> None:
         """Raises InvalidInputError for what could never run; nothing is queued."""
-        if len(samples) > self.config.max_batch:
-            raise InvalidInputError(
-                "batch", len(samples), f"at most {self.config.max_batch} samples in one call"
-            )
+        self.require_batch(len(samples))
+        for sample in samples:
+            self.check_prompt_len(len(sample.prompt_ids) + len(sample.partial_ids))
+            self._check_params(sample.params)
+
+    def check_prompt_len(self, length: int) -> None:
         most = self.max_context_len - 1
         if self.config.max_prompt_len is not None:
             most = min(most, self.config.max_prompt_len)
-        for sample in samples:
-            length = len(sample.prompt_ids) + len(sample.partial_ids)
-            if not 0 < length <= most:
-                raise InvalidInputError("len(prompt)", length, f"must be 1 to {most} tokens")
-            for name, ids in (
-                ("logit_bias", sample.params.logit_bias),
-                ("stop_token_ids", sample.params.stop_token_ids),
-            ):
-                for token in ids:
-                    if not 0 <= token < self.vocab_size:
-                        raise InvalidInputError(name, token, f"must be in [0, {self.vocab_size})")
+        if not 0 < length <= most:
+            raise InvalidInputError("len(prompt)", length, f"must be 1 to {most} tokens")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token in ids:
+                if not 0 <= token < self.vocab_size:
+                    raise InvalidInputError(name, token, f"must be in [0, {self.vocab_size})")
+        # They are looked for at every token, on the engine's thread.
+        longest = max(map(len, params.stop), default=0)
+        if len(params.stop) > _MOST_STOPS or longest > _LONGEST_STOP:
+            raise InvalidInputError(
+                "stop",
+                f"{len(params.stop)} of up to {longest} characters",
+                f"at most {_MOST_STOPS} stop strings of {_LONGEST_STOP} characters",
+            )
+        if params.stop and self.encoder.tokenizer is None:
+            raise InvalidInputError("stop", params.stop, "stop strings need a tokenizer")
 
     # Generating
 
@@ -117,12 +139,55 @@ class Serving:
             stream.watch(index, ticket)
         return stream
 
+    async def score(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[list[float], TokenExtras]:
+        """Logprobs of given tokens; see `RolloutEngine.score_with_extras`.
+
+        Waits while the engine cannot run, and for room beside what runs. Raises as `generate` does.
+        """
+        self._admit(1)
+        self.check_prompt_len(len(prompt_ids) + len(output_ids))
+
+        def score(engine: Engine) -> tuple[list[float], TokenExtras] | None:
+            if not engine.can_run:
+                return None
+            try:
+                return engine.score_with_extras(prompt_ids, output_ids, params)
+            except OutOfMemoryError:
+                if not engine.has_unfinished:
+                    raise
+                return None
+
+        self._scoring += 1
+        try:
+            while (scored := await self.call(score)) is None:
+                await asyncio.sleep(_POLL_SECONDS)
+                if self.is_draining:
+                    raise DrainingError("the server is shutting down: it scores nothing more")
+            return scored
+        finally:
+            self._scoring -= 1
+
     def abort(self, rid: str) -> int:
-        """End what goes by that name; it answers with what it has. How many samples that were."""
-        tickets = self._named.get(rid, set())
+        """End what goes by that name or one that begins with it and "_", as those of a batch do.
+
+        It answers with what it has. Returns how many samples that were.
+        """
+        tickets = [
+            ticket
+            for name, named in self._named.items()
+            if name == rid or name.startswith(f"{rid}_")
+            for ticket in named
+        ]
         for ticket in tickets:
             ticket.abort()
         return len(tickets)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples, running and waiting, of all clients."""
+        return self.loop.num_unfinished + self._scoring
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """``function(engine)`` between two steps; see `EngineLoop.call`."""
@@ -132,18 +197,21 @@ class Serving:
         self, samples: Sequence[Sample], listeners: Sequence[OnTokens | None]
     ) -> list[Ticket]:
         """All of them, or none and an error."""
-        if self.is_draining:
-            raise DrainingError("the server is shutting down: it takes no new requests")
+        self._admit(len(samples))
         self.check(samples)
-        if self.loop.num_unfinished + len(samples) > self.config.max_queue:
-            raise QueueFullError(
-                f"{self.loop.num_unfinished} samples are running and waiting, and at most "
-                f"server.max_queue={self.config.max_queue} may: try again later"
-            )
         return [
             self._submit_one(sample, listener)
             for sample, listener in zip(samples, listeners, strict=True)
         ]
+
+    def _admit(self, count: int) -> None:
+        if self.is_draining:
+            raise DrainingError("the server is shutting down: it takes no new requests")
+        if self.num_unfinished + count > self.config.max_queue:
+            raise QueueFullError(
+                f"{self.num_unfinished} samples are running and waiting, and at most "
+                f"server.max_queue={self.config.max_queue} may: try again later"
+            )
 
     def _submit_one(self, sample: Sample, listener: OnTokens | None) -> Ticket:
         ticket = self.loop.submit(
@@ -178,11 +246,11 @@ class Serving:
         """Take nothing new; wait for what runs, ``drain_seconds`` at most; abort what is left."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while self.loop.num_unfinished and time.monotonic() < deadline:
+        while self.num_unfinished and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
         await asyncio.wrap_future(self.loop.abort_all())
 
     def close(self) -> None:
-        """Abort what is unfinished and end the loop; the engine is the caller's again."""
+        """Abort what is unfinished and end the engine's thread; the caller has the engine again."""
         self.is_draining = True
         self.loop.close()
