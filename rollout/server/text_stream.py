@@ -1,0 +1,138 @@
+"""Text from tokens as they come: what is shown stays, and half a stop string is never shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_CONTEXT = 8  # tokens; see TokenText
+_LONGEST = 3 * _CONTEXT
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CLEANED = 4  # characters of " n't": what clean-up replaces begins with a space
+
+
+class Detokenizer:
+    """What tokens to come may still change in a tokenizer's text. One serves any number of texts.
+
+    Three things may change, at the end of the text alone. A character of several tokens is U+FFFD
+    until its last byte has come. Byte pieces (``<0xE4>``) are judged as a run, once it has ended:
+    one invalid byte spoils the characters before it. Clean-up takes the space from before
+    punctuation.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """``tokenizer``: a transformers tokenizer."""
+        self._tokenizer = tokenizer
+        self._cleans_up = bool(tokenizer.clean_up_tokenization_spaces)
+        self.byte_ids = frozenset(_byte_ids(tokenizer))
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self.silent_ids = frozenset(id for id in special if self._is_silent(id))
+        """Left out of a text, wherever they stand: a run of byte pieces goes on across them."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def uncertain_len(self, text: str) -> int:
+        """How many characters at the end of ``text`` may change; it does not end in a byte piece.
+
+        An unfinished character is the last one alone: decoders replace the longest part that could
+        begin a character by one U+FFFD, and what comes before it is decided.
+        """
+        if text.endswith(_REPLACEMENT):
+            return 1
+        if not self._cleans_up:
+            return 0
+        tail = text[1 - _LONGEST_CLEANED :]
+        space = tail.find(" ")
+        return 0 if space < 0 else len(tail) - space
+
+    def _is_silent(self, token_id: int) -> bool:
+        spelled = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return spelled != "" and self.decode([token_id]) == ""
+
+
+def _byte_ids(tokenizer: Any) -> list[int]:
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = tokenizer.convert_tokens_to_ids(pieces)
+    known = [(id, piece) for id, piece in zip(ids, pieces, strict=True) if id is not None]
+    spelled = tokenizer.convert_ids_to_tokens([id for id, _ in known])
+    return [id for (id, piece), name in zip(known, spelled, strict=True) if name == piece]
+
+
+class TokenText:
+    """The certain text of a growing sequence: each `push` gives what the new tokens made certain.
+
+    The cost of a token does not depend on how many came before: only the last few are decoded. What
+    a token adds is the same after any text but for how that text begins (a decoder may strip its
+    first space, or meet the second half of a character), so both sides of a comparison begin at
+    the same token, at least _CONTEXT before the first that is still uncertain.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._window: list[int] = []
+        self._given_len = 0  # characters of the window's text
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        detokenizer = self._detokenizer
+        new_ids = [id for id in token_ids if id not in detokenizer.silent_ids]
+        self._window += new_ids
+        if not new_ids or self._window[-1] in detokenizer.byte_ids:
+            return ""
+        text = detokenizer.decode(self._window)
+        certain_len = len(text) - detokenizer.uncertain_len(text)
+        piece = text[self._given_len : certain_len]
+        self._given_len = max(self._given_len, certain_len)
+        if len(self._window) > _LONGEST:
+            self._shorten(len(text) - self._given_len)
+        return piece
+
+    def _shorten(self, uncertain_len: int) -> None:
+        """Uncertain characters are of the last three tokens at most: the context comes before."""
+        window = self._window[-_CONTEXT:]
+        given_len = len(self._detokenizer.decode(window)) - uncertain_len
+        if given_len > 0:  # else there is nothing to compare with yet
+            self._window, self._given_len = window, given_len
+
+
+class TextStream:
+    """What may be shown of one sample's text, piece by piece.
+
+    All pieces together are the rollout's text, whatever tokens come in which steps. A stop string
+    that is complete is held until more tokens come: then it was none (it came before
+    ``min_new_tokens``).
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
+        """``stop``: the request's stop strings. Without a detokenizer there is no text."""
+        self._text = None if detokenizer is None else TokenText(detokenizer)
+        self._stop = stop
+        self._held = ""  # certain, but perhaps a stop string or the start of one
+        self._shown_len = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """What these tokens allow to be shown."""
+        if self._text is None or not token_ids:
+            return ""
+        held_len = len(self._held)
+        certain = self._held + self._text.push(token_ids)
+        shown_len = min(
+            (_stop_place(certain, held_len, stop) for stop in self._stop), default=len(certain)
+        )
+        self._held = certain[shown_len:]
+        self._shown_len += shown_len
+        return certain[:shown_len]
+
+    def finish(self, text: str | None) -> str:
+        """The rest, given the text of the rollout."""
+        return "" if text is None else text[self._shown_len :]
+
+
+def _stop_place(text: str, old_len: int, stop: str) -> int:
+    """Where in ``text`` the stop string stands that its new part, from ``old_len`` on, completed;
+    else where one may have begun; else the end."""
+    place = text.find(stop, max(0, old_len - len(stop) + 1))
+    if place >= 0:
+        return place
+    begun = range(min(len(text), len(stop) - 1), 0, -1)
+    return len(text) - next((n for n in begun if text.endswith(stop[:n])), 0)

@@ -1,0 +1,197 @@
+"""Streamed text is the rollout's text, whatever the tokens and the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rollout.encoding import PromptEncoder
+from rollout.requests import RequestFactory
+from rollout.server.text_stream import Detokenizer, TextStream, TokenText
+from rollout.types import SamplingParams
+
+TEXTS = (
+    "Hello there, how are you?",
+    "naïve café: 你好，世界！今日は良い天気ですね。",
+    "👩‍👩‍👧‍👦 family 🇩🇪🇫🇷 flags 🏳️‍🌈 and 🤷🏽‍♀️!",
+    "a\ufffdb\ufffd\ufffd c\ufffd",
+    "do n't ' stop ' me 've . Now ! x ' ' y 's .",
+    "  spaces   and\n\n\tnewlines  ",
+    "STOSTOP here STOP",
+    "한국어와 العربية and עברית",
+)
+WORDS = ["Hello", "▁there", "▁", "▁▁", "STO", "P", "STOP", "é", "▁'", "▁.", "n't", "\ufffd", "▁n"]
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: pieces with ▁ for a space, bytes for what has no piece, special tokens."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    tokenizer = Tokenizer(
+        models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True)
+    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:3]])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]  # fmt: skip
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def word_piece_tokenizer() -> PreTrainedTokenizerFast:
+    """As BERT's: continuations with ##, spaces taken from before punctuation."""
+    names = ["[UNK]", "[SEP]", "do", "n", "'", "##t", "t", "m", "##m", ".", "!", ",", "s", "ve", "##ve",
+             "n't", "'s", "STO", "##P", "P", "x"]  # fmt: skip
+    tokenizer = Tokenizer(
+        models.WordPiece({name: id for id, name in enumerate(names)}, unk_token="[UNK]")
+    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:2]])
+    tokenizer.decoder = decoders.WordPiece("##", cleanup=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        sep_token="[SEP]",
+        clean_up_tokenization_spaces=True,
+    )
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """No decoder: words joined by spaces."""
+    names = ["<unk>", "</s>", "ST", "OP", "STOP", "zero", "one", "é"]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>")
+    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:2]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=["demo model", byte_fallback_tokenizer, word_piece_tokenizer, word_tokenizer],
+    ids=lambda made: made if isinstance(made, str) else made.__name__,
+)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    if callable(request.param):
+        return request.param()
+    folder: Path = request.getfixturevalue("demo_model_path")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@st.composite
+def token_lists(draw: st.DrawFn, tokenizer: Any) -> list[int]:
+    """Texts and their parts, with any tokens between them."""
+    any_token = st.integers(0, len(tokenizer) - 1)
+    special = st.sampled_from(tokenizer.all_special_ids)
+    encoded = st.sampled_from(TEXTS).map(
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
+    noise = st.lists(any_token | special, max_size=6)
+    return [token for part in draw(st.lists(encoded | noise, max_size=6)) for token in part]
+
+
+def chunks(draw: st.DrawFn, tokens: Sequence[int]) -> list[Sequence[int]]:
+    """As steps may give them: from one token to many."""
+    sizes = st.sampled_from([1, 1, 1, 2, 3, 5, 30])
+    parts = []
+    while tokens:
+        size = draw(sizes)
+        parts.append(tokens[:size])
+        tokens = tokens[size:]
+    return parts
+
+
+def run_request(
+    tokenizer: Any, parts: Sequence[Sequence[int]], params: SamplingParams
+) -> tuple[list[str], str, str]:
+    """The pieces of a request that samples these tokens, its text, and what came with its end."""
+    encoder = PromptEncoder(tokenizer, len(tokenizer))
+    factory = RequestFactory(encoder, len(tokenizer), (), lambda request, field: None)
+    request = factory.make([0], params)
+    stream = TextStream(Detokenizer(tokenizer), params.stop)
+    pieces = []
+    for part in parts:
+        kept, request.finish_reason = request.stop_check.first_stop(request, part)
+        request.tokens += part[:kept]
+        pieces.append(stream.push(part[:kept]))
+        if request.finish_reason is not None:
+            break
+    text = factory.rollout(request).text
+    assert text is not None
+    return pieces, text, stream.finish(text)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_pieces_make_up_the_text(tokenizer: Any, data: st.DataObject) -> None:
+    tokens = data.draw(token_lists(tokenizer))
+    parts = data.draw(st.composite(chunks)(tokens))
+    pieces, text, rest = run_request(tokenizer, parts, SamplingParams(max_new_tokens=10**6))
+    assert "".join(pieces) + rest == text
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_stop_strings_are_never_shown(tokenizer: Any, data: st.DataObject) -> None:
+    tokens = data.draw(token_lists(tokenizer))
+    text = tokenizer.decode(tokens, skip_special_tokens=True) or "x"
+    start = data.draw(st.integers(0, len(text) - 1))
+    of_text = text[start : start + data.draw(st.integers(1, 5))]
+    stop = data.draw(st.lists(st.sampled_from(["STOP", " ", "\ufffd", "'", of_text]), min_size=1))
+    params = SamplingParams(
+        max_new_tokens=10**6, stop=stop, min_new_tokens=data.draw(st.integers(0, 8))
+    )
+    parts = data.draw(st.composite(chunks)(tokens))
+    pieces, text, rest = run_request(tokenizer, parts, params)
+    assert "".join(pieces) + rest == text
+
+
+def test_only_an_unfinished_character_waits(demo_model_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
+    tokens = tokenizer("".join(TEXTS), add_special_tokens=False)["input_ids"]
+    assert any("\ufffd" in tokenizer.decode([token]) for token in tokens), "no split characters"
+    text = TokenText(Detokenizer(tokenizer))
+    shown = ""
+    for end, token in enumerate(tokens, start=1):
+        shown += text.push([token])
+        assert shown == tokenizer.decode(tokens[:end]).removesuffix("\ufffd")
+
+
+def test_an_invalid_byte_spoils_what_came_before_it_in_its_run() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["Hello", "<0xC3>", "<0xA9>", "<0xFF>", "P"])
+    text = TokenText(Detokenizer(tokenizer))
+    assert [text.push([id]) for id in ids] == ["Hello", "", "", "", "\ufffd\ufffd\ufffdP"]
+
+
+@pytest.mark.parametrize("repeated", ["a", "\ufffd", "é", "<eos>"])
+def test_a_token_costs_the_same_however_long_the_text(
+    tokenizer: Any, repeated: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {
+        "<eos>": tokenizer.all_special_ids,
+        "\ufffd": tokenizer.convert_tokens_to_ids(["Ġ", "è"]),  # a lone lead byte
+    }.get(repeated) or tokenizer(repeated, add_special_tokens=False)["input_ids"]
+    ids = [id for id in ids if id is not None]
+    detokenizer = Detokenizer(tokenizer)
+    decoded: list[int] = []
+    decode: Callable[[Sequence[int]], str] = detokenizer.decode
+
+    def counting(token_ids: Sequence[int]) -> str:
+        decoded.append(len(token_ids))
+        return decode(token_ids)
+
+    monkeypatch.setattr(detokenizer, "decode", counting)
+    text = TokenText(detokenizer)
+    for index in range(600):
+        text.push([ids[index % len(ids)]])
+    assert max(decoded, default=0) <= 32
