@@ -145,8 +145,13 @@ class WeightCalls(ABC):
         group_name: str = "weight_update_group",
         backend: str = "gloo",
         timeout: float = 300.0,
+        sender: str = "specrollout",
     ) -> None:
         """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
+
+        ``sender``: what made rank 0's group. ``specrollout``: a `WeightGroup`. ``torch``: a trainer
+        by torch's own rendezvous at that address, as those written for other engines do; it
+        broadcasts each tensor by itself.
 
         Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
         missing after ``timeout`` seconds or were told another size. An update through it that says
@@ -154,7 +159,7 @@ class WeightCalls(ABC):
         """
         self.weight_groups.init(
             master_address, master_port, rank_offset, world_size, group_name, backend, timeout,
-            self.worker.model_device,
+            self.worker.model_device, sender,
         )  # fmt: skip
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:

@@ -35,7 +35,7 @@ from rollout.weights.bucket import FlattenedBucket
 from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts
 from rollout.weights.checked_json import checked_int, checked_list, checked_name
 from rollout.weights.dtype_names import named_dtype
-from rollout.weights.group import WeightGroup
+from rollout.weights.group import BroadcastGroup, WeightGroup
 from rollout.weights.manifest import Manifest, TensorSpec
 
 _REFUSAL_SECONDS = 10.0  # at most, of each wait for the sender of an update that has failed
@@ -52,9 +52,15 @@ class DistributedSource:
         timeout: seconds, of each wait.
     """
 
-    def __init__(self, group: WeightGroup, *, load_format: str | None, timeout: float) -> None:
+    def __init__(self, group: BroadcastGroup, *, load_format: str | None, timeout: float) -> None:
         if load_format not in (None, "flattened_bucket"):
             raise InvalidInputError("load_format", load_format, "must be None or flattened_bucket")
+        if load_format is not None and not isinstance(group, WeightGroup):
+            raise InvalidInputError(
+                "load_format", load_format,
+                "is what a DistributedSender sends: this group's sender broadcasts each tensor by "
+                "itself, load_format=None",
+            )  # fmt: skip
         self._group = group
         self._manifest: Manifest = {}
         self._timeout = timeout

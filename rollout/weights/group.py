@@ -1,4 +1,4 @@
-"""WeightGroup: one sender and its receivers, with a store and a process group of their own.
+"""Groups of one sender and its receivers, with a store and a process group of their own.
 
 The backend nccl has never been run: it was written by reading torch 2.13, gloo is what is tested.
 Torch's watchdog ends a process of which an NCCL peer has died, whatever is caught here, and takes
@@ -38,36 +38,27 @@ def listen(address: str, timeout: float = 300.0) -> TCPStore:
     )
 
 
-class WeightGroup:
+class BroadcastGroup:
     """This process's place among one sender, rank 0, and its receivers, ranks 1 and up.
 
     Torch's default group is neither needed nor touched, so a trainer's own groups never meet this
-    one. Rank 0 hosts the store at ``master_address:master_port``; one store serves one group.
-
-    Args:
-        backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on a GPU. Needs to be the
-            same everywhere.
-        device: the GPU with nccl; default: the one that is current now.
-        timeout: seconds; for joining, and the default for every wait after.
-        store: what `listen` returned, on rank 0, instead of a port chosen beforehand.
-
-    Raises WeightUpdateError, naming ranks, where members are missing after the timeout, were told
-    another size or backend, or claim one rank twice; InvalidInputError for arguments.
+    one. How the members met is for subclasses to say, which set what stands here without a value.
     """
+
+    notes: GroupStore
+    _group: Any  # of torch's, None when closed
 
     def __init__(
         self,
         *,
-        master_address: str,
-        master_port: int,
         rank: int,
         world_size: int,
         group_name: str,
-        backend: str = "gloo",
-        device: torch.device | None = None,
-        timeout: float = 300.0,
-        store: TCPStore | None = None,
+        backend: str,
+        device: torch.device | None,
+        timeout: float,
     ) -> None:
+        """Raises InvalidInputError."""
         self.name = checked_name(group_name, "group_name")
         self.world_size = checked_int(world_size, "world_size", least=2, most=2**16)
         self.rank = checked_int(rank, "rank", most=world_size - 1)
@@ -77,18 +68,6 @@ class WeightGroup:
         self.timeout = checked_seconds(timeout, "timeout")
         self.last_update = 0  # number of the last update sent or received
         self.closed_because = ""
-        checked_int(master_port, "master_port", least=1, most=65535)
-        started = time.monotonic()
-        store = store or self._connect(master_address, master_port)
-        self.notes = GroupStore(store, self.name)
-        self._join()
-        remaining = max(self.timeout - (time.monotonic() - started), 1.0)
-        self._group: Any = self._process_group(store, remaining)
-        self._connect_members(remaining)
-
-    @property
-    def receivers(self) -> range:
-        return range(1, self.world_size)
 
     def broadcast(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
         """Rank 0's contiguous tensor into everybody's. Returns when it is there.
@@ -117,6 +96,74 @@ class WeightGroup:
             self._group.abort()
         self.closed_because = self.closed_because or reason
         self._group = None
+
+    def _process_group(self, store: Store, seconds: float) -> Any:
+        """``store``: of its own keys, the same for every member."""
+        try:
+            if self.backend == "gloo":
+                timeout = timedelta(seconds=seconds)
+                return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+            _warn_of_error_handling(self.name)
+            options = dist.ProcessGroupNCCL.Options()
+            # Its watchdog ends the process; ours, which raises, must come first.
+            options._timeout = timedelta(seconds=2 * self.timeout + 60)
+            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"group {self.name!r}: the members cannot connect: {str(error).splitlines()[0]}"
+            ) from error
+
+
+class WeightGroup(BroadcastGroup):
+    """A group of which every member is one of these, and so knows who is there.
+
+    Rank 0 hosts the store at ``master_address:master_port``; one store serves one group.
+
+    Args:
+        backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on a GPU. Needs to be the
+            same everywhere.
+        device: the GPU with nccl; default: the one that is current now.
+        timeout: seconds; for joining, and the default for every wait after.
+        store: what `listen` returned, on rank 0, instead of a port chosen beforehand.
+
+    Raises WeightUpdateError, naming ranks, where members are missing after the timeout, were told
+    another size or backend, or claim one rank twice; InvalidInputError for arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        timeout: float = 300.0,
+        store: TCPStore | None = None,
+    ) -> None:
+        super().__init__(
+            rank=rank,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+            device=device,
+            timeout=timeout,
+        )
+        checked_int(master_port, "master_port", least=1, most=65535)
+        started = time.monotonic()
+        store = store or self._connect(master_address, master_port)
+        self.notes = GroupStore(store, self.name)
+        self._join()
+        remaining = max(self.timeout - (time.monotonic() - started), 1.0)
+        own = PrefixStore(f"{self.backend}/{self.name}", store)
+        self._group = self._process_group(own, remaining)
+        self._connect_members(remaining)
+
+    @property
+    def receivers(self) -> range:
+        return range(1, self.world_size)
 
     def _connect(self, address: str, port: int) -> TCPStore:
         try:
@@ -178,22 +225,6 @@ class WeightGroup:
             )
         if failures:
             raise failures[0]
-
-    def _process_group(self, store: Store, seconds: float) -> Any:
-        store = PrefixStore(f"{self.backend}/{self.name}", store)
-        try:
-            if self.backend == "gloo":
-                timeout = timedelta(seconds=seconds)
-                return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
-            _warn_of_error_handling(self.name)
-            options = dist.ProcessGroupNCCL.Options()
-            # Its watchdog ends the process; ours, which raises, must come first.
-            options._timeout = timedelta(seconds=2 * self.timeout + 60)
-            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-        except RuntimeError as error:
-            raise WeightUpdateError(
-                f"group {self.name!r}: the members cannot connect: {str(error).splitlines()[0]}"
-            ) from error
 
 
 def checked_seconds(value: object, field: str) -> float:

@@ -9,12 +9,15 @@ import torch
 
 from rollout.errors import InvalidInputError
 from rollout.weights.distributed import DistributedSource, announced_manifest
-from rollout.weights.group import WeightGroup, checked_seconds
+from rollout.weights.group import BroadcastGroup, WeightGroup, checked_seconds
+from rollout.weights.torch_group import TorchGroup
+
+_SENDERS = {"specrollout": WeightGroup, "torch": TorchGroup}
 
 
 class WeightGroups:
     def __init__(self) -> None:
-        self._groups: dict[str, WeightGroup] = {}
+        self._groups: dict[str, BroadcastGroup] = {}
 
     def init(
         self,
@@ -26,13 +29,21 @@ class WeightGroups:
         backend: str,
         timeout: float,
         device: torch.device | None = None,
+        sender: str = "specrollout",
     ) -> None:
-        """Join a group as receiver. Raises what WeightGroup does, and for a name that is taken."""
+        """Join a group as receiver.
+
+        ``sender``: ``specrollout`` where rank 0 is a `WeightGroup`, ``torch`` where it knows
+        nothing but torch's own groups. Raises what `WeightGroup` and `TorchGroup` do, and
+        InvalidInputError for a name that is taken.
+        """
         if group_name in self._groups:
             raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
         if rank == 0:
             raise InvalidInputError("rank_offset", rank, "must be 1 or more: rank 0 is the sender")
-        self._groups[group_name] = WeightGroup(
+        if sender not in _SENDERS:
+            raise InvalidInputError("sender", sender, f"must be one of {', '.join(_SENDERS)}")
+        self._groups[group_name] = _SENDERS[sender](
             master_address=master_address,
             master_port=master_port,
             rank=rank,
@@ -73,7 +84,7 @@ class WeightGroups:
         for group_name in list(self._groups):
             self.destroy(group_name)
 
-    def _named(self, group_name: str) -> WeightGroup:
+    def _named(self, group_name: str) -> BroadcastGroup:
         if group_name not in self._groups:
             known = ", ".join(sorted(self._groups)) or "none"
             raise InvalidInputError(

@@ -1,0 +1,79 @@
+"""Receiving from a trainer that made its group with torch alone."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.groups import WeightGroups
+from tests.helpers.torch_trainer import SECONDS, TorchTrainer, free_port
+
+
+def announced(tensors):
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": "weights",
+    }
+
+
+@pytest.fixture
+def pair():
+    """A trainer, and the groups of a receiver that has joined its own."""
+    port, groups = free_port(), WeightGroups()
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(TorchTrainer, port)
+        groups.init("127.0.0.1", port, 1, 2, "weights", "gloo", SECONDS, sender="torch")
+        trainer = other.result(SECONDS)
+    yield trainer, groups
+    groups.close()
+    trainer.close()
+
+
+def test_tensors_of_any_dtype_come_as_they_were_broadcast(pair):
+    trainer, groups = pair
+    tensors = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.full((5,), 2.5, dtype=torch.bfloat16),
+        "c": torch.tensor(7.0, dtype=torch.float64),
+    }
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(2):
+            sent = threads.submit(trainer.send, tensors.values())
+            source = groups.source(**announced(tensors), load_format=None, timeout=SECONDS)
+            with source as received:
+                for name, tensor in received:
+                    assert torch.equal(tensor, tensors[name])
+                    assert tensor.dtype is tensors[name].dtype
+            sent.result(SECONDS)
+
+
+def test_a_refusal_takes_what_was_sent_off_the_wire(pair):
+    """The sender cannot be told, and must not wait for a receiver that has turned away."""
+    trainer, groups = pair
+    tensors = {"a": torch.ones(3), "b": torch.ones(4)}
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(trainer.send, tensors.values())
+        refusal = pytest.raises(ValueError, match="refused")
+        with refusal, groups.source(**announced(tensors), load_format=None, timeout=SECONDS):
+            raise ValueError("refused")
+        sent.result(SECONDS)
+
+
+def test_buckets_of_our_own_sender_cannot_come_through_it(pair):
+    _, groups = pair
+    source = groups.source([], [], [], "weights", load_format="flattened_bucket", timeout=1.0)
+    with pytest.raises(InvalidInputError, match="load_format=None"), source:
+        pass
+
+
+def test_nobody_there():
+    groups = WeightGroups()
+    with pytest.raises(WeightUpdateError, match="rank 0 is missing"):
+        groups.init("127.0.0.1", free_port(), 1, 2, "weights", "gloo", 1.0, sender="torch")
+    with pytest.raises(InvalidInputError, match="specrollout, torch"):
+        groups.init("127.0.0.1", free_port(), 1, 2, "weights", "gloo", 1.0, sender="vllm")
