@@ -1,4 +1,4 @@
-"""The sending end of a weight group as trainers for other engines have it: torch's, and no notes."""
+"""The sending end of a weight group as trainers for other engines have it: torch alone, no notes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,135 @@
+"""Paths that clients name lead nowhere but below a root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import InvalidInputError
+from rollout.server.roots import Root
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """A root with a file and a folder, and a secret beside it."""
+    (tmp_path / "root" / "weights").mkdir(parents=True)
+    (tmp_path / "root" / "corpus.jsonl").write_text('"text"\n')
+    (tmp_path / "root" / "weights" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "rootless").mkdir()
+    (tmp_path / "rootless" / "secret").write_text("secret")
+    return tmp_path
+
+
+@pytest.fixture
+def root(places: Path) -> Root:
+    return Root("server.root", [places / "root"])
+
+
+def refused(root: Root, path: object) -> str:
+    with pytest.raises(InvalidInputError) as file:
+        root.file("file_path", str(path))
+    with pytest.raises(InvalidInputError) as folder:
+        root.folder("file_path", str(path))
+    assert file.value.field == folder.value.field == "file_path"
+    return file.value.remedy
+
+
+def test_relative_and_absolute_paths_below_the_root(root: Root, places: Path) -> None:
+    for given in ("corpus.jsonl", "./corpus.jsonl", str(places / "root" / "corpus.jsonl")):
+        assert root.file("file_path", given) == places / "root" / "corpus.jsonl"
+    assert root.folder("model_path", "weights") == places / "root" / "weights"
+    assert root.folder("model_path", "weights/") == places / "root" / "weights"
+    assert root.folder("model_path", ".") == places / "root"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../rootless/secret",
+        "weights/../../rootless/secret",
+        "weights/../corpus.jsonl",  # harmless, and no reason to allow it
+        "",
+        "corpus.jsonl\0.txt",
+    ],
+)
+def test_paths_that_no_client_needs(root: Root, path: str) -> None:
+    assert "without '..'" in refused(root, path)
+
+
+def test_elsewhere_is_refused_alike_whether_it_exists_or_not(root: Root, places: Path) -> None:
+    elsewhere = [
+        places / "rootless" / "secret",
+        places / "rootless" / "nothing",
+        places / "rootless",  # its name begins as the root's does
+        "/etc/passwd",
+        "/",
+        places,
+    ]
+    told = {refused(root, path) for path in elsewhere}
+    assert told == {f"must lead below {places / 'root'}; server.root says so"}
+
+
+def test_links_are_resolved(root: Root, places: Path) -> None:
+    inside = places / "root"
+    (inside / "same").symlink_to(inside / "corpus.jsonl")
+    assert root.file("file_path", "same") == inside / "corpus.jsonl"
+    (inside / "out").symlink_to(places / "rootless" / "secret")
+    (inside / "out_folder").symlink_to(places / "rootless")
+    (inside / "up").symlink_to("..")
+    (inside / "dangling").symlink_to(places / "rootless" / "nothing")
+    for path in ("out", "out_folder", "out_folder/secret", "up/rootless/secret", "dangling"):
+        assert "must lead below" in refused(root, path)
+    (inside / "loop").symlink_to("loop")
+    assert "there is no such" in refused(root, "loop")
+
+
+def test_a_link_changed_after_the_check_changes_nothing(root: Root, places: Path) -> None:
+    link = places / "root" / "link"
+    link.symlink_to(places / "root" / "corpus.jsonl")
+    found = root.file("file_path", "link")
+    link.unlink()
+    link.symlink_to(places / "rootless" / "secret")
+    assert found.read_text() == '"text"\n'
+
+
+def test_a_root_may_itself_be_a_link(places: Path) -> None:
+    (places / "alias").symlink_to(places / "root")
+    root = Root("server.root", [places / "alias"])
+    assert root.file("file_path", str(places / "alias" / "corpus.jsonl")).is_file()
+    assert root.file("file_path", str(places / "root" / "corpus.jsonl")).is_file()
+
+
+def test_entries_of_a_folder_may_not_lead_elsewhere(root: Root, places: Path) -> None:
+    weights = places / "root" / "weights"
+    (weights / "shared.safetensors").symlink_to(places / "root" / "corpus.jsonl")
+    assert root.folder("model_path", "weights") == weights
+    (weights / "config.json").symlink_to(places / "rootless" / "secret")
+    with pytest.raises(InvalidInputError, match=r"config\.json is a link that leads elsewhere"):
+        root.folder("model_path", "weights")
+    (weights / "config.json").unlink()
+    os.mkfifo(weights / "config.json")  # opening it would wait for ever
+    with pytest.raises(InvalidInputError, match="neither a file nor a folder"):
+        root.folder("model_path", "weights")
+
+
+def test_a_pipe_is_no_file(root: Root, places: Path) -> None:
+    os.mkfifo(places / "root" / "pipe")
+    assert "there is no such file" in refused(root, "pipe")
+
+
+def test_what_is_missing_below_the_root(root: Root) -> None:
+    assert refused(root, "nothing") == "there is no such file"
+    assert refused(root, "x" * 5000) == "there is no such file"
+
+
+def test_without_a_root_no_path_is_taken() -> None:
+    assert "without server.root" in refused(Root("server.root", []), "/etc/passwd")
+
+
+def test_several_roots(places: Path) -> None:
+    root = Root("server.root", [places / "root", places / "rootless"])
+    assert root.file("file_path", str(places / "rootless" / "secret")).is_file()
+    assert root.file("file_path", "corpus.jsonl").is_file()
+    assert f"{places / 'root'}, {places / 'rootless'}" in refused(root, "/etc/passwd")
