@@ -6,28 +6,30 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from rollout.server import health
+from rollout.server import health, metrics
 from rollout.server.auth import require_admin, require_user
 from rollout.server.errors import add_error_handlers
+from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
 from rollout.server.serving import Serving
-from rollout.server.sglang import generate
+from rollout.server.sglang import corpora, generate, memory, weights
 
 Routes = Callable[[Serving], APIRouter]
 
 PUBLIC: tuple[Routes, ...] = (health.routes,)
 """Anyone who can connect may call these: they say nothing about the model or its users."""
 
-USER: tuple[Routes, ...] = (generate.routes,)
+USER: tuple[Routes, ...] = (generate.routes, metrics.routes)
 """With the api key, where one is configured."""
 
-ADMIN: tuple[Routes, ...] = ()
+ADMIN: tuple[Routes, ...] = (weights.routes, corpora.routes, memory.routes)
 """They change the engine for all: with the admin key, where any key is configured."""
 
 
 def make_app(serving: Serving) -> FastAPI:
     app = FastAPI(title="specrollout", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, config=serving.config)
+    app.add_middleware(CountRequests, metrics=serving.http_metrics)  # the last is the outermost
     add_error_handlers(app)
     for routes in PUBLIC:
         app.include_router(routes(serving))

@@ -17,7 +17,10 @@ from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
 from rollout.server.delta_stream import DeltaStream
 from rollout.server.errors import DrainingError, QueueFullError
+from rollout.server.http_metrics import HttpMetrics
 from rollout.server.samples import Sample
+from rollout.server.sglang.open_update import OpenUpdate
+from rollout.server.status_cache import StatusCache
 from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras
 
 T = TypeVar("T")
@@ -50,6 +53,9 @@ class Serving:
         self._named: dict[str, set[Ticket]] = {}  # unfinished, by rid
         if self.encoder.tokenizer is not None:  # prompts are encoded here, rollouts on its thread
             self.encoder.prepare_for_threads("tokenizer", config.model.tokenizer)
+        self.http_metrics = HttpMetrics()
+        self.status_cache = StatusCache(self.call)
+        self.open_update = OpenUpdate()  # touched on the engine's thread alone
         self.loop = EngineLoop(engine)
 
     # Before a request is queued
@@ -223,6 +229,7 @@ class Serving:
             sample_index=sample.sample_index,
             on_tokens=listener,
         )
+        self.http_metrics.watch(ticket.future)
         if sample.rid is not None:
             self._name(sample.rid, ticket)
         return ticket

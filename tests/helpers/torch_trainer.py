@@ -1,4 +1,4 @@
-"""The sending end of a weight group as trainers for other engines have it: torch alone, no notes."""
+"""The sending end of a weight group as other engines' trainers have it: torch, and no notes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,142 @@
+"""`GET /metrics`: the engine and the server, for Prometheus."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from rollout.engine_metrics import EngineMetrics
+from rollout.engine_status import EngineStatus
+from rollout.server.serving import Serving
+from rollout.server.status_cache import KnownStatus
+
+_PREFIX = "specrollout_"
+
+# Of the engine's life. Tokens emitted per verify step, the accept length, is
+# generated_tokens / target_forwards; draft tokens accepted of those verified, accepted / drafted.
+_COUNTERS: dict[str, tuple[str, Callable[[EngineMetrics], float]]] = {
+    "steps": ("Steps run", lambda m: m.steps),
+    "target_forwards": ("Verify steps, one per request sampled", lambda m: m.target_forwards),
+    "generated_tokens": ("Tokens emitted", lambda m: m.generated_tokens),
+    "prompt_tokens": ("Prompt tokens of requests that ended", lambda m: m.prompt_tokens),
+    "cached_prompt_tokens": ("Those spared by the prefix cache", lambda m: m.cached_tokens),
+    "proposed_tokens": ("Draft tokens thought of", lambda m: m.proposed),
+    "drafted_tokens": ("Draft tokens verified", lambda m: m.drafted),
+    "accepted_tokens": ("Draft tokens accepted", lambda m: m.accepted),
+    "requests_finished": ("Requests that ended in a step", lambda m: m.finished),
+    "preemptions": ("Requests that gave their KV back", lambda m: m.preemptions),
+    "steps_seconds": ("Time in steps", lambda m: m.total_ms / 1e3),
+}
+_PHASES: dict[str, Callable[[EngineMetrics], float]] = {
+    "schedule": lambda m: m.schedule_ms,
+    "draft": lambda m: m.draft_ms,
+    "forward": lambda m: m.forward_ms,
+    "sample": lambda m: m.sample_ms,
+}
+_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
+    "requests_running": ("Requests in the batch", lambda s: s.running),
+    "requests_waiting": ("Requests waiting for their turn", lambda s: s.waiting),
+    "kv_slots": ("KV slots there are", lambda s: s.kv_slots),
+    "kv_slots_used": ("KV slots of running requests", lambda s: s.kv_used),
+    "kv_slots_cached": ("KV slots of the prefix cache alone", lambda s: s.kv_cached),
+    "can_run": ("1: a step can run; 0: paused, asleep or torn", lambda s: not s.why_not),
+    "saved_seconds": ("What drafts saved, by the cost curve", lambda s: s.total.gain_ms / 1e3),
+}
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["metrics"])
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Text format. Answers soon whatever the engine does: status_age_seconds says how old what
+        it says of the engine is."""
+        registry = CollectorRegistry(auto_describe=False)
+        for collector in serving.http_metrics.collectors:
+            registry.register(collector)
+        registry.register(ServerCollector(serving))
+        registry.register(StatusCollector(await serving.status_cache.latest()))
+        ProcessCollector(registry=registry)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class ServerCollector(Collector):
+    """What needs no status."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    def collect(self) -> Iterator[Metric]:
+        serving = self._serving
+        yield _gauge("requests_unfinished", "Samples submitted", serving.loop.num_unfinished)
+        yield _gauge("start_time_seconds", "When the server was made", serving.started)
+        yield _gauge("draining", "1: it takes nothing new", serving.is_draining)
+
+
+class StatusCollector(Collector):
+    """The engine's own counters, as one status has them, so nothing is counted twice."""
+
+    def __init__(self, known: KnownStatus) -> None:
+        self._known = known
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("status_age_seconds", "Age of what is said of the engine", self._known.age)
+        status = self._known.status
+        if status is None:
+            return
+        for name, (text, read) in _GAUGES.items():
+            yield _gauge(name, text, read(status))
+        for name, (text, count) in _COUNTERS.items():
+            yield CounterMetricFamily(_PREFIX + name, text, value=count(status.total))
+        phases = {phase: read(status.total) / 1e3 for phase, read in _PHASES.items()}
+        yield _labelled(CounterMetricFamily, "step_seconds", "Time in steps", "phase", phases)
+        yield _labelled(
+            GaugeMetricFamily, "weight_version", "Of each part", "part", status.weight_versions
+        )
+        yield _labelled(GaugeMetricFamily, "worker", "Its own", "gauge", status.counters)
+        yield from _corpora(status)
+        for name, (text, read) in _GAUGES.items():
+            of = {replica: read(own) for replica, own in status.replicas.items()}
+            if of:
+                yield _labelled(GaugeMetricFamily, f"replica_{name}", text, "replica", of)
+
+
+def _corpora(status: EngineStatus) -> Iterator[Metric]:
+    """By state, not by name: names are clients'."""
+    count: dict[str, float] = defaultdict(float)
+    tokens, num_bytes = count.copy(), count.copy()
+    for corpus in status.corpora:
+        count[corpus.state.value] += 1
+        tokens[corpus.state.value] += corpus.num_tokens
+        num_bytes[corpus.state.value] += corpus.num_bytes
+    for name, text, values in (
+        ("corpora", "External corpora", count),
+        ("corpora_tokens", "Tokens of external corpora", tokens),
+        ("corpora_bytes", "Bytes of external corpora", num_bytes),
+    ):
+        yield _labelled(GaugeMetricFamily, name, text, "state", values)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+
+
+def _labelled(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    found = family(_PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        found.add_metric([key], float(value))
+    return found

@@ -1,0 +1,110 @@
+"""Safetensors bytes that came over HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rollout.errors import InvalidInputError
+from rollout.weights.manifest import Manifest, TensorSpec
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Which of them weights may have is for the transaction to say."""
+
+_PICKLES = (b"\x80", b"PK\x03\x04")  # of any protocol since 2; torch.save's archive
+
+
+class ReceivedFile:
+    """A file that grows as bytes come, and goes with this object. On Linux it is in memory."""
+
+    def __init__(self, field: str) -> None:
+        """``field``: what brought the bytes, for errors."""
+        self.field = field
+        if sys.platform == "linux":
+            self._descriptor = os.memfd_create("tensors")
+            self.path = f"/proc/self/fd/{self._descriptor}"
+            weakref.finalize(self, os.close, self._descriptor)
+        else:
+            self._descriptor, self.path = tempfile.mkstemp()
+            weakref.finalize(self, os.unlink, self.path)
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+    def refuse(self, error: Exception) -> InvalidInputError:
+        """What it is if it is no safetensors file."""
+        start = os.pread(self._descriptor, 4, 0)
+        size = os.fstat(self._descriptor).st_size
+        if start.startswith(_PICKLES):
+            remedy = (
+                "is a pickle (torch.save, or sglang's serializer), which can run code: send the "
+                "bytes of safetensors.torch.save, or the weights by another call"
+            )
+        else:
+            remedy = f"must be safetensors bytes, as of safetensors.torch.save ({error})"
+        return InvalidInputError(self.field, f"{size} bytes", remedy)
+
+
+class ReceivedTensors:
+    """The tensors of one or several files, as a WeightSource. They are views of the files.
+
+    Raises InvalidInputError, naming the file's field, for what is no safetensors file, and for a
+    name that comes twice.
+    """
+
+    def __init__(self, files: Sequence[ReceivedFile]) -> None:
+        self._files = files
+        headers = [_header(file) for file in files]
+        twice = [
+            name
+            for name, count in Counter(name for header in headers for name in header).items()
+            if count > 1
+        ]
+        if twice:
+            raise InvalidInputError(files[-1].field, twice, "must bring each tensor once")
+        self._manifest = {name: spec for header in headers for name, spec in header.items()}
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for file in self._files:
+            with safe_open(file.path, framework="pt", device="cpu") as opened:
+                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                    yield name, opened.get_tensor(name)
+
+
+def _header(file: ReceivedFile) -> dict[str, TensorSpec]:
+    try:
+        with safe_open(file.path, framework="pt", device="cpu") as opened:
+            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            stored = {name: (tuple(it.get_shape()), it.get_dtype()) for name, it in found.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise file.refuse(error) from None
+    for name, (_, dtype) in stored.items():
+        if dtype not in _DTYPES:
+            raise InvalidInputError(file.field, dtype, f"is no dtype that is read, of {name}")
+    return {name: TensorSpec(shape, _DTYPES[dtype]) for name, (shape, dtype) in stored.items()}

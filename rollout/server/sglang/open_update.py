@@ -1,0 +1,116 @@
+"""A weight update that several HTTP calls bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollout.engine_protocol import Engine
+from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights.manifest import Manifest
+from rollout.weights.options import UpdateOptions
+
+Options = dict[str, Any]
+"""The fields of UpdateOptions that a caller gave."""
+
+
+class OpenUpdate:
+    """Which update is under way over HTTP, and what its calls said of it.
+
+    Trainers written for sglang pause generation, send an update as several calls, a bucket of
+    tensors each, and continue. So while generation is paused a call that brings some of the tensors
+    opens an update, those that follow are parts of it, and continuing commits it. As nothing is
+    generated in between, no token can tell it from one call that brings them all.
+
+    A call that fails ends the update it was a part of. Every method runs on the engine's thread.
+    """
+
+    def __init__(self) -> None:
+        self._options: Options | None = None  # None: no update is open
+        self._manifest: Manifest | None = None  # what `begin` was told is going to come
+        self._has_loaded = False
+        self._ends_with_pause = False
+
+    def begin(self, engine: Engine, manifest: Manifest | None, options: Options) -> None:
+        """Raises what `RolloutEngine.begin_weight_update` does."""
+        engine.begin_weight_update(manifest, **options)
+        self._options, self._manifest = options, manifest
+        self._has_loaded = self._ends_with_pause = False
+
+    def end(self, engine: Engine) -> None:
+        self._options = None
+        engine.end_weight_update()
+
+    def abandon(self, engine: Engine, reason: str) -> None:
+        self._options = None
+        engine.abandon_weight_update(reason)
+
+    def load(
+        self,
+        engine: Engine,
+        manifest: Manifest | None,
+        options: Options,
+        load: Callable[[Options], None],
+    ) -> str:
+        """One call's tensors, by ``load``, which is given the options the engine is to hear; what
+        became of them.
+
+        ``manifest``: what they are, where they may be a bucket. Whatever is wrong is left for
+        ``load`` to raise: a sender may be waiting for it to receive.
+        """
+        if self._options is None and manifest is not None and engine.is_paused:
+            self._open_for_bucket(engine, manifest, options)
+        if self._options is None:
+            load(options)
+            return f"the weights are version {engine.weight_version}"
+        try:
+            load(self._news(engine, options))
+        except BaseException as error:
+            self.abandon(engine, f"it failed: {error}")
+            raise
+        self._has_loaded = True
+        ends = "/continue_generation" if self._ends_with_pause else "/end_weight_update"
+        return f"loaded, as a part of the update that {ends} commits"
+
+    def continue_generation(self, engine: Engine) -> None:
+        """Commit what was opened by its first bucket, and let generation go on.
+
+        Raises what `RolloutEngine.end_weight_update` does; generation is still paused then.
+        """
+        if self._options is not None and self._ends_with_pause:
+            self.end(engine)
+        engine.continue_generation()
+
+    def _open_for_bucket(self, engine: Engine, manifest: Manifest, options: Options) -> None:
+        """Unless the tensors are a whole update, or none at all."""
+        try:
+            engine.begin_weight_update(manifest, **options)
+        except InvalidInputError:
+            pass
+        else:
+            engine.abandon_weight_update()  # nothing was written
+            return
+        try:
+            self.begin(engine, None, options)
+        except (InvalidInputError, WeightUpdateError):
+            return  # as a call of its own it meets the same error
+        self._ends_with_pause = True
+
+    def _news(self, engine: Engine, options: Options) -> Options:
+        """What a part says of the update that its first call did not, which the engine refuses.
+
+        Before anything is loaded it is taken over: sglang's begin_weight_update has no options, and
+        the calls that follow bring them.
+        """
+        assert self._options is not None
+        known = UpdateOptions.of(self._options)
+        news = {name: value for name, value in options.items() if getattr(known, name) != value}
+        if not news or self._has_loaded:
+            return news
+        engine.abandon_weight_update()  # nothing was written
+        try:
+            engine.begin_weight_update(self._manifest, **self._options, **news)
+        except (InvalidInputError, WeightUpdateError):
+            return news
+        self._options = self._options | news
+        return {}

@@ -1,0 +1,122 @@
+"""What calls about weights bring, by sglang's names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout.weights.dtype_names import named_dtype
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.options import UpdateOptions
+
+Version = Annotated[int, Field(ge=0, lt=2**63)]
+"""sglang's are texts: digits are taken."""
+
+
+class Body(BaseModel):
+    """A field there is not is refused: it would be without the effect its sender expects."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class UpdateFields(Body):
+    """The fields of `UpdateOptions`; None: as it says."""
+
+    selector: str | None = None
+    flush_cache: bool | None = None
+    abort_all_requests: bool | None = None
+    weight_version: Version | None = None
+    partial: bool | None = None
+    check_finite: bool | None = None
+    timeout: float | None = None
+    # Taken and not looked at:
+    torch_empty_cache: bool = False  # memory is given back by /release_memory_occupation
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that were given."""
+        given = {name: getattr(self, name) for name in UpdateOptions.__dataclass_fields__}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class TensorFields(UpdateFields):
+    load_format: str | None = None  # or direct
+
+
+class TensorBody(TensorFields):
+    """Each text is one safetensors file in base64. Equal ones, as for several ranks, count once."""
+
+    serialized_named_tensors: list[str] = Field(min_length=1)
+
+
+class DiskBody(UpdateFields):
+    model_path: str
+    load_format: str | None = None  # or auto, safetensors
+    # Taken and not looked at:
+    is_async: bool = False  # the answer comes when the weights are in use
+    token_step: int = 0
+    recapture_cuda_graph: bool = False
+
+
+class DistributedBody(UpdateFields):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None  # or flattened_bucket, from a DistributedSender
+
+
+class IpcBody(UpdateFields):
+    """Handles of `SharedMemorySender` or `CudaIpcSender`, all valid at once."""
+
+    handles: list[dict[str, Any]] = Field(min_length=1)
+
+
+class AnnouncedTensor(Body):
+    dtype: str
+    shape: list[int]
+
+
+class BeginBody(UpdateFields):
+    """``manifest``: all that is going to come, by name."""
+
+    manifest: dict[str, AnnouncedTensor] | None = None
+
+    def announced(self) -> Manifest | None:
+        if self.manifest is None:
+            return None
+        return {
+            name: TensorSpec(
+                tuple(tensor.shape), named_dtype(tensor.dtype, f"manifest.{name}.dtype")
+            )
+            for name, tensor in self.manifest.items()
+        }
+
+
+class AbandonBody(Body):
+    reason: str = Field("abandoned by the caller", max_length=1000)
+
+
+class GroupBody(Body):
+    group_name: str = "weight_update_group"
+
+
+class InitGroupBody(GroupBody):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str = "nccl"
+    timeout: float = 300.0
+    sender: str = "torch"  # or specrollout, where rank 0 is a WeightGroup
+
+
+class TensorByName(Body):
+    name: str
+    truncate_size: int = Field(100, ge=1, le=10**6)
+
+
+class CheckerBody(Body):
+    action: str = "checksum"
+    selector: str = "all"

@@ -1,0 +1,251 @@
+"""New weights over HTTP, and looks at the ones there are.
+
+A call is an update of its own, a part of what /begin_weight_update opened, or, while generation is
+paused, a bucket (`open_update`). Requests in flight fare as ``abort_all_requests``, ``flush_cache``
+and the mode of the pause say. What fails before its first byte leaves the old weights serving; what
+fails later leaves the engine refusing to generate until a full update.
+
+Tensors come as safetensors bytes, by a path below a configured root, through a group or through
+shared memory. Never as a pickle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from rollout.engine_protocol import Engine
+from rollout.errors import InvalidInputError
+from rollout.server.json_body import content_type, json_body, openapi_body
+from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
+from rollout.server.roots import Root
+from rollout.server.serving import Serving
+from rollout.server.sglang.changes import Answer, RefusedError, change
+from rollout.server.sglang.weight_bodies import (
+    AbandonBody,
+    BeginBody,
+    CheckerBody,
+    DiskBody,
+    DistributedBody,
+    GroupBody,
+    InitGroupBody,
+    IpcBody,
+    TensorBody,
+    TensorByName,
+    TensorFields,
+    UpdateFields,
+)
+from rollout.weights.distributed import announced_manifest
+from rollout.weights.manifest import Manifest
+
+RAW_TYPES = ("application/octet-stream", "application/x-safetensors")
+_BINARY = {"type": "string", "format": "binary"}
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["weights"])
+    update = serving.open_update
+    root = _weights_root(serving)
+
+    async def load(
+        body: UpdateFields,
+        function: Callable[[Engine, dict[str, Any]], None],
+        manifest: Callable[[], Manifest | None] = lambda: None,
+    ) -> JSONResponse:
+        def run(engine: Engine) -> Answer:
+            options = body.options
+            message = update.load(
+                engine, manifest(), options, lambda heard: function(engine, heard)
+            )
+            return {"message": message}
+
+        return await change(serving, run)
+
+    @router.post(
+        "/update_weights_from_tensor",
+        openapi_extra=openapi_body(TensorBody, **dict.fromkeys(RAW_TYPES, _BINARY)),
+    )
+    async def update_weights_from_tensor(request: Request) -> JSONResponse:
+        """Safetensors bytes: in base64 as JSON, or the body itself, the options in the query."""
+        try:
+            body, tensors = await _received(request)
+            if body.load_format not in (None, "direct"):
+                raise InvalidInputError(
+                    "load_format", body.load_format,
+                    "must be left out, or direct: safetensors bytes say what they hold",
+                )  # fmt: skip
+        except InvalidInputError as error:
+            why_not = await serving.call(lambda engine: engine.why_not)
+            return RefusedError(error, why_not).response
+        return await load(
+            body,
+            lambda engine, options: engine.update_weights_from_tensor(
+                tensors, load_format=body.load_format, **options
+            ),
+            tensors.manifest,
+        )
+
+    @router.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: DiskBody) -> JSONResponse:
+        """A safetensors folder below server.weights_root, or the model's own."""
+
+        def read(engine: Engine, options: dict[str, Any]) -> None:
+            if body.load_format not in (None, "auto", "safetensors"):
+                raise InvalidInputError(
+                    "load_format", body.load_format, "must be auto or safetensors"
+                )
+            folder = root.folder("model_path", body.model_path)
+            engine.update_weights_from_disk(folder, **options)
+
+        return await load(body, read)
+
+    @router.post("/update_weights_from_distributed")
+    async def update_weights_from_distributed(body: DistributedBody) -> JSONResponse:
+        """What the group's sender broadcasts meanwhile."""
+
+        def receive(engine: Engine, options: dict[str, Any]) -> None:
+            engine.update_weights_from_distributed(
+                body.names, body.dtypes, body.shapes, body.group_name,
+                load_format=body.load_format, **options,
+            )  # fmt: skip
+
+        return await load(body, receive, lambda: _announced(body))
+
+    @router.post("/update_weights_from_ipc")
+    async def update_weights_from_ipc(body: IpcBody) -> JSONResponse:
+        """Buckets in shared memory of this host, or of a GPU that both processes see."""
+        return await load(
+            body, lambda engine, options: engine.update_weights_from_ipc(body.handles, **options)
+        )
+
+    @router.post("/begin_weight_update")
+    async def begin_weight_update(body: BeginBody) -> JSONResponse:
+        """Open an update of several calls. Options they bring belong here, or to the first."""
+
+        def begin(engine: Engine) -> Answer:
+            update.begin(engine, body.announced(), body.options)
+            return {"message": "an update is open: /end_weight_update commits it"}
+
+        return await change(serving, begin)
+
+    @router.post("/end_weight_update")
+    async def end_weight_update() -> JSONResponse:
+        """Commit."""
+
+        def end(engine: Engine) -> Answer:
+            update.end(engine)
+            return {"message": f"the weights are version {engine.weight_version}"}
+
+        return await change(serving, end)
+
+    @router.post("/abandon_weight_update")
+    async def abandon_weight_update(body: AbandonBody) -> JSONResponse:
+        """Give the open update up, if there is one."""
+
+        def abandon(engine: Engine) -> Answer:
+            update.abandon(engine, body.reason)
+            return {"state": engine.why_not}
+
+        return await change(serving, abandon)
+
+    @router.post("/init_weights_update_group")
+    async def init_weights_update_group(body: InitGroupBody) -> JSONResponse:
+        """Join a group; nothing is generated until all of its members have come."""
+
+        def join(engine: Engine) -> Answer:
+            engine.init_weights_update_group(
+                body.master_address.strip("[]"), body.master_port, body.rank_offset,
+                body.world_size, body.group_name, body.backend, body.timeout, body.sender,
+            )  # fmt: skip
+            return {"message": f"joined {body.group_name}"}
+
+        return await change(serving, join)
+
+    @router.post("/destroy_weights_update_group")
+    async def destroy_weights_update_group(body: GroupBody) -> JSONResponse:
+        def leave(engine: Engine) -> Answer:
+            engine.destroy_weights_update_group(body.group_name)
+            return {"message": f"left {body.group_name}"}
+
+        return await change(serving, leave)
+
+    @router.post("/get_weights_by_name")
+    async def get_weights_by_name(body: TensorByName) -> list[float]:
+        """The tensor's first values, flattened."""
+        return await serving.call(
+            lambda engine: engine.get_weights_by_name(body.name, body.truncate_size)
+        )
+
+    @router.post("/weights_checker")
+    async def weights_checker(body: CheckerBody) -> JSONResponse:
+        """A digest of all weights, to compare engines by. Nothing is generated meanwhile."""
+
+        def check(engine: Engine) -> Answer:
+            if body.action != "checksum":
+                raise InvalidInputError("action", body.action, "must be checksum")
+            return {"per_engine_checksum": engine.weights_digest(body.selector)}
+
+        return await change(serving, check)
+
+    return router
+
+
+def _weights_root(serving: Serving) -> Root:
+    configured = serving.config.weights_root
+    folders = [serving.model_path] if configured is None else [configured, serving.model_path]
+    return Root("server.weights_root", folders)
+
+
+async def _received(request: Request) -> tuple[TensorFields, ReceivedTensors]:
+    """The options of the call and its tensors. Raises InvalidInputError."""
+    kind = content_type(request)
+    if kind in RAW_TYPES:
+        fields = _query_fields(request)
+        file = ReceivedFile("body")
+        async for chunk in request.stream():
+            file.write(chunk)
+        return fields, await asyncio.to_thread(ReceivedTensors, [file])
+    if kind != "application/json":
+        raise HTTPException(
+            415, f"the body must be one of application/json, {', '.join(RAW_TYPES)}"
+        )
+    body = await json_body(request, TensorBody)
+    return body, await asyncio.to_thread(_decoded, body.serialized_named_tensors)
+
+
+def _query_fields(request: Request) -> TensorFields:
+    try:
+        return TensorFields.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False, include_context=False)
+        raise RequestValidationError(
+            [{**each, "loc": ("query", *each["loc"])} for each in wrong]
+        ) from None
+
+
+def _decoded(texts: list[str]) -> ReceivedTensors:
+    files: list[ReceivedFile] = []
+    for index, text in enumerate(dict.fromkeys(texts)):
+        file = ReceivedFile(f"serialized_named_tensors[{index}]")
+        try:
+            file.write(base64.b64decode(text, validate=True))
+        except (binascii.Error, ValueError) as error:
+            raise InvalidInputError(file.field, text, f"must be base64: {error}") from None
+        files.append(file)
+    return ReceivedTensors(files)
+
+
+def _announced(body: DistributedBody) -> Manifest | None:
+    """None for what is not one: the call itself then says so, and takes it off the wire."""
+    try:
+        return announced_manifest(body.names, body.dtypes, body.shapes)
+    except InvalidInputError:
+        return None

@@ -1,0 +1,53 @@
+"""What the engine is doing, for whoever must not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rollout.engine_protocol import Engine
+from rollout.engine_status import EngineStatus
+
+_WAIT_SECONDS = 0.25
+_FRESH_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStatus:
+    """``status``: as it was ``age`` seconds ago; None before the first."""
+
+    status: EngineStatus | None
+    age: float
+
+
+class StatusCache:
+    """The engine's last status. Used on one event loop.
+
+    A status is taken between two steps, so during an update, a long step or none at all it comes
+    late: whoever asks waits a quarter of a second at most, and gets the last one, with its age.
+    """
+
+    def __init__(
+        self, call: Callable[[Callable[[Engine], EngineStatus]], Awaitable[EngineStatus]]
+    ) -> None:
+        """``call``: runs a function of the engine between two steps."""
+        self._call = call
+        self._status: EngineStatus | None = None
+        self._taken = time.monotonic()  # when the status was; else when this was made
+        self._coming: asyncio.Task[None] | None = None
+
+    async def latest(self) -> KnownStatus:
+        """Raises what the engine's loop does when it is closed or broken."""
+        if self._status is None or time.monotonic() - self._taken > _FRESH_SECONDS:
+            if self._coming is None or self._coming.done():
+                self._coming = asyncio.create_task(self._take())
+            done, _ = await asyncio.wait({self._coming}, timeout=_WAIT_SECONDS)
+            for task in done:
+                task.result()
+        return KnownStatus(self._status, time.monotonic() - self._taken)
+
+    async def _take(self) -> None:
+        self._status = await self._call(lambda engine: engine.status())
+        self._taken = time.monotonic()
