@@ -1,0 +1,435 @@
+"""Weights over HTTP: all of an update or none of it, whichever way it comes, and no pickles."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save
+
+from rollout.weights.shared_memory import SharedMemorySender
+from tests.helpers.torch_trainer import TorchTrainer, free_port
+from tests.server.conftest import TIMEOUT, Live, run_server
+from tests.server.policies import (
+    Policy,
+    announced,
+    generate,
+    output_ids,
+    policy,
+    read_policy,
+)
+
+RAW = {"Content-Type": "application/octet-stream"}
+QUERY = "/update_weights_from_tensor"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights-root")
+
+
+@pytest.fixture(scope="module")
+def first(text_model_path: Path) -> Policy:
+    """What every server of these tests starts with."""
+    return read_policy(text_model_path)
+
+
+@pytest.fixture(scope="module")
+def second(root: Path, first: Policy) -> Policy:
+    found = policy(root / "second", 1)
+    assert found.output_ids != first.output_ids
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
+    with run_server(text_model_path, {"num_threads": 1}, {"weights_root": str(root)}) as live:
+        yield live
+
+
+@pytest.fixture
+def client(shared: Live, first: Policy) -> Iterator[httpx.Client]:
+    """Of a server that serves the first policy."""
+    with shared.client() as client:
+        client.post("/continue_generation", json={})
+        client.post("/abandon_weight_update", json={})
+        ok(client.post(QUERY, content=first.safetensors, headers=RAW))
+        yield client
+
+
+def ok(answer: httpx.Response) -> dict:
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["success"] is True
+    return answer.json()
+
+
+def refused(answer: httpx.Response, status: int = 400) -> str:
+    """What a refusal says, in both dialects alike."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert body["success"] is False
+    assert body["message"] == body["error"]["message"]
+    return body["message"]
+
+
+def version(client: httpx.Client) -> int:
+    return client.get("/get_weight_version").json()["weight_version"]
+
+
+def in_base64(*parts: bytes) -> dict:
+    return {"serialized_named_tensors": [base64.b64encode(part).decode() for part in parts]}
+
+
+# Ways in
+
+
+def test_raw_bytes_with_options_in_the_query(client, second):
+    query = {"weight_version": "41", "flush_cache": "false"}
+    answer = client.post(QUERY, content=second.safetensors, headers=RAW, params=query)
+    assert ok(answer)["message"] == "the weights are version 41"
+    assert output_ids(client) == second.output_ids
+
+
+def test_base64_of_equal_ranks_and_of_several_files(client, first, second):
+    ok(client.post(QUERY, json=in_base64(second.safetensors, second.safetensors)))
+    assert output_ids(client) == second.output_ids
+    halves = [save(first.part(last=last)) for last in (False, True)]
+    ok(client.post(QUERY, json=in_base64(*halves) | {"load_format": "direct"}))
+    assert output_ids(client) == first.output_ids
+
+
+def test_a_folder_below_the_root_and_the_models_own(client, first, second):
+    body = {"model_path": str(second.folder), "abort_all_requests": True}
+    assert ok(client.post("/update_weights_from_disk", json=body))
+    assert output_ids(client) == second.output_ids
+    ok(client.post("/update_weights_from_disk", json={"model_path": "second"}))
+    ok(client.post("/update_weights_from_disk", json={"model_path": str(first.folder)}))
+    assert output_ids(client) == first.output_ids
+
+
+def test_shared_memory(client, second):
+    with SharedMemorySender(1 << 20, num_segments=4) as sender:
+        handles = list(sender.handles(second.tensors.items()))
+        ok(client.post("/update_weights_from_ipc", json={"handles": handles}))
+    assert output_ids(client) == second.output_ids
+
+
+def test_a_group_of_a_trainer_that_has_torch_alone(client, second):
+    with ThreadPoolExecutor(1) as threads:
+        trainer = joined(client, threads)
+        try:
+            sent = threads.submit(trainer.send, second.tensors.values())
+            body = announced(second.tensors) | {"group_name": "weights"}
+            ok(client.post("/update_weights_from_distributed", json=body))
+            sent.result(TIMEOUT)
+        finally:
+            trainer.close()
+            ok(client.post("/destroy_weights_update_group", json={"group_name": "weights"}))
+    assert output_ids(client) == second.output_ids
+    gone = client.post("/destroy_weights_update_group", json={"group_name": "weights"})
+    assert "is no group" in refused(gone)
+
+
+def joined(client: httpx.Client, threads: ThreadPoolExecutor) -> TorchTrainer:
+    port = free_port()
+    trainer = threads.submit(TorchTrainer, port)
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": str(port),
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "weights",
+        "backend": "gloo",
+    }
+    ok(client.post("/init_weights_update_group", json=body))
+    return trainer.result(TIMEOUT)
+
+
+# Updates of several calls
+
+
+def test_buckets_between_pause_and_continue_are_one_update(client, first, second):
+    before = version(client)
+    client.post("/pause_generation", json={"mode": "retract"})
+    for last in (False, True):
+        answer = client.post(
+            QUERY, content=save(second.part(last=last)), headers=RAW, params={"weight_version": 77}
+        )
+        assert "/continue_generation commits" in ok(answer)["message"]
+        assert version(client) == before
+    client.post("/continue_generation", json={})
+    assert version(client) == 77
+    assert output_ids(client) == second.output_ids
+
+
+def test_a_whole_update_while_paused_is_committed_at_once(client, second):
+    client.post("/pause_generation", json={})
+    query = {"weight_version": 123}
+    ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
+    assert version(client) == 123
+    client.post("/continue_generation", json={})
+    assert output_ids(client) == second.output_ids
+
+
+def test_continuing_without_the_last_bucket(client, second):
+    client.post("/pause_generation", json={})
+    ok(client.post(QUERY, content=save(second.part(last=False)), headers=RAW))
+    answer = client.post("/continue_generation", json={})
+    assert 400 <= answer.status_code < 500
+    missing = sorted(second.part(last=True))[0]
+    assert missing in answer.text
+    state = refused_state(client)
+    assert "torn" in state or "paused" in state
+    ok(client.post(QUERY, content=second.safetensors, headers=RAW))
+    client.post("/continue_generation", json={})
+    assert output_ids(client) == second.output_ids
+
+
+def refused_state(client: httpx.Client) -> str:
+    answer = client.post("/end_weight_update")
+    assert answer.status_code == 400
+    return answer.json()["state"]
+
+
+def test_begin_and_end_with_options_that_the_first_call_brings(client, second):
+    ok(client.post("/begin_weight_update", json={"selector": "all"}))
+    options = {"weight_version": 50, "flush_cache": False}
+    for last in (False, True):
+        body = in_base64(save(second.part(last=last))) | options
+        assert "/end_weight_update commits" in ok(client.post(QUERY, json=body))["message"]
+    assert ok(client.post("/end_weight_update"))["message"] == "the weights are version 50"
+    assert output_ids(client) == second.output_ids
+
+
+def test_a_part_that_contradicts_the_update(client, first, second):
+    ok(client.post("/begin_weight_update", json={"weight_version": 60}))
+    halves = [save(second.part(last=last)) for last in (False, True)]
+    ok(client.post(QUERY, content=halves[0], headers=RAW, params={"weight_version": 60}))
+    answer = client.post(QUERY, content=halves[1], headers=RAW, params={"weight_version": 61})
+    assert "are set by begin_weight_update alone" in refused(answer)
+    assert "torn" in answer.json()["state"]
+
+
+def test_what_is_announced_is_checked_before_anything_comes(client, first):
+    manifest = {"model.norm.weight": {"dtype": "float32", "shape": [48]}}
+    answer = client.post("/begin_weight_update", json={"manifest": manifest})
+    assert "missing" in refused(answer)
+    assert answer.json()["state"] == ""
+    assert output_ids(client) == first.output_ids
+
+
+# What is refused
+
+
+def test_wrong_names_are_listed_and_nothing_has_changed(client, first, second):
+    wrong = dict(second.tensors) | {"model.layers.9.mlp.up_proj.weight": torch.zeros(3)}
+    del wrong["model.norm.weight"]
+    answer = client.post(QUERY, content=save(wrong), headers=RAW)
+    message = refused(answer)
+    assert "model.layers.9.mlp.up_proj.weight" in message
+    assert "model.norm.weight" in message
+    assert answer.json()["state"] == ""
+    assert output_ids(client) == first.output_ids
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch.save", "protocol 0"])
+def test_a_pickle_is_refused_and_not_read(client, first, second, tmp_path, kind):
+    trap = tmp_path / "sprung"
+    if kind == "torch.save":
+        file = io.BytesIO()
+        torch.save({"trap": Trap(trap), **second.tensors}, file)
+        data = file.getvalue()
+    else:
+        data = pickle.dumps(Trap(trap), protocol=0 if kind == "protocol 0" else None)
+    for answer in (
+        client.post(QUERY, content=data, headers=RAW),
+        client.post(QUERY, json=in_base64(data) | {"load_format": "flattened_bucket"}),
+    ):
+        assert "safetensors.torch.save" in refused(answer)
+        assert ("is a pickle" in answer.text) is (kind != "protocol 0")
+    assert not trap.exists()
+    assert output_ids(client) == first.output_ids
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x08",
+        b"\x02" + bytes(7) + b"{}",  # a file of no tensors
+        b"\xff" * 8 + b"{}",
+        (2**40).to_bytes(8, "little") + b'{"a"',
+        b"\x40" + bytes(7) + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'.ljust(64),
+        b"\x40" + bytes(7) + b'{"a":{"dtype":"I4","shape":[4],"data_offsets":[0,2]}}'.ljust(66),
+    ],
+)
+def test_bytes_that_are_no_tensors(client, first, data):
+    for answer in (
+        client.post(QUERY, content=data, headers=RAW),
+        client.post(QUERY, json=in_base64(data)),
+    ):
+        assert refused(answer)
+        assert answer.json()["state"] == ""
+    assert output_ids(client) == first.output_ids
+
+
+def test_bodies_that_are_not_as_they_should_be(client, root):
+    def post(path: str = QUERY, **what: object) -> int:
+        return client.post(path, **what).status_code
+
+    assert post(json={"serialized_named_tensors": ["no base64!"]}) == 400
+    assert post(json={"serialized_named_tensors": []}) == 422
+    assert post(json={"serialized_named_tensors": [1]}) == 422
+    assert post(content=b"{", headers={"Content-Type": "application/json"}) == 400
+    assert post(content=b"{}", headers={"Content-Type": "text/plain"}) == 415
+    assert post(content=b"") == 415
+    assert post(content=b"", headers=RAW, params={"weight_version": "v1"}) == 422
+    assert post(content=b"", headers=RAW, params={"weigth_version": "1"}) == 422
+    assert post("/update_weights_from_disk", json={"model_path": "second", "keep_pause": 1}) == 422
+    assert post("/update_weights_from_disk", json={"model_path": 3}) == 422
+    assert post("/update_weights_from_disk", json={"model_path": "", "load_format": "pt"}) == 400
+    assert post("/update_weights_from_ipc", json={"handles": [{"kind": "file"}]}) == 400
+    assert post("/update_weights_from_ipc", json={"zmq_handles": {"a": "b"}}) == 422
+    body = {"names": ["a"], "dtypes": [], "shapes": [], "group_name": "none"}
+    assert post("/update_weights_from_distributed", json=body) == 400
+    assert post("/begin_weight_update", json={"selector": "nothing"}) == 400
+    assert post("/end_weight_update") == 400
+    assert post("/weights_checker", json={"action": "reset_tensors"}) == 400
+
+
+def test_paths_that_lead_elsewhere(client, root, second, tmp_path, first):
+    (root / "link").symlink_to(tmp_path)
+    (root / "inside").mkdir()
+    (root / "inside" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(second.safetensors)
+    (tmp_path / "config.json").write_text((second.folder / "config.json").read_text())
+    for path in ("link", str(tmp_path), "../" + tmp_path.name, "inside", "nothing", "/etc"):
+        answer = client.post("/update_weights_from_disk", json={"model_path": path})
+        assert refused(answer), path
+    assert output_ids(client) == first.output_ids
+
+
+def test_a_damaged_folder(client, root, second, first):
+    (root / "damaged").mkdir()
+    (root / "damaged" / "model.safetensors").write_bytes(second.safetensors[:-100])
+    answer = client.post("/update_weights_from_disk", json={"model_path": "damaged"})
+    assert "truncated or damaged" in refused(answer)
+    assert output_ids(client) == first.output_ids
+
+
+def test_larger_bodies_for_weights_alone(open_server, second):
+    live = open_server(max_body_bytes=2000, max_weights_body_bytes=len(second.safetensors))
+    with live.client() as client:
+        ok(client.post(QUERY, content=second.safetensors, headers=RAW))
+        assert client.post(QUERY, content=second.safetensors + b" ", headers=RAW).status_code == 413
+        chunks = (second.safetensors[i : i + 10_000] for i in range(0, 10**6, 10_000))
+        ok(client.post(QUERY, content=chunks, headers=RAW))
+        body = {"model_path": "x" * 3000}
+        assert client.post("/update_weights_from_disk", json=body).status_code == 413
+
+
+def test_only_the_admin_key_changes_weights(open_server, second):
+    live = open_server(api_key="user", admin_key="admin")
+    for key, status in ((None, 401), ("user", 403), ("admin", 200)):
+        with live.client(key) as client:
+            answer = client.post(QUERY, content=second.safetensors, headers=RAW)
+            assert answer.status_code == status
+            answer = client.post("/weights_checker", json={})
+            assert answer.status_code == status
+
+
+# Requests in flight
+
+
+def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, shared, first, second):
+    ok(client.post("/begin_weight_update", json={}))
+    ok(client.post(QUERY, content=save(second.part(last=False)), headers=RAW))
+    answer = client.post("/end_weight_update")
+    assert sorted(second.part(last=True))[0] in refused(answer)
+    assert answer.json()["state"].startswith("the weights are torn")
+    partial = {"partial": "true"}
+    rest = client.post(QUERY, content=save(second.part(last=True)), headers=RAW, params=partial)
+    assert "cannot heal" in refused(rest)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(output_ids, client)
+        wait_for(lambda: shared.serving.loop.num_unfinished == 1)
+        assert client.get("/health").status_code == 200
+        assert "specrollout_can_run 0.0" in client.get("/metrics").text
+        time.sleep(0.1)
+        assert not waiting.done()
+        ok(client.post(QUERY, content=second.safetensors, headers=RAW))
+        assert waiting.result(TIMEOUT) == second.output_ids
+
+
+def test_requests_in_flight_end_or_go_on(client, shared, second):
+    running = lambda: shared.serving.loop.call(lambda e: e.status().running).result(TIMEOUT)  # noqa: E731
+    with ThreadPoolExecutor(1) as threads:
+        long = threads.submit(generate, client, max_new_tokens=480)
+        wait_for(lambda: running() == 1)
+        query = {"abort_all_requests": "true"}
+        ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
+        ended = long.result(TIMEOUT).json()
+        assert len(ended["output_ids"]) < 480
+        long = threads.submit(generate, client, max_new_tokens=480)
+        wait_for(lambda: running() == 1)
+        ok(client.post(QUERY, content=second.safetensors, headers=RAW))
+        assert len(long.result(TIMEOUT).json()["output_ids"]) == 480
+
+
+def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
+    with ThreadPoolExecutor(2) as threads:
+        trainer = joined(client, threads)
+        try:
+            body = announced(second.tensors) | {"group_name": "weights"}
+            update = threads.submit(
+                client.post, "/update_weights_from_distributed", json=body, timeout=TIMEOUT
+            )
+            for _ in range(5):
+                started = time.monotonic()
+                assert client.get("/health").status_code == 200
+                assert client.get("/metrics").status_code == 200
+                assert time.monotonic() - started < 3
+            assert not update.done()
+            trainer.send(second.tensors.values())
+            ok(update.result(TIMEOUT))
+        finally:
+            trainer.close()
+            client.post("/destroy_weights_update_group", json={"group_name": "weights"})
+    assert output_ids(client) == second.output_ids
+
+
+def wait_for(reached) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# Looks at them
+
+
+def test_values_and_digest(client, first, second):
+    body = {"name": "model.norm.weight", "truncate_size": 3}
+    assert client.post("/get_weights_by_name", json=body).json() == [1.0, 1.0, 1.0]
+    assert client.post("/get_weights_by_name", json={"name": "nothing"}).status_code == 422
+    answer = ok(client.post("/weights_checker", json={"action": "checksum"}))
+    assert answer["per_engine_checksum"] == first.digest != second.digest
