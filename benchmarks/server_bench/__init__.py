@@ -1,0 +1,1 @@
+"""Parts of bench_server.py; its tests use them too."""

@@ -1,0 +1,317 @@
+// Asks /status once a second while it is looked at, and shows the answer. What comes from the
+// server is only ever written as text.
+
+const KEY = "specrollout-key";
+const EVERY_MS = 1000;
+const KEPT_SECONDS = 300;
+const RATE_SECONDS = 5; // the tokens/s of the tile are those of so long
+const ACCEPT_SECONDS = 30;
+const STALE_SECONDS = 4;
+const TIMEOUT_MS = 30_000;
+const MOST_CONTEXTS = 6;
+
+const byId = (id) => document.getElementById(id);
+const whole = (value) => value.toLocaleString("en");
+const decimal = (value, digits) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
+const ratio = (a, b) => (b > 0 ? a / b : NaN);
+
+let samples = []; // of earlier answers, oldest first
+let answeredAt = 0; // by performance.now()
+let wake = () => {}; // ends the wait for the next poll
+
+function sampleOf(body) {
+  const counts = ({ total, running, waiting }) =>
+    ({ generated: total.generated_tokens, forwards: total.target_forwards, running, waiting });
+  const replicas = Object.entries(body.engine.replicas).map(([name, engine]) => [name, counts(engine)]);
+  return { time: body.uptime, ...counts(body.engine), replicas: Object.fromEntries(replicas) };
+}
+
+function remember(sample) {
+  const last = samples.at(-1);
+  const beganAnew = last && (sample.time < last.time || sample.generated < last.generated);
+  if (beganAnew) samples = [];
+  samples = samples.filter(({ time }) => time > sample.time - KEPT_SECONDS);
+  samples.push(sample);
+}
+
+// What was counted over the last so many seconds, from the first sample of them to the last one.
+function lately(seconds, counts = (sample) => sample) {
+  const last = samples.at(-1);
+  const first = samples.find(({ time }) => time >= last.time - seconds - 0.5);
+  const [a, b] = [counts(first), counts(last)];
+  if (!a || !b) return { seconds: 0, generated: 0, forwards: 0 };
+  return {
+    seconds: last.time - first.time,
+    generated: b.generated - a.generated,
+    forwards: b.forwards - a.forwards,
+  };
+}
+
+function tokensPerSecond(counts) {
+  const recent = lately(RATE_SECONDS, counts);
+  return ratio(recent.generated, recent.seconds);
+}
+
+function acceptLength(total, counts) {
+  const recent = lately(ACCEPT_SECONDS, counts);
+  return recent.forwards > 0
+    ? ratio(recent.generated, recent.forwards)
+    : ratio(total.generated_tokens, total.target_forwards);
+}
+
+function setText(id, text, small) {
+  const element = byId(id);
+  element.textContent = text;
+  if (small === undefined) return;
+  const line = document.createElement("small");
+  line.textContent = small;
+  element.append(line);
+}
+
+function versionsOf(engine) {
+  const parts = Object.entries(engine.weight_versions);
+  const distinct = new Set(parts.map(([, version]) => version));
+  if (distinct.size === 1) return String([...distinct][0]);
+  return parts.map(([part, version]) => `${part} ${version}`).join(", ");
+}
+
+function duration(seconds) {
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 1) return `${Math.floor(seconds)} s`;
+  if (minutes < 60) return `${minutes} min`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function setState(state, words, reason = "") {
+  byId("state").dataset.state = state;
+  byId("state").textContent = words;
+  byId("reason").textContent = reason;
+  byId("reason").hidden = !reason;
+}
+
+function showState(body) {
+  const { engine } = body;
+  const busy = engine.running + engine.waiting > 0;
+  if (engine.why_not) setState("stopped", "not generating", engine.why_not);
+  else if (body.draining) setState("draining", "draining", "No new requests are taken: the server ends when these have ended.");
+  else if (busy) setState("generating", "generating");
+  else setState("idle", "idle");
+  byId("since").textContent = `up ${duration(body.uptime)}`;
+  byId("model").textContent = body.model;
+  document.title = `${engine.why_not ? "stopped" : whole(engine.running)} · ${body.model}`;
+}
+
+function showTiles({ engine }) {
+  const { total } = engine;
+  const share = (count) => decimal(100 * ratio(count, engine.kv_slots), 1);
+  setText("running", whole(engine.running));
+  setText("waiting", whole(engine.waiting));
+  setText("rate", decimal(tokensPerSecond(), 0));
+  setText("accept", decimal(acceptLength(total), 2),
+    `${decimal(ratio(total.generated_tokens, total.target_forwards), 2)} since the start`);
+  setText("kv", `${share(engine.kv_used)} %`, `${share(engine.kv_cached)} % cached`);
+  setText("finished", whole(total.finished));
+  setText("generated", whole(total.generated_tokens));
+  setText("versions", versionsOf(engine));
+}
+
+function showHistory() {
+  const now = samples.at(-1).time;
+  const begun = Math.min(samples[0].time, now - 60);
+  const steps = samples.slice(1).map((sample, index) => ({ from: samples[index], to: sample }));
+  const rates = steps.map(({ from, to }) =>
+    [to.time, ratio(to.generated - from.generated, to.time - from.time)]);
+  const accepted = steps.map(({ from, to }) =>
+    [to.time, ratio(to.generated - from.generated, to.forwards - from.forwards)]);
+  const of = (name) => samples.map((sample) => [sample.time, sample[name]]);
+  overTime("rate-chart", begun, now, [{ label: "tokens/s", points: rates }]);
+  overTime("requests-chart", begun, now,
+    [{ label: "running", points: of("running") }, { label: "waiting", points: of("waiting") }]);
+  overTime("accept-chart", begun, now, [{ label: "accept length", points: accepted }]);
+}
+
+function overTime(id, begun, now, lines) {
+  const heights = lines.flatMap(({ points }) => points.map(([, y]) => y)).filter(Number.isFinite);
+  drawChart(byId(id), {
+    lines: lines.map(({ label, points }) => ({ label, points: points.map(([time, y]) => [time - now, y]) })),
+    xAxis: linearAxis(begun - now, 0),
+    yAxis: linearAxis(0, Math.max(1, ...heights) * 1.05),
+    xLabel: "seconds",
+    height: 150,
+  });
+}
+
+// Of a cluster that learns per replica, the first replica's.
+function learnedOf(engine) {
+  const all = [engine, ...Object.values(engine.replicas)];
+  return all.map(({ learned }) => learned?.budget).find((budget) => budget?.cost) ?? {};
+}
+
+function showCost({ engine }) {
+  const { cost } = learnedOf(engine);
+  const measured = cost?.contexts
+    .map((context, index) => ({ context, ms: cost.milliseconds[index], seen: cost.observations[index] }))
+    .filter(({ seen }) => seen.some((count) => count > 0))
+    .slice(0, MOST_CONTEXTS);
+  byId("cost").hidden = !measured?.length;
+  if (!measured?.length) return;
+  const step = engine.last_step;
+  const heights = measured.flatMap(({ ms }) => ms);
+  const ring = step.query_tokens > 0 && step.forward_ms > 0 ? [step.query_tokens, step.forward_ms] : null;
+  if (ring) heights.push(ring[1]);
+  drawChart(byId("cost-chart"), {
+    lines: measured.map(({ context, ms, seen }) => ({
+      label: measured.length === 1 ? "" : `context to ${whole(context)}`,
+      points: ms.map((height, index) => [cost.rows[index], height]),
+      seen: seen.map((count) => count > 0),
+    })),
+    xAxis: logAxis(cost.rows[0], Math.max(cost.rows.at(-1), ring?.[0] ?? 0)),
+    yAxis: logAxis(Math.min(...heights) * 0.9, Math.max(...heights) * 1.1),
+    xLabel: "query tokens",
+    height: 280,
+    ring,
+  });
+}
+
+function showValues({ engine }) {
+  const { values } = learnedOf(engine);
+  byId("values").hidden = !values;
+  if (!values) return;
+  const head = byId("values").querySelector("thead tr");
+  head.replaceChildren(...["source", ...values.depths.map((depth) => `depth ${depth}`)].map((name) => {
+    const cell = document.createElement("th");
+    cell.scope = "col";
+    cell.textContent = name;
+    return cell;
+  }));
+  fill("values", values.sources.map((source, row) => [
+    source,
+    ...values.expected[row].map((expected, depth) => {
+      const accepted = values.accepted[row][depth];
+      if (expected < 0.5 && accepted < 0.5) return "–";
+      return `${decimal(accepted, 0)} of ${decimal(expected, 0)}, ${decimal(ratio(accepted, expected), 2)}x`;
+    }),
+  ]));
+}
+
+// cells: texts, or functions that fill their cell.
+function fill(id, rows) {
+  byId(id).querySelector("tbody").replaceChildren(...rows.map((cells) => {
+    const row = document.createElement("tr");
+    for (const cell of cells) {
+      const made = row.insertCell();
+      if (typeof cell === "function") cell(made);
+      else made.textContent = cell;
+    }
+    return row;
+  }));
+}
+
+function showReplicas({ engine }) {
+  const replicas = Object.entries(engine.replicas);
+  byId("replicas").hidden = !replicas.length;
+  fill("replicas", replicas.map(([name, replica]) => {
+    const counts = (sample) => sample.replicas[name];
+    return [
+      name, leftCell(replica.why_not || "ready"), whole(replica.running), whole(replica.waiting),
+      decimal(tokensPerSecond(counts), 0), decimal(acceptLength(replica.total, counts), 2),
+      `${decimal(100 * ratio(replica.kv_used, replica.kv_slots), 1)} %`, versionsOf(replica),
+    ];
+  }));
+}
+
+function leftCell(text) {
+  return (cell) => {
+    cell.className = "text";
+    cell.textContent = text;
+  };
+}
+
+function showCorpora({ engine }) {
+  byId("corpora").hidden = !engine.corpora.length;
+  fill("corpora", engine.corpora.map((corpus) => [
+    corpus.name,
+    (cell) => {
+      cell.className = "text";
+      const state = corpus.state === "published" ? "in use" : corpus.state;
+      cell.textContent = corpus.error ? `${state}: ${corpus.error}` : state;
+      if (corpus.state !== "loading") return;
+      const bar = document.createElement("progress");
+      if (corpus.progress !== null) bar.value = corpus.progress;
+      cell.append(corpus.progress === null ? " " : ` ${decimal(100 * corpus.progress, 0)} % `, bar);
+    },
+    whole(corpus.num_tokens),
+    decimal(corpus.num_bytes / 1e6, 1),
+  ]));
+}
+
+function show(body) {
+  remember(sampleOf(body));
+  byId("key-form").hidden = true;
+  byId("forget").hidden = !sessionStorage.getItem(KEY);
+  byId("content").hidden = false;
+  for (const part of [showState, showTiles, showHistory, showReplicas, showCost, showValues, showCorpora]) part(body);
+}
+
+function askForKey() {
+  const refused = sessionStorage.getItem(KEY) !== null;
+  sessionStorage.removeItem(KEY);
+  samples = [];
+  byId("content").hidden = true;
+  setState("waiting", refused ? "the key was refused" : "a key is needed");
+  byId("since").textContent = "";
+  if (byId("key-form").hidden) {
+    byId("key-form").hidden = false;
+    byId("key").focus();
+  }
+}
+
+async function poll() {
+  const key = sessionStorage.getItem(KEY);
+  try {
+    const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
+    const response = await fetch("status", {
+      headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS),
+    });
+    answeredAt = performance.now();
+    if (response.status === 401 || response.status === 403) return askForKey();
+    const body = await response.json();
+    if (response.ok) show(body);
+    else setState("unreachable", `error ${response.status}`, body.error?.message ?? "");
+  } catch (error) {
+    setState("unreachable", "no answer from the server", String(error));
+  }
+}
+
+function showAge() {
+  const age = (performance.now() - answeredAt) / 1000;
+  const stale = age > STALE_SECONDS && byId("key-form").hidden;
+  byId("content").classList.toggle("stale", stale);
+  if (stale) byId("since").textContent = `no answer for ${duration(age)}`;
+}
+
+// While the tab is hidden or a key is asked for, nothing is polled until `wake` is called.
+async function follow() {
+  for (;;) {
+    await poll();
+    const asks = document.hidden || !byId("key-form").hidden;
+    await new Promise((resolve) => {
+      wake = resolve;
+      if (!asks) setTimeout(resolve, EVERY_MS);
+    });
+  }
+}
+
+document.addEventListener("visibilitychange", () => document.hidden || wake());
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, byId("key").value);
+  byId("key").value = "";
+  wake();
+});
+byId("forget").addEventListener("click", () => {
+  sessionStorage.removeItem(KEY);
+  wake();
+});
+setInterval(showAge, 1000);
+follow();

@@ -1,0 +1,38 @@
+"""`GET /status`: what the engine is doing, as JSON."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from rollout.engine_status import EngineStatus
+from rollout.server.serving import Serving
+
+
+class StatusBody(BaseModel):
+    """At the moment of asking."""
+
+    model: str
+    uptime: float  # seconds
+    unfinished: int  # requests admitted and not yet answered whole
+    draining: bool  # no new ones are taken
+    engine: EngineStatus
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/status")
+    async def status() -> StatusBody:
+        engine = await serving.call(lambda engine: engine.status())
+        return StatusBody(
+            model=serving.model_name,
+            uptime=time.monotonic() - serving.started,
+            unfinished=serving.loop.num_unfinished,
+            draining=serving.draining,
+            engine=engine,
+        )
+
+    return router

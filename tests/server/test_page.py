@@ -1,0 +1,223 @@
+"""The status page over a working server, in headless Chromium, and the JSON it is made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rollout import RolloutEngine
+from tests.helpers.browser import Tab, browser
+from tests.server.conftest import Live, OpenServer
+
+SHOWN = "document.querySelector('#running').textContent !== ''"
+POLLS = "performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/status')).length"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
+
+
+def open_page(tab: Tab, live: Live) -> None:
+    tab.complaints.clear()
+    tab.emulate(1200, 1600)
+    tab.open(live.url)
+    tab.wait_for(f"location.href.startsWith({json.dumps(live.url)})")
+
+
+def generate(live: Live, tokens: int, samples: int = 4) -> None:
+    params = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.7, "n": samples}
+    with live.client() as client:
+        answer = client.post(
+            "/generate", json={"input_ids": [5, 6, 7], "sampling_params": params | {"seed": 1}}
+        )
+    assert answer.status_code == 200, answer.text
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def test_numbers_change_while_requests_run(live, tab, tmp_path):
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    assert tab.text("#state") == "idle"
+    generated = number(tab.text("#generated"))
+    stop = threading.Event()
+
+    def keep_generating() -> None:
+        while not stop.is_set():
+            generate(live, 200)
+
+    thread = threading.Thread(target=keep_generating)
+    thread.start()
+    try:
+        tab.wait_for("document.querySelector('#state').textContent === 'generating'")
+        assert number(tab.text("#running")) > 0
+        tab.wait_for(f"Number(byId('generated').textContent.replace(/,/g, '')) > {generated}")
+        tab.wait_for("Number(byId('rate').textContent) > 0")
+        tab.wait_for("document.querySelector('#rate-chart polyline') !== null")
+        tab.wait_for("document.querySelector('#cost-chart .dot') !== null")
+    finally:
+        stop.set()
+        thread.join()
+    live.wait_until_idle()
+    total = live.serving.loop.call(lambda engine: engine.metrics().generated_tokens).result()
+    tab.wait_for(f"Number(byId('generated').textContent.replace(/,/g, '')) === {total}")
+    tab.wait_for("byId('state').textContent === 'idle'")
+    assert float(tab.evaluate("byId('accept').firstChild.data")) > 1.0
+    assert "group" in tab.text("#values tbody")
+    picture = tmp_path / "page.png"
+    tab.screenshot(picture)
+    assert picture.stat().st_size > 10_000
+    assert tab.complaints == []
+
+
+def test_it_says_why_nothing_runs(live, tab):
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    live.serving.loop.call(lambda engine: engine.pause_generation()).result()
+    tab.wait_for("byId('state').dataset.state === 'stopped'")
+    assert "continue_generation" in tab.text("#reason")
+    live.serving.loop.call(lambda engine: engine.continue_generation()).result()
+    tab.wait_for("byId('state').dataset.state === 'idle'")
+    assert tab.evaluate("byId('reason').hidden")
+
+
+def test_names_are_text(live, tab):
+    name = '<img src="x" onerror="document.title=1"> & "docs"'
+
+    def add(engine: RolloutEngine) -> None:
+        engine.add_external_corpus(name, token_chunks=[[5, 6, 7, 8] * 50], wait=True)
+
+    live.serving.loop.call(add).result()
+    try:
+        open_page(tab, live)
+        tab.wait_for("byId('corpora').querySelectorAll('tbody tr').length === 1")
+        assert tab.text("#corpora tbody td") == name
+        assert tab.evaluate("document.images.length") == 0
+    finally:
+        live.serving.loop.call(lambda engine: engine.remove_external_corpus(name)).result()
+
+
+def test_replicas_are_rows(live, tab):
+    """The page is told of two: they look like the engine itself."""
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    rows = tab.evaluate("""fetch("status").then((answer) => answer.json()).then((body) => {
+        const replica = { ...body.engine };
+        const other = { ...replica, running: 3, why_not: "the replica starts" };
+        body.engine.replicas = { "replica-0": replica, "replica-1": other };
+        show(body);
+        const rows = [...byId("replicas").querySelectorAll("tbody tr")];
+        return rows.map((row) => [...row.cells].slice(0, 3).map((cell) => cell.textContent));
+    })""")
+    assert rows == [["replica-0", "ready", "0"], ["replica-1", "the replica starts", "3"]]
+
+
+def test_it_fits_a_phone(live, tab):
+    open_page(tab, live)
+    tab.emulate(360, 800, "dark")
+    tab.wait_for(SHOWN)
+    assert tab.evaluate("document.documentElement.scrollWidth") == 360
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
+
+
+def test_a_hidden_page_asks_nothing(live, tab):
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    tab.evaluate("""Object.defineProperty(document, "hidden", { get: () => window.away ?? true });
+        document.dispatchEvent(new Event("visibilitychange"))""")
+    tab.evaluate("new Promise((resolve) => setTimeout(resolve, 1500))")  # one was under way
+    polls = tab.evaluate(POLLS)
+    tab.evaluate("new Promise((resolve) => setTimeout(resolve, 2500))")
+    assert tab.evaluate(POLLS) == polls
+    tab.evaluate('window.away = false; document.dispatchEvent(new Event("visibilitychange"))')
+    tab.wait_for(f"{POLLS} > {polls} + 1")
+
+
+def test_it_asks_for_the_key(open_server, tab):
+    live = open_server(api_key="the-key")
+    with live.client() as client:
+        page = client.get("/")
+        assert (page.status_code, client.get("/status").status_code) == (200, 401)
+        assert "the-key" not in page.text
+    open_page(tab, live)
+    tab.wait_for("!byId('key-form').hidden")
+    assert tab.evaluate("byId('content').hidden")
+    give_key(tab, "another")
+    tab.wait_for("byId('state').textContent === 'the key was refused'")
+    give_key(tab, "the-key")
+    tab.wait_for(SHOWN)
+    assert tab.evaluate("byId('key-form').hidden && byId('key').value === ''")
+    assert tab.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [
+        1, 0, "",
+    ]  # fmt: skip
+    tab.evaluate("byId('forget').click()")
+    tab.wait_for("!byId('key-form').hidden && byId('content').hidden")
+    assert tab.evaluate("sessionStorage.length") == 0
+
+
+def give_key(tab: Tab, key: str) -> None:
+    tab.evaluate(f"byId('key').value = '{key}'; byId('key-form').requestSubmit()")
+
+
+def test_it_asks_nobody_else(live, tab):
+    with live.client() as client:
+        page = client.get("/")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert len(page.content) < 40_000
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    assert tab.evaluate("performance.getEntriesByType('resource').map((e) => e.name)") == [
+        f"{live.url}/status"
+    ] * tab.evaluate(POLLS)
+    refused = tab.evaluate("""new Promise((resolve) => {
+        document.addEventListener("securitypolicyviolation", (e) => resolve(e.effectiveDirective));
+        fetch("http://127.0.0.1:9/").catch(() => {});
+    })""")
+    assert refused == "connect-src"
+    refused = tab.evaluate("""new Promise((resolve) => {
+        document.addEventListener("securitypolicyviolation", (e) => resolve(e.effectiveDirective));
+        const script = document.createElement("script");
+        script.textContent = "document.title = 'taken'";
+        document.body.append(script);
+    })""")
+    assert refused == "script-src-elem"
+    assert tab.evaluate("document.title") != "taken"
+
+
+def test_status_is_json_that_every_reader_takes(live):
+    generate(live, 40)
+    with live.client() as client:
+        answer = client.get("/status")
+    body = json.loads(answer.text, parse_constant=pytest.fail)
+    engine = body["engine"]
+    assert body["model"] == live.serving.model_name
+    assert (body["unfinished"], body["draining"]) == (0, False)
+    assert 0 < body["uptime"] < 3600
+    assert (engine["running"], engine["waiting"], engine["why_not"]) == (0, 0, "")
+    assert engine["weight_versions"] == {"target": 0}
+    assert engine["total"]["generated_tokens"] >= 160
+    cost = engine["learned"]["budget"]["cost"]
+    assert len(cost["milliseconds"]) == len(cost["contexts"])
+    assert all(math.isfinite(each) for row in cost["milliseconds"] for each in row)
+
+
+def test_numbers_that_are_none(open_server: OpenServer, tab: Tab) -> None:
+    """Without speculation nothing is learned, and before the first token there are no rates."""
+    live = open_server(engine={"spec": "none"})
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    assert tab.evaluate("byId('cost').hidden && byId('values').hidden && byId('corpora').hidden")
+    assert tab.evaluate("byId('accept').firstChild.data") == "–"
+    assert "NaN" not in tab.text("main")
+    assert tab.complaints == []
