@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,17 +118,31 @@ def browser(folder: Path) -> Iterator[Tab]:
         "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
         "--remote-debugging-pipe", f"--user-data-dir={folder}",
     ]  # fmt: skip
-    # The protocol wants descriptors 3 and 4.
-    shell = ["sh", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "sh", *arguments]
-    process = subprocess.Popen(
-        shell, pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    os.close(to_read)
-    os.close(to_write)
+    pid = _spawn(arguments, to_read, to_write)
     try:
         yield Tab(commands, events)
     finally:
-        process.kill()
-        process.wait()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         os.close(commands)
         os.close(events)
+
+
+def _spawn(arguments: list[str], to_read: int, to_write: int) -> int:
+    """Its process id. It reads commands from descriptor 3 and writes to 4, as the protocol wants.
+
+    Closes the two that are handed over.
+    """
+    # Out of the way of 3 and 4, which either of them may be.
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 10) for each in (to_read, to_write)]
+    actions: list[tuple[Any, ...]] = [
+        (os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)
+    ]
+    actions += [
+        (os.POSIX_SPAWN_DUP2, each, place) for each, place in zip(high, (3, 4), strict=True)
+    ]
+    try:
+        return os.posix_spawn(arguments[0], arguments, os.environ, file_actions=actions)
+    finally:
+        for each in (to_read, to_write, *high):
+            os.close(each)

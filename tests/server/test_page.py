@@ -218,6 +218,6 @@ def test_numbers_that_are_none(open_server: OpenServer, tab: Tab) -> None:
     open_page(tab, live)
     tab.wait_for(SHOWN)
     assert tab.evaluate("byId('cost').hidden && byId('values').hidden && byId('corpora').hidden")
-    assert tab.evaluate("byId('accept').firstChild.data") == "–"
+    assert tab.evaluate("byId('accept').firstChild.data") == "\u2013"
     assert "NaN" not in tab.text("main")
     assert tab.complaints == []

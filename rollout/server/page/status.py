@@ -29,9 +29,9 @@ def routes(serving: Serving) -> APIRouter:
         engine = await serving.call(lambda engine: engine.status())
         return StatusBody(
             model=serving.model_name,
-            uptime=time.monotonic() - serving.started,
+            uptime=time.time() - serving.started,
             unfinished=serving.loop.num_unfinished,
-            draining=serving.draining,
+            draining=serving.is_draining,
             engine=engine,
         )
 
