@@ -11,15 +11,16 @@ from rollout.server.auth import require_admin, require_user
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
+from rollout.server.page import page, status
 from rollout.server.serving import Serving
 from rollout.server.sglang import corpora, generate, memory, weights
 
 Routes = Callable[[Serving], APIRouter]
 
-PUBLIC: tuple[Routes, ...] = (health.routes,)
+PUBLIC: tuple[Routes, ...] = (health.routes, page.routes)
 """Anyone who can connect may call these: they say nothing about the model or its users."""
 
-USER: tuple[Routes, ...] = (generate.routes, metrics.routes)
+USER: tuple[Routes, ...] = (generate.routes, metrics.routes, status.routes)
 """With the api key, where one is configured."""
 
 ADMIN: tuple[Routes, ...] = (weights.routes, corpora.routes, memory.routes)

@@ -55,7 +55,7 @@ class Tab:
         """Until the expression is true. Its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(condition)):
-            assert time.monotonic() < deadline, (condition, self.text("body"), self.complaints)
+            assert time.monotonic() < deadline, (condition, self.text("main"), self.complaints[:3])
             time.sleep(0.05)
         return value
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
+from rollout.server.serving import Serving
+
 _FOLDER = Path(__file__).parent
 
 
-def routes() -> APIRouter:
-    """Needs no key: the page holds nothing but the means to ask `/status`."""
-    router = APIRouter()
+def routes(serving: Serving) -> APIRouter:
+    """Needs no key: the page is the same for every server, and asks `/status` for the rest."""
+    router = APIRouter(tags=["status"])
     html, headers = _page()
 
     @router.get("/", response_class=HTMLResponse, include_in_schema=False)

@@ -22,7 +22,7 @@ class StatusBody(BaseModel):
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(tags=["status"])
 
     @router.get("/status")
     async def status() -> StatusBody:
