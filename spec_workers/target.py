@@ -12,7 +12,7 @@ import torch
 from rollout.config import EngineConfig
 from rollout.device_name import device_name
 from rollout.errors import OutOfMemoryError
-from rollout.layers.row_invariance import minimum_rows
+from rollout.layers.row_invariance import make_row_invariant
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.sizing import num_kv_slots
@@ -84,7 +84,7 @@ class TargetWorker:
         self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
         if config.exact:
-            exact_rows = minimum_rows(self.model.linears(), self.longest_step)
+            exact_rows = make_row_invariant(self.model.linears(), self.longest_step)
             self.minimum_rows = max(self.minimum_rows, exact_rows)
         num_slots = num_kv_slots(
             config.memory,

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from rollout.layers.destination import Destination, fill
 from rollout.layers.packed_weight import PackedWeight
 from rollout.layers.storage import allocate_storage, free_storage
+from rollout.ops.matmul import matmul
 
 _IN_CACHE = 1 << 19
 """Numbers moved at a time: converted or stored twice, they come from memory once."""
@@ -26,6 +27,9 @@ class Linear:
 
     ``table_OI`` ties the weight to a table that others read too (the embedding). The table stays
     plain, the packed weight is then a copy of it, and writes go to both.
+
+    ``row_invariant``: plain products are those of ops.matmul, whose rows do not depend on their
+    number; otherwise torch's own, which may be faster. Packed ones: see row_invariance.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Linear:
         self.dtype = dtype
         self.device = device
         self.packing = packing
+        self.row_invariant = False
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
         self._table_OI = table_OI
@@ -57,6 +62,8 @@ class Linear:
                 x_MI, self._packed.opaque, self.bias_O, "none", [], ""
             )
         assert self._weight_OI is not None
+        if self.row_invariant:
+            return matmul(x_MI, self._weight_OI, self.bias_O)
         return linear(x_MI, self._weight_OI, self.bias_O)
 
     @property

@@ -2,7 +2,8 @@
 
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
 Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
-the least number of rows from which all counts agree.
+the least number of rows from which all counts agree. On a GPU the products are ours, one order for
+any number of rows; that is asked all the same.
 
 Legend: M rows, I input features, O output features.
 """
@@ -25,6 +26,14 @@ _AFFORDABLE = 2**30  # multiply-adds of one product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
 
 
+def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
+    """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``."""
+    linears = list(linears)
+    for linear in linears:
+        linear.row_invariant = linear.device.type == "cuda"
+    return minimum_rows(linears, max_rows)
+
+
 @torch.inference_mode()
 def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
     """The least M0 such that all sampled row counts in [M0, max_rows] give bitwise equal rows.
@@ -43,7 +52,10 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
     x_MI = _cancelling_rows(most, linear)
     y_MO = probe(x_MI)
 
-    affordable = max(LARGEST_PADDING, _AFFORDABLE // (linear.in_features * linear.out_features))
+    affordable = most
+    if linear.device.type == "cpu":
+        cost = linear.in_features * linear.out_features
+        affordable = max(LARGEST_PADDING, _AFFORDABLE // cost)
     order_M = torch.randperm(most, generator=torch.Generator().manual_seed(0)).to(linear.device)
 
     def differing_among(counts: tuple[int, ...]) -> set[int]:
@@ -81,6 +93,7 @@ def _signature(linear: Linear) -> tuple[object, ...]:
         linear.dtype,
         linear.device,
         linear.is_packed,
+        linear.row_invariant,
     )
 
 
@@ -104,6 +117,7 @@ def _cancelling_probe(linear: Linear) -> Linear:
         device=linear.device,
         packing=linear.is_packed,
     )
+    probe.row_invariant = linear.row_invariant
     for start in range(0, linear.out_features, outputs):
         stop = min(start + outputs, linear.out_features)
         probe.weight_rows(start, stop).write(block[: stop - start])

@@ -5,7 +5,8 @@ import torch
 
 from rollout.errors import ExactnessError
 from rollout.layers.linear import Linear
-from rollout.layers.row_invariance import LARGEST_PADDING, minimum_rows
+from rollout.layers.row_invariance import LARGEST_PADDING, make_row_invariant, minimum_rows
+from rollout.ops import matmul
 
 CPU = torch.device("cpu")
 
@@ -87,6 +88,33 @@ def test_a_product_that_no_padding_mends_is_named(differs, dtype, monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_products_on_the_cpu_stay_as_they_are():
+    linears = [random_linear(48, 80, packing=packing) for packing in (True, False)]
+    assert make_row_invariant(iter(linears), 64) == minimum_rows(linears, 64)
+    assert not any(linear.row_invariant for linear in linears)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_row_invariant_linear_has_the_product_of_the_op(bias):
+    linear = random_linear(48, 80, torch.bfloat16, packing=False, bias=bias)
+    x = torch.randn(5, 48).bfloat16()
+    fast = linear(x)
+    linear.row_invariant = True
+    weight = linear.weight_rows(0, 80).read()
+    assert torch.equal(linear(x), matmul.reference.matmul(x, weight, linear.bias_O))
+    torch.testing.assert_close(linear(x), fast)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_one_row_is_enough(dtype):
+    device = torch.device("cuda")
+    linears = [Linear(*shape, dtype=dtype, device=device) for shape in [(4096, 6144), (37, 49)]]
+    assert make_row_invariant(linears, 600) == 1
+    assert all(linear.row_invariant for linear in linears)
 
 
 def test_shapes_are_tried_once_each(monkeypatch):

@@ -1,0 +1,24 @@
+"""A matrix product whose rows do not depend on each other. M rows, I input, O output features."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops import gpu
+from rollout.ops.matmul import reference
+
+
+def matmul(
+    x_MI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` with a float32 sum and one rounding, all of one dtype.
+
+    On a GPU a row has the same bits whatever rows are beside it and however many; on the CPU that
+    is what packed products are for (rollout.layers.linear), and this is the plain definition.
+    Rows may be strided. Returns a new contiguous [M, O].
+    """
+    if gpu.supports(x_MI, weight_OI):
+        from rollout.ops.matmul import triton
+
+        return triton.matmul(x_MI, weight_OI, bias_O)
+    return reference.matmul(x_MI, weight_OI, bias_O)
