@@ -147,9 +147,8 @@ Each array is a view of the proposal's own memory.)")
       .def(
           "open",
           [](Corpus& self, std::int64_t sequence_id, std::uint64_t group,
-             const In<std::int32_t>& tokens, std::uint32_t age) {
-            self.open(sequence_id, group, view(tokens), age);
-          },
+             const In<std::int32_t>& tokens,
+             std::uint32_t age) { self.open(sequence_id, group, view(tokens), age); },
           "sequence_id"_a, "group"_a, "tokens"_a.noconvert(), "age"_a, released)
       .def(
           "extend",
