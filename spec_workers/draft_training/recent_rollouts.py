@@ -51,7 +51,7 @@ class RecentRollouts:
     @property
     def num_bytes(self) -> int:
         """Of features kept, at most. A donor that is trained on too counts twice."""
-        return sum(map(_num_bytes, (self.training, self.held_out, self._donors)))
+        return _num_bytes(self.training) + _num_bytes(self.held_out) + _num_bytes(self._donors)
 
     def refresh(self) -> int:
         """Take what came since. Returns how many sequences that was."""
