@@ -77,9 +77,12 @@ demo-mtp: demo-draft-text  ## train a two-step MTP chain for it, on the same tex
 	$(TRAIN_DRAFT) --kind mtp --output $(DRAFTS)/mtp \
 	  $(if $(wildcard $(DRAFTS)/mtp/training.pt),--resume)
 
+# Files side by side, each process with one thread: two that wait for each other are slower than one.
+TEST_PROCESSES ?= 2
+
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
 # transformers and ray. verl is run from the wheel.
