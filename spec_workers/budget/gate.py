@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 _HORIZON = 48.0  # steps that weigh in what was gained
 _LEAST_STEPS = 24  # drafted before they are judged
+_FEWEST_STEPS = 6  # where it is beyond doubt
+_DOUBT = 2.0  # standard deviations of the sum
 _PROBE_STEPS = 4
 _FIRST_INTERVAL = 16  # steps
 _LONGEST_INTERVAL = 512
@@ -26,8 +30,7 @@ class Gate:
         self._closed_at = 0  # requests of the batch when it closed
         self._closed_temperature = 0.0
         self._steps = 0
-        self._gained = 0.0
-        self._spent = 0.0
+        self._gained = self._squares = self._spent = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -47,11 +50,12 @@ class Gate:
             return  # its drafting caught up with all that was emitted meanwhile
         keep = 1.0 - 1.0 / _HORIZON
         self._gained = self._gained * keep + gained_ms
+        self._squares = self._squares * keep**2 + gained_ms**2
         self._spent = self._spent * keep + spent_ms
         if self._probing:
             if self._steps > _PROBE_STEPS:
                 self._judge_probe(width, temperature)
-        elif self._steps >= _LEAST_STEPS and self._gained < 0:
+        elif self._gained < 0 and self._is_certain:
             self._interval = _FIRST_INTERVAL
             self._close(width, temperature)
 
@@ -80,6 +84,13 @@ class Gate:
             "gain": self._gained / self._spent if self._spent else 0.0,
         }
 
+    @property
+    def _is_certain(self) -> bool:
+        """Whether a loss is to be believed: of many steps, or of a few that agree."""
+        if self._steps < _FEWEST_STEPS:
+            return False
+        return self._steps >= _LEAST_STEPS or self._gained < -_DOUBT * math.sqrt(self._squares)
+
     def _judge_probe(self, width: int, temperature: float) -> None:
         self._probing = False
         if self._gained > _PAYS * self._spent:
@@ -96,4 +107,4 @@ class Gate:
 
     def _forget(self) -> None:
         self._steps = 0
-        self._gained = self._spent = 0.0
+        self._gained = self._squares = self._spent = 0.0

@@ -57,6 +57,16 @@ def test_it_closes_on_noise_that_does_not_pay():
     assert sum(opened) < 0.1 * len(opened)
 
 
+def test_a_clear_loss_is_enough_of_few_steps():
+    (_, judged), *_ = runs(run(Gate(), losing, steps=100))
+    assert judged == 6
+
+
+def test_a_doubtful_loss_takes_more():
+    (_, judged), *_ = runs(run(Gate(), lambda step: (-3.0, 2.5)[step % 2], steps=100))
+    assert judged == 24
+
+
 def test_a_few_bad_steps_do_not_close_it():
     assert all(run(Gate(), lambda step: -1.0 if step % 10 < 3 else 2.0, steps=500))
 

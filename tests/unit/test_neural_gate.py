@@ -109,7 +109,7 @@ def test_it_stays_open_while_the_draft_brings_more_than_it_takes(clock):
 def test_it_closes_where_it_takes_more_and_looks_again_now_and_then(clock):
     gate = make_gate()
     found = run(gate, clock, World(both=1), 400, spent_ms=1.1 * STEP_MS)
-    assert all(found[:20])
+    assert all(found[:5])
     assert 0 < sum(found[100:]) < 60
     found = run(gate, clock, World(both=2), 600, spent_ms=0.3 * STEP_MS)
     assert all(found[-50:])
@@ -192,7 +192,7 @@ def test_steps_without_samples_say_nothing(clock):
     assert gate.learned() == before
 
 
-@pytest.mark.parametrize(("draft", "least"), [(0.0, 0.96), (0.1, 0.96), (0.5, 0.94), (1.5, 0.97)])
+@pytest.mark.parametrize(("draft", "least"), [(0.0, 0.97), (0.1, 0.97), (0.5, 0.96), (1.5, 0.98)])
 def test_it_is_as_fast_as_the_better_of_with_and_without(clock, draft, least):
     """Of a draft that adds so many tokens a step on average and takes 0.4 steps: tokens per
     millisecond beside those of the better of always and never, where accepted tokens vary."""
