@@ -27,8 +27,7 @@ class TokenStopCheck:
         self._stop = params.stop
         self._decode = decode
         self._min_new_tokens = params.min_new_tokens
-        longest = max((len(stop) for stop in params.stop), default=0)
-        self._window = _TOKENS_PER_CHARACTER * (longest + 1)
+        self._window = _window(params.stop)
 
     def first_stop(
         self, request: Request, new_token_ids: Sequence[int]
@@ -46,9 +45,19 @@ class TokenStopCheck:
     def _completes_stop_string(self, tail: list[int]) -> bool:
         if not self._stop or self._decode is None:
             return False
-        window = tail[-self._window :]
-        after, before = self._decode(window), self._decode(window[:-1])
-        return any(after.count(stop) > before.count(stop) for stop in self._stop)
+        return completed_stop(self._stop, tail, self._decode) is not None
+
+
+def completed_stop(stops: Sequence[str], token_ids: Sequence[int], decode: Decode) -> str | None:
+    """The stop string that the last token completes, if it completes one."""
+    window = list(token_ids[-_window(stops) :])
+    after, before = decode(window), decode(window[:-1])
+    return next((stop for stop in stops if after.count(stop) > before.count(stop)), None)
+
+
+def _window(stops: Sequence[str]) -> int:
+    """So many of the last tokens hold any of the stop strings, and the token before it."""
+    return _TOKENS_PER_CHARACTER * (max(map(len, stops), default=0) + 1)
 
 
 def cut_at_stop(text: str, shorter_len: int, stops: Sequence[str]) -> str:

@@ -87,7 +87,8 @@ class SamplingParams:
         require("stop", not isinstance(self.stop, str), "must be a list of strings")
         require("temperature", finite("temperature") and self.temperature >= 0,
                 "must be a finite number >= 0 (0 is greedy)")  # fmt: skip
-        require("top_k", self.top_k >= -1, "must be >= 1, or -1 or 0 for off")
+        require("top_k", -1 <= self.top_k < 2**31,
+                "must be >= 1 and fit 32 bits, or -1 or 0 for off")  # fmt: skip
         require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]; 1 is off")
         require("min_p", 0 <= self.min_p < 1, "must be in [0, 1); 0 is off")
         require("repetition_penalty", finite("repetition_penalty") and self.repetition_penalty > 0,

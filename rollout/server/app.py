@@ -13,17 +13,29 @@ from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
 from rollout.server.page import page, status
 from rollout.server.serving import Serving
-from rollout.server.sglang import corpora, generate, memory, weights
+from rollout.server.sglang import control, corpora, generate, info, memory, weights
 
 Routes = Callable[[Serving], APIRouter]
 
-PUBLIC: tuple[Routes, ...] = (health.routes, page.routes)
+PUBLIC: tuple[Routes, ...] = (health.public_routes, page.routes)
 """Anyone who can connect may call these: they say nothing about the model or its users."""
 
-USER: tuple[Routes, ...] = (generate.routes, metrics.routes, status.routes)
+USER: tuple[Routes, ...] = (
+    health.user_routes,
+    generate.routes,
+    info.routes,
+    control.user_routes,
+    metrics.routes,
+    status.routes,
+)
 """With the api key, where one is configured."""
 
-ADMIN: tuple[Routes, ...] = (weights.routes, corpora.routes, memory.routes)
+ADMIN: tuple[Routes, ...] = (
+    control.admin_routes,
+    weights.routes,
+    corpora.routes,
+    memory.routes,
+)
 """They change the engine for all: with the admin key, where any key is configured."""
 
 

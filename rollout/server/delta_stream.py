@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Self
 
 from rollout.engine_loop import OnTokens, Ticket
@@ -41,19 +42,25 @@ class DeltaStream(AsyncIterator[Delta]):
         self._tickets.append(ticket)
         ticket.future.add_done_callback(lambda future: self._settled(index, future))
 
-    async def __anext__(self) -> Delta:
+    async def ready(self) -> None:
+        """Wait for the next delta, and leave it there. Raises what the next `anext` would."""
         while True:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
-                if self._pending:
-                    delta = self._pending.pop(next(iter(self._pending)))
-                    self._ended += delta.rollout is not None
-                    return delta
+                if self._pending or self._ended == len(self._tickets):
+                    return
                 self._ready.clear()
-            if self._ended == len(self._tickets):
-                raise StopAsyncIteration
             await self._ready.wait()
+
+    async def __anext__(self) -> Delta:
+        await self.ready()
+        with self._lock:
+            if not self._pending:
+                raise StopAsyncIteration
+            delta = self._pending.pop(next(iter(self._pending)))
+        self._ended += delta.rollout is not None
+        return delta
 
     async def aclose(self) -> None:
         for ticket in self._tickets:
@@ -87,9 +94,13 @@ class DeltaStream(AsyncIterator[Delta]):
             self._wake()
 
     def _wake(self) -> None:
-        # A loop that has ended has no readers.
-        if not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self._ready.set)
+        call_soon(self._event_loop, self._ready.set)
+
+
+def call_soon(event_loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Run it on the event loop, from any thread; not at all where the loop has ended."""
+    with suppress(RuntimeError):
+        event_loop.call_soon_threadsafe(function)
 
 
 def _delta(index: int, request: Request, first: int) -> Delta:

@@ -15,7 +15,7 @@ from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
-from rollout.server.delta_stream import DeltaStream
+from rollout.server.delta_stream import DeltaStream, call_soon
 from rollout.server.errors import DrainingError, QueueFullError
 from rollout.server.http_metrics import HttpMetrics
 from rollout.server.samples import Sample
@@ -243,9 +243,7 @@ class Serving:
             if not self._named[rid]:
                 del self._named[rid]
 
-        ticket.future.add_done_callback(
-            lambda _: None if event_loop.is_closed() else event_loop.call_soon_threadsafe(forget)
-        )
+        ticket.future.add_done_callback(lambda _: call_soon(event_loop, forget))
 
     # Ending
 

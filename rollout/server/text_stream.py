@@ -20,9 +20,10 @@ class Detokenizer:
     punctuation.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         """``tokenizer``: a transformers tokenizer."""
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._cleans_up = bool(tokenizer.clean_up_tokenization_spaces)
         self.byte_ids = frozenset(_byte_ids(tokenizer))
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -30,7 +31,8 @@ class Detokenizer:
         """Left out of a text, wherever they stand: a run of byte pieces goes on across them."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        skip = self._skip_special_tokens
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
 
     def uncertain_len(self, text: str) -> int:
         """How many characters at the end of ``text`` may change; it does not end in a byte piece.

@@ -1,0 +1,90 @@
+"""Pausing, continuing, aborting, flushing: what a trainer does between its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from rollout.engine_protocol import Engine
+from rollout.errors import InvalidInputError
+from rollout.server.auth import require_admin
+from rollout.server.serving import Serving
+from rollout.types import PauseMode
+
+_LONGEST_WAIT = 600.0  # seconds
+
+
+class AbortBody(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(BaseModel):
+    mode: PauseMode = PauseMode.ABORT
+
+
+def user_routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["sglang"])
+    check_admin = require_admin(serving.config)
+
+    @router.post("/abort_request")
+    async def abort_request(body: AbortBody, request: Request) -> dict[str, int]:
+        """End one request, whoever knows its rid, or all of them, which takes the admin key.
+
+        They answer with what they have and finish type abort. What has ended is no error.
+        """
+        if body.abort_all:
+            await check_admin(request)
+            return {"aborted": await asyncio.wrap_future(serving.loop.abort_all())}
+        if not body.rid:
+            raise InvalidInputError("rid", body.rid, "name a request, or set abort_all")
+        return {"aborted": serving.abort(body.rid)}
+
+    return router
+
+
+def admin_routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["sglang"])
+
+    @router.post("/pause_generation")
+    async def pause_generation(body: PauseBody) -> dict[str, str]:
+        """Run nothing until `/continue_generation`: new requests wait, running ones do as ``mode``
+        says (abort, retract, in_place)."""
+        await serving.call(lambda engine: engine.pause_generation(body.mode))
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    @router.post("/continue_generation")
+    async def continue_generation() -> dict[str, str]:
+        await serving.call(lambda engine: engine.continue_generation())
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache(
+        timeout: float = Query(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False),
+    ) -> JSONResponse:
+        """Drop the prefix cache, which takes an idle engine: else 400, after ``timeout`` seconds.
+
+        The corpus that drafts come from stays.
+        """
+        deadline = time.monotonic() + timeout
+        while not await serving.call(_flush):
+            if time.monotonic() >= deadline:
+                message = f"{serving.num_unfinished} requests are running or waiting"
+                return JSONResponse({"success": False, "message": message}, 400)
+            await asyncio.sleep(0.05)
+        return JSONResponse({"success": True, "message": "Cache flushed."})
+
+    return router
+
+
+def _flush(engine: Engine) -> bool:
+    if engine.has_unfinished:
+        return False
+    engine.flush_cache()
+    return True

@@ -1,0 +1,174 @@
+"""Rollouts in sglang's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.encoding import PromptEncoder
+from rollout.server.sglang.generate_body import Question
+from rollout.stopping import completed_stop, cut_at_stop
+from rollout.types import FinishReason, Rollout, TokenExtras
+
+_LOWEST = -3.4e38  # JSON has no infinity
+
+
+class AnswerWriter:
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+
+    def text(self, question: Question, rollout: Rollout) -> str:
+        """What ended it is left out, a stop token or a stop string, unless ``no_stop_trim``."""
+        if self._encoder.tokenizer is None:
+            return ""
+        skips = question.skip_special_tokens
+        decode = self._encoder.decode if skips else self._encoder.decode_with_specials
+        ids = rollout.token_ids
+        if question.no_stop_trim or rollout.finish_reason is not FinishReason.STOP:
+            return decode(ids)
+        if isinstance(self._matched(question, rollout), int):
+            return decode(ids[:-1])
+        return cut_at_stop(decode(ids), len(decode(ids[:-1])), question.params.stop)
+
+    def answer(
+        self,
+        question: Question,
+        rollout: Rollout,
+        prompt_logprobs: dict[str, Any],
+        weight_version: int,
+        seconds: float,
+    ) -> dict[str, Any]:
+        """``weight_version``: the engine's, for a rollout without tokens."""
+        stats, count = rollout.stats, len(rollout.token_ids)
+        versions = rollout.weight_versions
+        meta = {
+            **self.meta(question, rollout.sample_index, versions or [weight_version], count),
+            "finish_reason": self._finish_reason(question, rollout),
+            "cached_tokens": stats.cached_tokens,
+            "weight_versions": [
+                {"version": str(version), "start": start, "end": end}
+                for version, start, end in rollout.weight_version_spans
+            ],
+            "num_retractions": stats.preemptions,
+            "e2e_latency": seconds,
+            "request_seed": rollout.seed,
+            "spec_verify_ct": stats.verify_steps,
+            "spec_accept_token_num": stats.accepted,
+            "spec_draft_token_num": stats.drafted,
+            "spec_accept_length": stats.accept_length,
+            "spec_accept_rate": stats.accepted / stats.drafted if stats.drafted else 0.0,
+            **self.output_logprobs(question, rollout.token_ids, rollout.logprobs, rollout.extras),
+            **prompt_logprobs,
+        }
+        return {
+            "text": self.text(question, rollout),
+            "output_ids": rollout.token_ids,
+            "meta_info": meta,
+        }
+
+    def scored(
+        self,
+        question: Question,
+        prompt_logprobs: dict[str, Any],
+        weight_version: int,
+        seconds: float,
+    ) -> dict[str, Any]:
+        """Of a prompt for which nothing is generated."""
+        meta = {
+            **self.meta(question, 0, [weight_version], 0),
+            "finish_reason": {"type": "length", "length": 0},
+            "cached_tokens": 0,
+            "e2e_latency": seconds,
+            **self.output_logprobs(question, [], [], TokenExtras()),
+            **prompt_logprobs,
+        }
+        return {"text": "", "output_ids": [], "meta_info": meta}
+
+    def meta(
+        self, question: Question, sample_index: int, versions: Sequence[int], count: int
+    ) -> dict[str, Any]:
+        """What is known of a sample from its first token on."""
+        return {
+            "id": question.sample_rid(sample_index),
+            "finish_reason": None,
+            "prompt_tokens": len(question.prompt_ids),
+            "completion_tokens": count,
+            "weight_version": str(versions[-1]),
+            "seed": question.params.seed,
+        }
+
+    def output_logprobs(
+        self,
+        question: Question,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        extras: TokenExtras,
+    ) -> dict[str, Any]:
+        if not question.return_logprob:
+            return {}
+        found: dict[str, Any] = {
+            "output_token_logprobs": self._triples(question, logprobs, token_ids),
+            "output_token_logprobs_length": len(token_ids),
+        }
+        if question.params.top_logprobs:
+            found["output_top_logprobs"] = self._tops(question, extras)
+        return found
+
+    def prompt_logprobs(
+        self, question: Question, logprobs: Sequence[float], extras: TokenExtras
+    ) -> dict[str, Any]:
+        """Of the prompt's tokens from ``score_from`` on; the very first follows nothing: null.
+
+        ``logprobs``: of those that follow something.
+        """
+        if not question.return_logprob:
+            return {}
+        if question.score_from is None:
+            return {"input_token_logprobs": []}
+        ids = question.prompt_ids[question.score_from :]
+        unscored = len(ids) - len(logprobs)  # the first token of all, if it is among them
+        none: list[None] = [None] * unscored
+        found: dict[str, Any] = {
+            "input_token_logprobs": self._triples(question, [*none, *logprobs], ids)
+        }
+        if question.params.top_logprobs:
+            found["input_top_logprobs"] = [*none, *self._tops(question, extras)]
+        return found
+
+    def _tops(self, question: Question, extras: TokenExtras) -> list[list[list[Any]]]:
+        return [
+            self._triples(
+                question,
+                [max(logprob, _LOWEST) for _, logprob in top],
+                [token for token, _ in top],
+            )
+            for top in extras.top_logprobs
+        ]
+
+    def _triples(
+        self, question: Question, logprobs: Sequence[float | None], token_ids: Sequence[int]
+    ) -> list[list[Any]]:
+        spells = question.text_in_logprobs and self._encoder.tokenizer is not None
+        spell = self._encoder.decode_with_specials
+        return [
+            [logprob, token, spell([token]) if spells else None]
+            for logprob, token in zip(logprobs, token_ids, strict=True)
+        ]
+
+    def _finish_reason(self, question: Question, rollout: Rollout) -> dict[str, Any]:
+        match rollout.finish_reason:
+            case FinishReason.STOP:
+                return {"type": "stop", "matched": self._matched(question, rollout)}
+            case FinishReason.LENGTH:
+                return {"type": "length", "length": len(rollout.token_ids)}
+            case FinishReason.ABORT:
+                return {"type": "abort", "message": "aborted: resubmit with what there is"}
+            case FinishReason.ERROR:
+                return {"type": "abort", "message": rollout.error, "status_code": 500}
+
+    def _matched(self, question: Question, rollout: Rollout) -> int | str:
+        """What ended it: a stop string, or the last token."""
+        params, ids = question.params, rollout.token_ids
+        if ids[-1] in params.stop_token_ids or not params.stop:
+            return ids[-1]
+        return completed_stop(params.stop, ids, self._encoder.decode_with_specials) or ids[-1]

@@ -1,0 +1,187 @@
+"""What `/generate` is asked: sglang's body, taken apart into one question per prompt."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from rollout.errors import InvalidInputError
+from rollout.server.samples import Sample
+from rollout.server.serving import Serving
+from rollout.server.sglang.fields import refuse_unknown
+from rollout.server.sglang.sampling_body import SamplingBody
+from rollout.types import Prompt, SamplingParams
+
+T = TypeVar("T")
+
+_HARMLESS = frozenset(
+    {
+        # Where a request runs, and next to what:
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "conversation_id",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+        "extra_key",
+        "priority",
+        "routed_dp_rank",
+        "routing_key",
+        "session_id",
+        # What is noted of it:
+        "external_trace_header",
+        "log_metrics",
+        "no_logs",
+        "return_bytes",
+        "routed_experts_start_len",  # where nothing is routed
+        "sampling_logprobs_mode",
+        "use_audio_in_video",
+    }
+)
+
+
+class GenerateBody(BaseModel):
+    """One prompt, or several: then every field may be a list with a value for each."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None  # -1: no prompt token is scored
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One prompt, with all that is asked of it."""
+
+    rid: str
+    prompt_ids: list[int]
+    prompt_index: int
+    params: SamplingParams
+    request_seed: int | None
+    generates: bool  # else the prompt is scored alone
+    skip_special_tokens: bool
+    no_stop_trim: bool
+    return_logprob: bool
+    score_from: int | None  # the first prompt token whose logprob is asked for
+    text_in_logprobs: bool
+
+    def sample_rid(self, sample_index: int) -> str:
+        return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
+
+    def samples(self) -> list[Sample]:
+        return [
+            Sample(
+                prompt_ids=self.prompt_ids,
+                params=self.params,
+                prompt_index=self.prompt_index,
+                sample_index=index,
+                request_seed=self.request_seed,
+                rid=self.sample_rid(index),
+            )
+            for index in range(self.params.n if self.generates else 0)
+        ]
+
+
+async def questions_of(body: GenerateBody, serving: Serving) -> tuple[list[Question], bool]:
+    """The questions, and whether the answer is one object rather than a list.
+
+    Raises InvalidInputError.
+    """
+    refuse_unknown(body.model_extra, _HARMLESS)
+    prompts, is_single = _prompts(body)
+    count = len(prompts)
+    serving.require_batch(count)
+    sampling = _each(body.sampling_params, count, "sampling_params", SamplingBody())
+    wants_logprob = _each(body.return_logprob, count, "return_logprob", False)
+    starts = _each(body.logprob_start_len, count, "logprob_start_len", -1)
+    tops = _each(body.top_logprobs_num, count, "top_logprobs_num", 0)
+    rids = _rids(body.rid, count, is_single)
+    seed = serving.fresh_seed()  # of all prompts that bring none: their indices tell them apart
+    params = [
+        each.to_params(
+            fresh_seed=lambda: seed,
+            max_context_len=serving.max_context_len,
+            top_logprobs=top if wanted else 0,
+        )
+        for each, top, wanted in zip(sampling, tops, wants_logprob, strict=True)
+    ]
+    serving.require_batch(sum(each.n for each in params))
+    field = "input_ids" if body.text is None else "text"
+    all_ids = await serving.encode(prompts, field)
+    questions = [
+        Question(
+            rid=rids[index],
+            prompt_ids=prompt_ids,
+            prompt_index=index,
+            params=params[index],
+            request_seed=_request_seed(sampling[index], params[index]),
+            generates=sampling[index].generates,
+            skip_special_tokens=sampling[index].skip_special_tokens is not False,
+            no_stop_trim=bool(sampling[index].no_stop_trim),
+            return_logprob=wants_logprob[index],
+            score_from=_score_from(starts[index], wants_logprob[index], prompt_ids),
+            text_in_logprobs=bool(body.return_text_in_logprobs),
+        )
+        for index, prompt_ids in enumerate(all_ids)
+    ]
+    for question in questions:
+        serving.check_prompt_len(len(question.prompt_ids))
+    return questions, is_single and questions[0].params.n == 1
+
+
+def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
+    """And whether it was one that came alone."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidInputError("text", None, "give either text or input_ids")
+    given: Any = body.input_ids if body.text is None else body.text
+    is_batch = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
+    is_empty_batch = body.text == []
+    return (given, False) if is_batch or is_empty_batch else ([given], True)
+
+
+def _each(value: T | list[T] | None, count: int, field: str, default: T) -> list[T]:
+    """One for each prompt."""
+    if value is None:
+        return [default] * count
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidInputError(field, f"{len(value)} values", f"must be one, or {count}: one each")
+    return value
+
+
+def _rids(rid: str | list[str] | None, count: int, is_single: bool) -> list[str]:
+    base = uuid.uuid4().hex if rid is None else rid
+    if isinstance(base, str) and not is_single:
+        return [f"{base}_{index}" for index in range(count)]
+    rids = _each(base, count, "rid", "")
+    if not all(rids):
+        raise InvalidInputError("rid", "", "must not be empty")
+    return rids
+
+
+def _request_seed(sampling: SamplingBody, params: SamplingParams) -> int | None:
+    if sampling.request_seed is not None and params.n != 1:
+        raise InvalidInputError(
+            "sampling_params.request_seed", sampling.request_seed, "is one sample's: needs n=1"
+        )
+    return sampling.request_seed
+
+
+def _score_from(start: int, wanted: bool, prompt_ids: list[int]) -> int | None:
+    if not -1 <= start <= len(prompt_ids):
+        raise InvalidInputError(
+            "logprob_start_len", start, f"must be -1, or in [0, {len(prompt_ids)}] of this prompt"
+        )
+    return start if wanted and start >= 0 else None

@@ -1,0 +1,143 @@
+"""What model is served, how, and how busy it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+
+from rollout.engine_status import EngineStatus
+from rollout.server.serving import Serving
+
+_SECRETS = frozenset({"api_key", "admin_key"})
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["sglang"])
+    model_info = _model_info(serving)
+
+    @router.get("/get_weight_version")
+    async def get_weight_version() -> dict[str, str]:
+        found = await serving.call(lambda engine: engine.weight_version)
+        return {"weight_version": str(found)}
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def get_model_info() -> dict[str, Any]:
+        found = await serving.call(lambda engine: engine.weight_version)
+        return {**model_info, "weight_version": str(found)}
+
+    @router.get("/server_info")
+    @router.get("/get_server_info")
+    async def get_server_info() -> dict[str, Any]:
+        """The configuration, without keys, and what the engine is doing."""
+        status = await serving.call(lambda engine: engine.status())
+        return {
+            **_server_arguments(serving),
+            "max_total_num_tokens": status.kv_slots,
+            "startup_time": serving.started,
+            "version": version("specrollout"),
+            "internal_states": [_load(serving, status)],
+        }
+
+    @router.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        """How busy it is. The number of requests is of now, whatever the engine is doing."""
+        status = await serving.call(lambda engine: engine.status())
+        return {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": version("specrollout"),
+            "loads": [_load(serving, status)],
+        }
+
+    @router.get("/get_load")
+    async def load() -> list[dict[str, Any]]:
+        status = await serving.call(lambda engine: engine.status())
+        found = _load(serving, status)
+        return [
+            {
+                "dp_rank": 0,
+                "num_reqs": found["num_total_reqs"],
+                "num_waiting_reqs": found["num_waiting_reqs"],
+                "num_tokens": found["num_used_tokens"],
+            }
+        ]
+
+    return router
+
+
+def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:
+    unfinished = serving.num_unfinished
+    running = min(status.running, unfinished)
+    total = status.total
+    return {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": unfinished - running,
+        "num_total_reqs": unfinished,
+        "num_used_tokens": status.kv_used,
+        "max_total_num_tokens": status.kv_slots,
+        "max_running_requests": serving.serve_config.scheduler.max_running,
+        "token_usage": status.kv_used / status.kv_slots,
+        "speculative": {
+            "accept_length": total.accept_length,
+            "accept_rate": total.accepted / total.drafted if total.drafted else 0.0,
+        },
+        "queues": {"waiting": unfinished - running},
+    }
+
+
+def _server_arguments(serving: Serving) -> dict[str, Any]:
+    config = serving.serve_config
+    own = {name: value for name, value in _as_dict(config.server).items() if name not in _SECRETS}
+    return {
+        # sglang's names
+        "model_path": serving.model_path,
+        "served_model_name": serving.model_name,
+        "tokenizer_path": config.model.tokenizer or serving.model_path,
+        "host": config.server.host,
+        "port": config.server.port,
+        "context_length": serving.max_context_len,
+        "random_seed": serving.seed,
+        "max_running_requests": config.scheduler.max_running,
+        "chunked_prefill_size": config.scheduler.chunk_len,
+        "tp_size": 1,
+        "pp_size": 1,
+        "ep_size": 1,
+        "dp_size": config.cluster.replicas,
+        "nnodes": 1,
+        "node_rank": 0,
+        # ours
+        "server": own,
+        "spec": config.spec,
+        "cluster": _as_dict(config.cluster),
+        "memory": _as_dict(config.memory),
+        "scheduler": _as_dict(config.scheduler),
+        "exact": config.exact,
+    }
+
+
+def _model_info(serving: Serving) -> dict[str, Any]:
+    config = json.loads((Path(serving.model_path) / "config.json").read_text())
+    return {
+        "model_path": serving.model_path,
+        "served_model_name": serving.model_name,
+        "tokenizer_path": serving.serve_config.model.tokenizer or serving.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": config.get("model_type"),
+        "architectures": config.get("architectures"),
+    }
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config)
