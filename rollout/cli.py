@@ -37,6 +37,7 @@ DEFAULT_OUTPUT = "rollouts.jsonl"
 # Imported when asked for: the engine's packages know of no worker, and reports need no torch.
 SUBCOMMANDS = {
     "report": "rollout.report.command:run_report",
+    "serve": "rollout.server.command:run_serve",
     "train-draft": "spec_workers.draft_training.command:run_train_draft",
 }
 
@@ -74,9 +75,14 @@ def _subcommand(target: str, arguments: list[str]) -> int:
     except RolloutError as error:
         _print_error(str(error))
         return EXIT_BAD_INPUT if isinstance(error, InvalidInputError) else EXIT_ERROR
+    except OmegaConfBaseException as error:
+        _print_error(str(error))
+        return EXIT_BAD_INPUT
     except OSError as error:  # names its file
         _print_error(str(error))
         return EXIT_ERROR
+    except KeyboardInterrupt:  # before it was ready to end well
+        return EXIT_SIGNAL + 2
 
 
 class _Command:

@@ -12,6 +12,7 @@ from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
 from rollout.server.page import page, status
+from rollout.server.same_origin import SameOrigin
 from rollout.server.serving import Serving
 from rollout.server.sglang import control, corpora, generate, info, memory, weights
 
@@ -41,6 +42,7 @@ ADMIN: tuple[Routes, ...] = (
 
 def make_app(serving: Serving) -> FastAPI:
     app = FastAPI(title="specrollout", docs_url=None, redoc_url=None)
+    app.add_middleware(SameOrigin, config=serving.config)
     app.add_middleware(BodyLimit, config=serving.config)
     app.add_middleware(CountRequests, metrics=serving.http_metrics)  # the last is the outermost
     add_error_handlers(app)

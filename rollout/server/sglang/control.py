@@ -13,6 +13,7 @@ from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.auth import require_admin
 from rollout.server.serving import Serving
+from rollout.server.sglang.changes import Answer, change
 from rollout.types import PauseMode
 
 _LONGEST_WAIT = 600.0  # seconds
@@ -53,16 +54,25 @@ def admin_routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["sglang"])
 
     @router.post("/pause_generation")
-    async def pause_generation(body: PauseBody) -> dict[str, str]:
+    async def pause_generation(body: PauseBody) -> JSONResponse:
         """Run nothing until `/continue_generation`: new requests wait, running ones do as ``mode``
         says (abort, retract, in_place)."""
-        await serving.call(lambda engine: engine.pause_generation(body.mode))
-        return {"message": "Generation paused successfully.", "status": "ok"}
+
+        def pause(engine: Engine) -> Answer:
+            engine.pause_generation(body.mode)
+            return {"message": "generation is paused", "status": "ok"}
+
+        return await change(serving, pause)
 
     @router.post("/continue_generation")
-    async def continue_generation() -> dict[str, str]:
-        await serving.call(lambda engine: engine.continue_generation())
-        return {"message": "Generation continued successfully.", "status": "ok"}
+    async def continue_generation() -> JSONResponse:
+        """And commit the weights that came while it was paused."""
+
+        def go_on(engine: Engine) -> Answer:
+            serving.open_update.continue_generation(engine)
+            return {"message": "generation goes on", "status": "ok"}
+
+        return await change(serving, go_on)
 
     @router.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache(

@@ -37,60 +37,64 @@ def routes(serving: Serving) -> APIRouter:
     @router.get("/get_server_info")
     async def get_server_info() -> dict[str, Any]:
         """The configuration, without keys, and what the engine is doing."""
-        status = await serving.call(lambda engine: engine.status())
+        known = await serving.status_cache.latest()
         return {
             **_server_arguments(serving),
-            "max_total_num_tokens": status.kv_slots,
             "startup_time": serving.started,
             "version": version("specrollout"),
-            "internal_states": [_load(serving, status)],
+            "internal_states": [_load(serving, known.status)],
         }
 
     @router.get("/v1/loads")
     async def loads() -> dict[str, Any]:
         """How busy it is. The number of requests is of now, whatever the engine is doing."""
-        status = await serving.call(lambda engine: engine.status())
+        known = await serving.status_cache.latest()
         return {
             "timestamp": datetime.now(UTC).isoformat(),
             "version": version("specrollout"),
-            "loads": [_load(serving, status)],
+            "loads": [_load(serving, known.status)],
         }
 
     @router.get("/get_load")
     async def load() -> list[dict[str, Any]]:
-        status = await serving.call(lambda engine: engine.status())
-        found = _load(serving, status)
+        known = await serving.status_cache.latest()
+        found = _load(serving, known.status)
         return [
             {
                 "dp_rank": 0,
                 "num_reqs": found["num_total_reqs"],
                 "num_waiting_reqs": found["num_waiting_reqs"],
-                "num_tokens": found["num_used_tokens"],
+                "num_tokens": found.get("num_used_tokens", 0),
             }
         ]
 
     return router
 
 
-def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:
+def _load(serving: Serving, status: EngineStatus | None) -> dict[str, Any]:
+    """``status``: perhaps of a while ago; None before the first."""
     unfinished = serving.num_unfinished
-    running = min(status.running, unfinished)
-    total = status.total
-    return {
+    running = 0 if status is None else min(status.running, unfinished)
+    load = {
         "timestamp": time.time(),
         "dp_rank": 0,
         "num_running_reqs": running,
         "num_waiting_reqs": unfinished - running,
         "num_total_reqs": unfinished,
+        "max_running_requests": serving.serve_config.scheduler.max_running,
+        "queues": {"waiting": unfinished - running},
+    }
+    if status is None:
+        return load
+    total = status.total
+    return load | {
         "num_used_tokens": status.kv_used,
         "max_total_num_tokens": status.kv_slots,
-        "max_running_requests": serving.serve_config.scheduler.max_running,
         "token_usage": status.kv_used / status.kv_slots,
         "speculative": {
             "accept_length": total.accept_length,
             "accept_rate": total.accepted / total.drafted if total.drafted else 0.0,
         },
-        "queues": {"waiting": unfinished - running},
     }
 
 

@@ -1,0 +1,166 @@
+"""`specrollout serve`: load the model, listen, and finish what was begun before ending."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import hydra
+import rich
+import uvicorn
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rollout.cluster.opening import open_engine
+from rollout.errors import InvalidInputError, RolloutError
+from rollout.offline.progress import loading_model
+from rollout.server.app import make_app
+from rollout.server.config import LogLevel, ServeConfig, ServerConfig
+from rollout.server.serving import Serving
+
+log = logging.getLogger(__name__)
+
+_LAST_BYTES_SECONDS = 5  # that readers have for answers which are complete when the server ends
+
+
+def run_serve(arguments: Sequence[str]) -> None:
+    """Ends after Ctrl-C or SIGTERM. Raises InvalidInputError, what the model's loading raises, and
+    OmegaConf's errors for keys and values that do not fit."""
+    register_serve_schema()
+    failures: list[Exception] = []  # Hydra would print them with a traceback of its own
+
+    @hydra.main(config_path="pkg://rollout.conf", config_name="serve", version_base="1.3")
+    def run(config: DictConfig) -> None:
+        try:
+            serve(serve_config_from(config))
+        except (RolloutError, OmegaConfBaseException, OSError) as error:
+            failures.append(error)
+
+    sys.argv = [sys.argv[0], *arguments]  # from where Hydra reads them
+    run()
+    if failures:
+        raise failures[0]
+
+
+def register_serve_schema() -> None:
+    """Types and checks for conf/serve.yaml, under the name by which its defaults list asks."""
+    ConfigStore.instance().store(name="serve_schema", node=ServeConfig, provider="specrollout")
+
+
+def serve_config_from(config: DictConfig) -> ServeConfig:
+    """The composed configuration as checked dataclasses. Raises InvalidInputError."""
+    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise InvalidInputError("--multirun", True, "a server is one")
+    for name in OmegaConf.missing_keys(config):
+        example = ", for example model.path=my/model" if name == "model.path" else ""
+        raise InvalidInputError(name, None, f"must be given{example} (specrollout serve --help)")
+    return cast(ServeConfig, OmegaConf.to_object(config))
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve until a signal comes. Raises InvalidInputError for an address that cannot be had."""
+    _set_log_levels(config.server.log_level)
+    with contextlib.closing(_bound(config.server)) as listener:  # before the model is waited for
+        with loading_model(rich.get_console(), config.model.path) as told:
+            engine = open_engine(config.engine, config.spec, config.cluster, told)
+        with contextlib.closing(engine), contextlib.closing(Serving(engine, config)) as serving:
+            server = _Server(
+                uvicorn.Config(
+                    make_app(serving),
+                    log_config=None,
+                    access_log=config.server.access_log,
+                    lifespan="off",
+                    server_header=False,
+                    timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+                )
+            )
+            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+                runner.run(_until_stopped(server, serving, listener))
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """They are ours: uvicorn would close its door before what runs has ended."""
+        yield
+
+
+async def _until_stopped(server: _Server, serving: Serving, listener: socket.socket) -> None:
+    """The first signal drains, the second ends at once."""
+    event_loop = asyncio.get_running_loop()
+    stop = event_loop.create_future()
+    running = event_loop.create_task(server.serve([listener]))
+    draining: asyncio.Task[None] | None = None
+
+    def on_signal() -> None:
+        if not stop.done():
+            stop.set_result(None)
+        elif draining is not None:
+            draining.cancel()
+            server.force_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        event_loop.add_signal_handler(number, on_signal)
+    while not server.started and not running.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        _say_ready(serving, listener)
+    await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.done():
+        if serving.num_unfinished:
+            seconds = serving.config.drain_seconds
+            log.info(
+                "stopping: %d requests have %g seconds to finish; once more: at once",
+                serving.num_unfinished,
+                seconds,
+            )
+        draining = event_loop.create_task(serving.drain())
+        await asyncio.wait({draining})
+        server.should_exit = True
+    await running
+
+
+def _say_ready(serving: Serving, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    config = serving.config
+    if config.api_key is not None and config.admin_key is None:
+        log.warning(
+            "calls that change weights, corpora or memory are refused: SPECROLLOUT_ADMIN_KEY is "
+            "not set"
+        )
+    keys = "without keys, for this machine alone" if config.is_loopback else "with an api key"
+    if config.is_loopback and config.api_key is not None:
+        keys = "with an api key, for this machine alone"
+    log.info("serving %s at %s (%s)", serving.model_name, url, keys)
+
+
+def _bound(config: ServerConfig) -> socket.socket:
+    """A socket that nobody can connect to yet. Raises InvalidInputError."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:  # a name that is unknown, a port that is taken
+        raise InvalidInputError(
+            "server.port", config.port, f"cannot listen on {config.host}: {error.strerror}"
+        ) from error
+    return bound
+
+
+def _set_log_levels(level: LogLevel) -> None:
+    logging.getLogger().setLevel(level.value.upper())
+    if level is not LogLevel.debug:  # what it says at info, we say in one line
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
