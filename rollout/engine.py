@@ -107,6 +107,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         return self.worker.max_context_len
 
     @property
+    def max_sequence_len(self) -> int:
+        """Likewise, as far as the KV slots reach too."""
+        return self.worker.memory.max_sequence_len
+
+    @property
     def lockstep(self) -> bool:
         """Other ranks wait in its forwards: see `step`."""
         return self.worker.lockstep
@@ -325,6 +330,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
             counters=self.worker.counters(),
             learned=self.learned(),
             corpora=() if self.worker.draft_corpus is None else tuple(self.external_corpora()),
+            corpus_tokens=self.corpus_tokens,
         )
 
     def flush_cache(self) -> None:

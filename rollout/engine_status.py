@@ -26,4 +26,5 @@ class EngineStatus:
     counters: Mapping[str, float]  # the worker's own
     learned: Mapping[str, Any]  # JSON-able: the cost curve, what drafts are worth, ...
     corpora: tuple[ExternalCorpus, ...] = ()
+    corpus_tokens: int | None = None  # that drafts are made from; None without a corpus
     replicas: Mapping[str, EngineStatus] = field(default_factory=dict)  # by name; of a cluster

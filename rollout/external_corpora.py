@@ -89,6 +89,12 @@ class CorpusCalls:
         corpus.publish()
         return corpus.external_corpora()
 
+    @property
+    def corpus_tokens(self) -> int | None:
+        """Tokens that drafts are made from, external corpora included; None without a corpus."""
+        corpus = self.worker.draft_corpus
+        return None if corpus is None else corpus.num_tokens
+
     def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
         """`external_corpora` when none is loading any more; failed ones say why.
 

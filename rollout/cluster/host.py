@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rollout.cluster.messages import ReplicaFacts, Report, Submission
+from rollout.cluster.messages import Answer, ReplicaFacts, Report, Submission
 from rollout.cluster.news import News
 from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
@@ -47,12 +47,25 @@ class ReplicaHost:
         async with self._turns.take(turn):
             self._news.abort(request_ids)
 
-    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What the engine's method gives, between two steps."""
+    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Answer:
+        """The engine's method, between two steps."""
+
+        def run(engine: RolloutEngine) -> Answer:
+            value, error = None, None
+            try:
+                value = getattr(engine, method)(*args, **kwargs)
+            except Exception as raised:  # the caller's
+                error = raised
+            return Answer(value=value, error=error, why_not=engine.why_not)
+
         assert self._loop is not None, "open() comes first"
         async with self._turns.take(turn):
-            future = self._loop.call(lambda engine: getattr(engine, method)(*args, **kwargs))
+            future = self._loop.call(run)
         return await asyncio.wrap_future(future)
+
+    async def sync(self, turn: int, serial: int) -> None:
+        async with self._turns.take(turn):
+            self._news.sync(serial)
 
     async def report(self) -> Report:
         """Returns when there is something to report. Asked for one at a time."""

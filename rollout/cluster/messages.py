@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rollout.engine_metrics import EngineMetrics, StepMetrics
+from rollout.cluster.totals import ClusterMetrics
+from rollout.engine_metrics import StepMetrics
 from rollout.engine_status import EngineStatus
 from rollout.types import FinishReason, RequestStats, SamplingParams, TokenExtras
 
@@ -47,9 +49,19 @@ class Report:
 
     grown: list[Growth]
     ended: list[Ended]
-    total: EngineMetrics
+    total: ClusterMetrics
     last_step: StepMetrics
     status: EngineStatus | None  # once in a while
+    serial: int  # of the latest sync before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To a call of one of the engine's methods."""
+
+    value: Any
+    error: Exception | None
+    why_not: str  # of the engine, after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import time
 from concurrent.futures import Future
 
 from rollout.cluster.messages import Ended, Growth, Report, Submission
+from rollout.cluster.totals import ClusterMetrics
 from rollout.engine import RolloutEngine
 from rollout.engine_loop import EngineLoop, Ticket
 from rollout.types import FinishReason, Request, RequestStats, Rollout, TokenExtras
@@ -65,10 +65,12 @@ class News:
         self._growing = asyncio.Event()  # tokens: every so many seconds
         self._reported_at = 0.0
         self._running: dict[int, _Running] = {}  # the event loop's
+        self._serial = 0
+        self._owes_status = False
         # The engine loop's thread alone:
         self._grown: dict[int, tuple[_Running, Request]] = {}
         self._ended: list[Ended] = []
-        self._status_at = 0.0
+        self._status_at = 0.0  # read by the event loop too
 
     def submit(self, submission: Submission) -> None:
         running = _Running(submission.request_id)
@@ -96,18 +98,34 @@ class News:
             if running is not None and running.ticket is not None:
                 running.ticket.abort()
 
+    def sync(self, serial: int) -> None:
+        self._serial = serial
+        self._growing.set()
+        self._due.set()
+
     async def report(self) -> Report:
-        await self._growing.wait()
+        with contextlib.suppress(TimeoutError):  # then it is for the status alone
+            await asyncio.wait_for(self._growing.wait(), self._seconds_to_status())
         self._growing.clear()
         rest = self._reported_at + self._seconds - time.monotonic()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._due.wait(), max(0.0, rest))
         self._due.clear()
-        report = await asyncio.wrap_future(self._loop.call(self._collect))
+        serial = self._serial
+        report = await asyncio.wrap_future(
+            self._loop.call(lambda engine: self._collect(engine, serial))
+        )
         for ended in report.ended:
             del self._running[ended.growth.request_id]
         self._reported_at = time.monotonic()
+        self._owes_status = report.status is None
         return report
+
+    def _seconds_to_status(self) -> float | None:
+        """None while nothing has happened since the last one."""
+        if not self._owes_status:
+            return None
+        return max(0.0, self._status_at + _SECONDS_BETWEEN_STATUSES - time.monotonic())
 
     # On the engine loop's thread
 
@@ -135,7 +153,7 @@ class News:
         self._wake(self._growing)
         self._wake(self._due)
 
-    def _collect(self, engine: RolloutEngine) -> Report:
+    def _collect(self, engine: RolloutEngine, serial: int) -> Report:
         grown, self._grown = self._grown, {}
         ended, self._ended = self._ended, []
         status = None
@@ -154,9 +172,10 @@ class News:
                 for running, request in grown.values()
             ],
             ended=ended,
-            total=copy.copy(engine.metrics()),
+            total=ClusterMetrics.of(engine.metrics()),
             last_step=engine.last_step,
             status=status,
+            serial=serial,
         )
 
     def _wake(self, event: asyncio.Event) -> None:

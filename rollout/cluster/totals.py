@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Self
 
 from rollout.engine_metrics import EngineMetrics, StepMetrics
 
-_OWN = ("first_rollout_seconds",)
+
+@dataclass(kw_only=True, slots=True)
+class ClusterMetrics(EngineMetrics):
+    """Of engines in other processes: at a moment, their memory read there."""
+
+    memory_bytes: int = 0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Peak resident memory of their processes, added up."""
+        return self.memory_bytes
+
+    @classmethod
+    def of(cls, metrics: EngineMetrics) -> Self:
+        """A copy, of this process's engine."""
+        counters = {each.name: getattr(metrics, each.name) for each in fields(EngineMetrics)}
+        return cls(**counters, memory_bytes=metrics.peak_memory_bytes)
 
 
-def sum_of_metrics(each: Iterable[EngineMetrics]) -> EngineMetrics:
+def sum_of_metrics(each: Iterable[ClusterMetrics]) -> ClusterMetrics:
     """Counters and times added up; the first rollout is the first of any."""
-    total = EngineMetrics()
+    total = ClusterMetrics()
     firsts = []
     for metrics in each:
         for name in _COUNTERS:
@@ -34,7 +51,9 @@ def sum_of_steps(step: int, each: Iterable[StepMetrics]) -> StepMetrics:
     return total
 
 
-_COUNTERS = [field.name for field in fields(EngineMetrics) if field.name not in _OWN]
+_COUNTERS = [
+    field.name for field in fields(ClusterMetrics) if field.name != "first_rollout_seconds"
+]
 _STEP_LARGEST = [
     field.name
     for field in fields(StepMetrics)

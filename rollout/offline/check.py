@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.engine import RolloutEngine
+from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline.arrow import ColumnTypes
 from rollout.offline.config import OnError
@@ -76,7 +76,7 @@ def check_rows(
 
 
 def check_tokens(
-    checked: CheckedPrompts, engine: RolloutEngine, params: SamplingParams, on_error: OnError
+    checked: CheckedPrompts, engine: Engine, params: SamplingParams, on_error: OnError
 ) -> None:
     """What takes a tokenizer and the sizes of model and memory. Raises as `check_rows` does."""
     broken = []
@@ -93,15 +93,15 @@ def check_tokens(
     _handle(broken, checked, on_error)
 
 
-def _check_prompt(engine: RolloutEngine, prompt: Prompt, params: SamplingParams) -> None:
+def _check_prompt(engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
     """Raises what submitting the prompt would; computes nothing.
 
     The engine would end a rollout where the KV slots do. A job refuses to begin: its output must
     not depend on how much memory was free.
     """
     prompt_len = engine.check(prompt, params)
-    needed = min(prompt_len + params.max_new_tokens, engine.worker.max_context_len)
-    slots = engine.worker.memory.max_sequence_len
+    needed = min(prompt_len + params.max_new_tokens, engine.max_context_len)
+    slots = engine.max_sequence_len
     if needed > slots:
         raise OutOfMemoryError(
             f"prompt of {prompt_len} tokens, with what may be generated, needs {needed} KV "

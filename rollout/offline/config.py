@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollout.cluster.config import ClusterConfig
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.errors import InvalidInputError
 from rollout.types import SamplingParams
@@ -82,6 +83,7 @@ class RunConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     exact: bool = True
     num_threads: int | None = None
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollout.engine import RolloutEngine
+from rollout.cluster.opening import open_with
+from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
 from rollout.offline.config import RunConfig
@@ -78,7 +79,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
             return JobResult(JobStatus.NOTHING_TO_DO, path)
         started = time.perf_counter()
         with loading_model(console, config.model.path) as told:
-            engine = RolloutEngine.from_config(config.engine, factory, told)
+            engine = open_with(config.engine, factory, config.cluster, told)
         at_end.callback(engine.close)
         check_tokens(prompts, engine, config.sampling, config.data.on_error)
         load_seconds = time.perf_counter() - started
@@ -93,6 +94,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
             load_seconds=load_seconds,
             resumed=output.num_done,
             skipped_prompts=len(prompts.skipped),
+            replicas=config.cluster.replicas,
         )
         try:
             with (
@@ -123,7 +125,7 @@ class _Job:
     def __init__(
         self,
         config: RunConfig,
-        engine: RolloutEngine,
+        engine: Engine,
         prompts: CheckedPrompts,
         output: RolloutOutput,
         corpus: JobCorpus,
@@ -135,7 +137,9 @@ class _Job:
         self._corpus = corpus
         self._summary = summary
         self._missing = self._missing_samples(prompts)
-        self._most_submitted = _QUEUED_PER_RUNNING * config.scheduler.max_running
+        self._most_submitted = (
+            _QUEUED_PER_RUNNING * config.scheduler.max_running * config.cluster.replicas
+        )
         self._submitted: dict[tuple[int, int], tuple[PromptRow, int]] = {}  # row, step
         self.failed: list[str] = []
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from rollout.draft_corpus import ExternalState
-from rollout.engine import RolloutEngine
+from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.learned_file import learned_file
 
@@ -27,13 +27,13 @@ class JobCorpus:
     Under the output's lock: half-written files beside ``path`` are of jobs that died.
     """
 
-    def __init__(self, engine: RolloutEngine, path: Path, seconds: float) -> None:
+    def __init__(self, engine: Engine, path: Path, seconds: float) -> None:
         """``seconds`` between two saves; 0: the file is neither read nor written."""
         self._engine = engine
-        self._corpus = engine.worker.draft_corpus
+        self._has_corpus = engine.corpus_tokens is not None
         self._path = path
         self._seconds = seconds
-        self._keeps = self._corpus is not None and seconds > 0  # a file
+        self._keeps = self._has_corpus and seconds > 0  # a file
         self._start = "cold"
         self._saved_at = self._watched_at = time.monotonic()
         self._logged: set[tuple[str, ...]] = set()  # names, with why they were not loaded
@@ -74,7 +74,7 @@ class JobCorpus:
 
     def finish(self) -> list[tuple[str, str]]:
         """Save for the run that goes on, or for the next epoch. Lines for the summary."""
-        if self._corpus is None:
+        if not self._has_corpus:
             return []
         self._report()
         if self._keeps:
@@ -89,7 +89,7 @@ class JobCorpus:
 
     @property
     def _num_tokens(self) -> int:
-        return 0 if self._corpus is None else self._corpus.num_tokens
+        return self._engine.corpus_tokens or 0
 
     def _save(self) -> None:
         try:
@@ -100,7 +100,7 @@ class JobCorpus:
 
     def _report(self) -> None:
         """Log each external corpus once when it is published, each failure once."""
-        if self._corpus is None:
+        if not self._has_corpus:
             return
         for each in self._engine.external_corpora():
             if each.state is ExternalState.PUBLISHED and self._is_news(each.name):

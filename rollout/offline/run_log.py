@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollout.encoding import prompt_group
-from rollout.engine import RolloutEngine
+from rollout.engine_protocol import Engine
 from rollout.metrics import JsonlLog, TensorBoardMetrics
 from rollout.offline.config import RunConfig
 from rollout.types import Rollout
@@ -26,7 +26,7 @@ class RunLog:
     every minute and at the end. `rollout.report` reads them.
     """
 
-    def __init__(self, config: RunConfig, engine: RolloutEngine) -> None:
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
         self._engine = engine
         self._every = config.log.every
         self._closing = ExitStack()
@@ -40,6 +40,7 @@ class RunLog:
             self._board = TensorBoardMetrics(Path(config.log.tensorboard))
             self._closing.callback(self._board.close)
         self._snapshot_at = time.monotonic()
+        self._logged_step = -1  # a cluster's step may pass without news
 
     def rollout(self, rollout: Rollout, submitted_step: int) -> None:
         """Log a rollout that the latest step handed out.
@@ -74,8 +75,9 @@ class RunLog:
         if time.monotonic() - self._snapshot_at >= _SECONDS_BETWEEN_SNAPSHOTS:
             self._snapshot()
         step = self._engine.last_step
-        if step.step % self._every:
+        if step.step % self._every or step.step == self._logged_step:
             return
+        self._logged_step = step.step
         total = self._engine.metrics()
         values: dict[str, float] = {
             **asdict(step),
@@ -86,7 +88,7 @@ class RunLog:
             "saved_seconds": total.saved_seconds,
             "preemptions": total.preemptions,
             "peak_memory_bytes": total.peak_memory_bytes,
-            **self._engine.worker.counters(),
+            **self._engine.status().counters,
         }
         if self._lines is not None:
             self._lines.write("step", values)
@@ -138,5 +140,6 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "max_running": config.scheduler.max_running,
         "exact": config.exact,
         "num_threads": config.num_threads,
+        "replicas": config.cluster.replicas,
         "log_every": config.log.every,
     }

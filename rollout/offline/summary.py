@@ -19,6 +19,7 @@ class Summary:
     rollouts: int = 0
     resumed: int = 0  # rollouts that were in the output already
     skipped_prompts: int = 0
+    replicas: int = 1  # engines side by side, whose times `metrics` adds up
     load_seconds: float = 0.0  # model, tokenizer, and checking the prompts
     seconds: float = 0.0  # of generation
     first_rollout_seconds: float | None = None  # since generation began
@@ -79,19 +80,23 @@ class Summary:
             "sampling": metrics.sample_ms,
             "scheduling": metrics.schedule_ms,
         }
-        whole = max(self.seconds * 1e3, 1e-9)
+        whole = max(self.seconds * self.replicas * 1e3, 1e-9)
         rest = whole - sum(phases.values())
         shares = [f"{name} {ms / whole:.1%}" for name, ms in phases.items()]
         return ", ".join([*shares, f"writing and the rest {max(rest, 0.0) / whole:.1%}"])
+
+    @property
+    def _expected_seconds(self) -> float:
+        return self.metrics.predicted_gain_ms / 1e3 / self.replicas
 
     def _saved(self) -> str:
         if not self.metrics.drafted:
             return "nothing was drafted"
         if not self.metrics.forecast_steps:
             return "not measured: spec.budget=learned knows what steps cost"
-        saved = self.metrics.saved_seconds
+        saved = self.metrics.saved_seconds / self.replicas
         ratio = (self.seconds + saved) / self.seconds if self.seconds else 1.0
         return (
             f"{saved:+.1f} s ({ratio:.2f}x) against the same run without it: the clock against "
-            f"the cost curve (expected {self.metrics.predicted_gain_ms / 1e3:+.1f} s)"
+            f"the cost curve (expected {self._expected_seconds:+.1f} s)"
         )

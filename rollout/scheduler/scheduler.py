@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rollout.config import SchedulerConfig
-from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
+from rollout.scheduler.fitting import check_length
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.waiting import Ticket, WaitingQueue
 from rollout.types import (
@@ -84,22 +84,13 @@ class Scheduler:
         return tuple(ticket.request for ticket in self._waiting)
 
     def check_fits(self, request: Request, field: str = "prompt") -> None:
-        """Raise unless the prompt leaves room for at least one token when it runs alone.
-
-        InvalidInputError: the context is too short for it. OutOfMemoryError: the KV slots are too
-        few.
-        """
-        length, max_context_len = len(request.tokens), self.memory.req_to_token.max_context_len
-        if not 0 < length < max_context_len:
-            remedy = (
-                f"must have 1 to {max_context_len - 1} tokens: the context is {max_context_len}"
-            )
-            raise InvalidInputError(f"len({field})", length, remedy)
-        if length >= self.memory.max_sequence_len:
-            raise OutOfMemoryError(
-                f"{field} of {length} tokens needs {length + 1} KV slots and there are "
-                f"{self.memory.max_sequence_len}: raise memory.kv_bytes or memory.max_kv_tokens"
-            )
+        """`check_length` of what it brings."""
+        check_length(
+            len(request.tokens),
+            self.memory.req_to_token.max_context_len,
+            self.memory.max_sequence_len,
+            field,
+        )
 
     def add(self, request: Request) -> None:
         """Queue a new request that check_fits() let pass."""

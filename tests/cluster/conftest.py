@@ -1,12 +1,17 @@
-"""One small Ray for a module's tests, whose workers find the packages under test."""
+"""A small engine's configuration and its rollouts, and one small Ray for a module's tests."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from rollout import RolloutEngine
+from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from tests.cluster.workload import PARAMS, PROMPTS, content, key, ngram
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +29,20 @@ def own_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def config(tiny_model_path: Path) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path=str(tiny_model_path)),
+        memory=MemoryConfig(max_kv_tokens=2048),
+        scheduler=SchedulerConfig(max_running=4, max_step_tokens=64),
+        num_threads=1,
+    )
+
+
+@pytest.fixture(scope="session")
+def expected(config: EngineConfig) -> dict[Any, Any]:
+    """What one engine gives for `submit_all`."""
+    engine = RolloutEngine.from_config(config, ngram())
+    return {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}

@@ -1,80 +1,280 @@
-"""A cluster of replicas on threads: the tokens of one engine, whoever dies."""
+"""A cluster of replicas on threads: the rollouts of one engine, whoever dies."""
 
 from __future__ import annotations
 
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
 import pytest
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.specs import worker_factory
+from rollout.engine_loop import EngineLoop
+from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
 from tests.cluster.thread_pool import ThreadPool
+from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, submit_all
 
 pytestmark = pytest.mark.timeout(120)
 
-PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=5, n=4, entropy=True)
-PROMPTS = [[3 + i % 7, 10 + i, 11] for i in range(10)]
+LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
+POISON = [9, 9, 9, 9]
+
+MakeCluster = Callable[..., tuple[RolloutCluster, ThreadPool]]
 
 
 @pytest.fixture
-def config(tiny_model_path) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(path=str(tiny_model_path)),
-        memory=MemoryConfig(max_kv_tokens=2048),
-        scheduler=SchedulerConfig(max_running=4, max_step_tokens=64),
-        num_threads=1,
-    )
+def make_cluster(config) -> Iterator[MakeCluster]:
+    made: list[RolloutCluster] = []
+
+    def make(replicas: int = 2, on_submit=None, **options):
+        pool = ThreadPool(config, ngram(), [f"replica-{i}" for i in range(replicas)], on_submit)
+        settings = ClusterConfig(kind=ClusterKind.ray, replicas=replicas, **options)
+        made.append(RolloutCluster(config, settings, pool))
+        return made[-1], pool
+
+    yield make
+    for cluster in made:
+        cluster.close()
 
 
-def factory():
-    return worker_factory("ngram", corpus_bytes=1 << 20)
-
-
-def cluster_of(config, replicas: int, **options) -> tuple[RolloutCluster, ThreadPool]:
-    pool = ThreadPool(config, factory(), [f"replica-{i}" for i in range(replicas)])
-    settings = ClusterConfig(kind=ClusterKind.ray, replicas=replicas, **options)
-    return RolloutCluster(config, settings, pool), pool
-
-
-def submit_all(cluster: RolloutCluster) -> None:
-    for index, prompt in enumerate(PROMPTS):
-        for sample in range(PARAMS.n):
-            cluster.submit(prompt, PARAMS, prompt_index=index, sample_index=sample)
-
-
-def key(rollout):
-    return rollout.prompt_index, rollout.sample_index
-
-
-def content(rollout):
-    return (
-        rollout.token_ids, rollout.logprobs, rollout.weight_versions, rollout.extras,
-        rollout.finish_reason, rollout.seed, rollout.prompt_ids, rollout.text,
-    )  # fmt: skip
-
-
-def drain(cluster: RolloutCluster, between=lambda: None) -> dict:
-    found = {}
-    while cluster.has_unfinished:
-        for rollout in cluster.step():
-            assert key(rollout) not in found, "a rollout twice"
-            found[key(rollout)] = content(rollout)
-        between()
-    return found
-
-
-@pytest.fixture
-def expected(config):
-    engine = RolloutEngine.from_config(config, factory())
-    return {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}
+def step_until(cluster: RolloutCluster, reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not reached():
+        cluster.step()
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_tokens_are_those_of_one_engine(config, expected, replicas):
-    cluster, _ = cluster_of(config, replicas)
+def test_the_rollouts_are_those_of_one_engine(make_cluster, expected, replicas):
+    cluster, _ = make_cluster(replicas)
+    submit_all(cluster)
+    assert drain(cluster) == expected
+    assert cluster.metrics().finished == len(expected)
+    assert cluster.metrics().generated_tokens == sum(len(each[0]) for each in expected.values())
+    cluster.check_integrity()
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_replicas_that_die_at_random_are_not_seen_in_the_rollouts(make_cluster, expected, replicas):
+    cluster, pool = make_cluster(replicas, max_deaths_per_request=100)
+    rng = random.Random(replicas)
+    kills = 0
+
+    def kill_one() -> None:
+        nonlocal kills
+        if kills < 8 and rng.random() < 0.1:
+            pool.living[rng.choice(pool.names)].kill()  # while it starts, too
+            kills += 1
+
+    submit_all(cluster)
+    assert drain(cluster, kill_one) == expected
+    assert kills >= 3
+
+
+def test_a_request_goes_on_after_what_was_known_of_it(make_cluster, config):
+    whole = RolloutEngine.from_config(config, ngram())
+    whole.submit([5, 6, 7], LONG)
+    expected = drain(whole)
+    given = []
+    cluster, pool = make_cluster(2, lambda replica, new: given.extend(new))
+    request = cluster.submit([5, 6, 7], LONG)
+    step_until(cluster, lambda: len(request.token_ids) >= 50)
+    for replica in list(pool.living.values()):
+        replica.kill()
+    known = len(request.token_ids)
+    assert drain(cluster) == expected
+    assert known >= 50
+    assert {len(each.partial_ids) for each in given} == {0, known}
+
+
+def test_a_request_that_kills_its_replica_fails_alone(make_cluster, expected):
+    alone = []
+
+    def on_submit(replica, submissions) -> None:
+        if any(each.prompt_ids == POISON for each in submissions):
+            alone.append(len(submissions) == 1)
+            replica.kill()
+
+    cluster, _ = make_cluster(2, on_submit)
+    submit_all(cluster)
+    cluster.submit(POISON, PARAMS, prompt_index=99)
+    rollouts = {}
+    while cluster.has_unfinished:
+        rollouts |= {key(each): each for each in cluster.step()}
+    poisoned = rollouts.pop((99, 0))
+    assert poisoned.finish_reason is FinishReason.ERROR
+    assert "3 replicas died" in poisoned.error
+    assert alone[-1]
+    assert len(alone) == 3
+    assert {key: content(each) for key, each in rollouts.items()} == expected
+
+
+def test_what_could_never_run_is_refused_at_once(make_cluster, config):
+    cluster, _ = make_cluster(1)
+    with pytest.raises(InvalidInputError, match="prompt"):
+        cluster.submit([97], PARAMS)
+    with pytest.raises(InvalidInputError, match="context"):
+        cluster.check([3] * 512, PARAMS)
+    with pytest.raises(InvalidInputError, match="request_seed"):
+        cluster.submit([3], PARAMS, request_seed=-1)
+    small = replace(config, memory=replace(config.memory, max_kv_tokens=64))
+    settings = ClusterConfig(kind=ClusterKind.ray)
+    with_little = RolloutCluster(small, settings, ThreadPool(small, ngram(), ["only"]))
     try:
-        submit_all(cluster)
-        assert drain(cluster) == expected
+        with pytest.raises(OutOfMemoryError):
+            with_little.check([3] * 64, PARAMS)
     finally:
-        cluster.close()
+        with_little.close()
+    assert not cluster.has_unfinished
+
+
+def test_an_error_of_the_engine_is_the_callers(make_cluster):
+    cluster, _ = make_cluster(2)
+    with pytest.raises(InvalidInputError, match="abort, retract, in_place"):
+        cluster.pause_generation("soon")
+    with pytest.raises(EngineStateError):
+        cluster.resume_memory(["weights"])
+    assert cluster.can_run
+
+
+def test_an_aborted_request_ends_at_once_with_what_is_known(make_cluster):
+    cluster, _ = make_cluster(2)
+    queued = [cluster.submit([5, 6, i], LONG) for i in range(12)]
+    step_until(cluster, lambda: len(queued[0].token_ids) > 5)
+    for request in queued:
+        cluster.abort(request.request_id)
+        cluster.abort(request.request_id)
+    ended = {each.request_id: each for each in cluster.take_ended()}
+    assert len(ended) == 12
+    assert {each.finish_reason for each in ended.values()} == {FinishReason.ABORT}
+    assert len(ended[queued[0].request_id].token_ids) > 5
+    assert not cluster.has_unfinished
+    step_until(cluster, lambda: cluster.status().running == cluster.status().waiting == 0)
+
+
+def test_pausing_with_abort_hands_out_every_token_there_is(make_cluster, config):
+    cluster, _ = make_cluster(2)
+    requests = [cluster.submit([5, 6, i], LONG, prompt_index=i) for i in range(12)]
+    step_until(cluster, lambda: len(requests[0].token_ids) > 5)
+    cluster.pause_generation("abort")
+    rollouts = cluster.take_ended()
+    assert len(rollouts) == 12
+    assert not cluster.has_unfinished
+    assert "paused" in cluster.why_not
+    running = [each for each in rollouts if each.token_ids]
+    assert running
+    assert cluster.metrics().generated_tokens == sum(len(each.token_ids) for each in rollouts)
+    cluster.continue_generation()
+    for each in running:
+        cluster.submit(
+            each.prompt_ids, LONG, prompt_index=each.prompt_index, request_seed=each.seed,
+            partial_ids=each.token_ids,
+        )  # fmt: skip
+    ends = drain(cluster)
+    engine = RolloutEngine.from_config(config, ngram())
+    for each in running:
+        engine.submit([5, 6, each.prompt_index], LONG, prompt_index=each.prompt_index)
+        (undisturbed,) = drain(engine).values()
+        rest = ends[each.prompt_index, 0]
+        assert [*each.token_ids, *rest[0]] == undisturbed[0]
+        assert [*each.logprobs, *rest[1]] == undisturbed[1]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_paused_cluster_goes_on_where_it_was_whoever_died(make_cluster, expected, mode):
+    cluster, pool = make_cluster(2)
+    submit_all(cluster)
+    for _ in range(3):
+        cluster.step()
+    cluster.pause_generation(mode)
+    ended = {key(each): content(each) for each in cluster.take_ended()}
+    pool.living["replica-0"].kill()
+    deadline = time.monotonic() + 60
+    while len(cluster.members.joined) == 2 or not cluster.members.all_joined:
+        ended |= {key(each): content(each) for each in cluster.step()}
+        if pool.living["replica-0"] is cluster.members.joined.get("replica-0"):
+            break
+        assert time.monotonic() < deadline
+    assert not cluster.can_run
+    cluster.continue_generation()
+    assert ended | drain(cluster) == expected
+
+
+def test_memory_is_released_and_resumed_everywhere_also_by_newcomers(make_cluster, expected):
+    cluster, pool = make_cluster(2)
+    submit_all(cluster)
+    found = {key(each): content(each) for each in cluster.step()}
+    freed = cluster.release_memory()
+    assert freed["weights"] > 0
+    assert cluster.released_tags == {"weights", "kv_cache"}
+    assert "released" in cluster.why_not
+    pool.living["replica-1"].kill()
+    deadline = time.monotonic() + 60
+    while cluster.members.joined.get("replica-1") is not pool.living["replica-1"]:
+        found |= {key(each): content(each) for each in cluster.step()}
+        assert time.monotonic() < deadline
+    with pytest.raises(EngineStateError):
+        cluster.release_memory(["weights"])
+    cluster.resume_memory()
+    assert cluster.released_tags == frozenset()
+    assert found | drain(cluster) == expected
+
+
+def test_scores_are_those_of_the_rollouts(make_cluster, expected):
+    cluster, _ = make_cluster(2)
+    token_ids, logprobs, *_ = expected[0, 0]
+    assert cluster.score_with_extras(PROMPTS[0], token_ids, PARAMS)[0] == logprobs
+
+
+def test_status_adds_the_replicas_up(make_cluster):
+    cluster, _ = make_cluster(2)
+    status = cluster.status()
+    assert sorted(status.replicas) == ["replica-0", "replica-1"]
+    assert status.kv_slots == sum(each.kv_slots for each in status.replicas.values())
+    assert status.waiting == 0
+    submit_all(cluster)
+    assert cluster.status().waiting == len(PROMPTS) * PARAMS.n
+    drain(cluster)
+    assert cluster.status().total.finished == len(PROMPTS) * PARAMS.n
+
+
+def test_an_engine_loop_drives_it_and_streams(make_cluster, config):
+    cluster, pool = make_cluster(2)
+    seen: list[list[int]] = []
+    first = threading.Event()
+
+    def on_tokens(request, first_new: int) -> None:
+        seen.append(request.token_ids[first_new:])
+        first.set()
+
+    with EngineLoop(cluster) as loop:
+        ticket = loop.submit([5, 6, 7], LONG, on_tokens=on_tokens)
+        others = [loop.submit([8, 6, i], PARAMS) for i in range(8)]
+        assert first.wait(60)
+        loop.call(lambda engine: [each.kill() for each in pool.living.values()]).result(60)
+        rollout = ticket.future.result(60)
+        assert [token for new in seen for token in new] == rollout.token_ids
+        assert len(seen) > 2
+        for other in others:
+            assert other.future.result(60).finish_reason is not FinishReason.ABORT
+        late = loop.submit([5, 6, 7], LONG)
+        loop.abort_all().result(60)
+        assert late.future.result(60).finish_reason is FinishReason.ABORT
+
+
+def test_a_newcomer_that_cannot_be_brought_up_to_date_does_not_join(make_cluster, expected):
+    cluster, pool = make_cluster(2)
+    methods = iter(["weights_digest", "flush_cache"])  # the first one's argument is wrong
+    cluster.members.on_join(
+        lambda replica: replica.call(method := next(methods), *["?"] * (method != "flush_cache"))
+    )
+    pool.living["replica-0"].kill()
+    submit_all(cluster)
+    found = drain(cluster)
+    step_until(cluster, lambda: cluster.members.all_joined)
+    assert found == expected
+    assert len(pool.lives) == 4

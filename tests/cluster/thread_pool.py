@@ -24,6 +24,7 @@ class ThreadReplica:
         self.name = name
         self.host = ReplicaHost()
         self.is_dead = False
+        self.why_not = ""
         self._pool = pool
         self._turn = 0
         self._answers: list[Future[Any]] = []
@@ -44,12 +45,18 @@ class ThreadReplica:
         self._answers.append(answer)
 
         def settle(done: Future[Any]) -> None:
-            if not answer.done():
-                error = done.exception()
-                answer.set_exception(error) if error else answer.set_result(done.result())
+            if answer.done():
+                return
+            error = done.exception() or done.result().error
+            if done.exception() is None:
+                self.why_not = done.result().why_not
+            answer.set_exception(error) if error else answer.set_result(done.result().value)
 
         self._send(self.host.call, method, *args, **kwargs).add_done_callback(settle)
         return answer
+
+    def sync(self, serial: int) -> None:
+        self._send(self.host.sync, serial)
 
     def kill(self) -> None:
         """Like SIGKILL: nothing more is heard of it."""
@@ -59,6 +66,7 @@ class ThreadReplica:
                 if not answer.done():
                     answer.set_exception(ReplicaDiedError(self.name))
             self._pool.news.put((self, None, ReplicaDiedError("killed by the test")))
+            self._pool.run(self.host.close())
 
     def _send(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         turn, self._turn = self._turn, self._turn + 1
@@ -115,10 +123,15 @@ class ThreadPool:
         return events
 
     def close(self) -> None:
-        for replica in self.lives:
-            self.run(replica.host.close()).result(30)
+        self.run(self._close()).result(60)
         self._events.call_soon_threadsafe(self._events.stop)
         self._thread.join(30)
+
+    async def _close(self) -> None:
+        for replica in self.living.values():
+            await replica.host.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
     def _start(self, name: str) -> ThreadReplica:
         replica = ThreadReplica(name, self)
@@ -128,6 +141,8 @@ class ThreadPool:
 
     def _expect(self, replica: ThreadReplica, coroutine: Any) -> None:
         def learn(future: Future[Any]) -> None:
+            if future.cancelled():
+                return
             error = future.exception()
             self.news.put((replica, None if error else future.result(), error))
 

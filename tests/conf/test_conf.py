@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from rollout.cli import register_config_schema, run_config_from
+from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
@@ -20,7 +21,7 @@ from rollout.specs import factory_of
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("model", "data", "sampling", "spec", "experiment")
+GROUPS = ("model", "data", "sampling", "spec", "cluster", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 REQUIRED = ["model.path=m", "data.path=p.jsonl", "output.path=o.jsonl"]
 
@@ -50,6 +51,8 @@ def test_the_defaults_are_the_dataclasses_own() -> None:
     assert config.sampling == SamplingParams()
     assert config.engine == EngineConfig(model=config.model)
     assert config.data.on_error is OnError.stop
+    assert config.cluster == ClusterConfig()
+    assert composed("cluster=ray").cluster == ClusterConfig(kind=ClusterKind.ray)
 
 
 def test_an_experiment_sets_anything_and_the_command_line_wins() -> None:

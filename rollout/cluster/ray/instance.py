@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import ray
 
@@ -19,6 +20,7 @@ class RayInstance:
         if self._is_ours:
             _connect(config)
         self.resources: dict[str, float] = ray.cluster_resources()
+        self.num_nodes = sum(node["Alive"] for node in ray.nodes())
 
     def close(self) -> None:
         if self._is_ours:
@@ -28,7 +30,7 @@ class RayInstance:
 
 def _connect(config: ClusterConfig) -> None:
     wanted = (config.num_cpus or 1) * config.replicas
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "namespace": config.namespace,
         "log_to_driver": False,
         "configure_logging": False,
@@ -50,7 +52,7 @@ def _connect(config: ClusterConfig) -> None:
         )
 
 
-def _start(wanted: int, options: dict[str, object]) -> None:
+def _start(wanted: int, options: dict[str, Any]) -> None:
     """CPUs are Ray's bookkeeping: replicas that were asked for may share them."""
     num_cpus = max(wanted, os.cpu_count() or 1)
     ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.messages import Submission
 from rollout.cluster.ray.actor import ReplicaActor
 from rollout.cluster.ray.instance import RayInstance
-from rollout.cluster.ray.resources import replica_resources
-from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
+from rollout.cluster.ray.last_words import Residence, last_lines
+from rollout.cluster.ray.replica import RayReplica, cause_of
+from rollout.cluster.ray.resources import ReplicaResources, replica_resources
+from rollout.cluster.replica import Died, Event, Opened, Reported
 from rollout.config import EngineConfig
 from rollout.errors import ClusterError, RolloutError
 from rollout.specs import WorkerFactory
@@ -29,57 +27,41 @@ log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 
 
-class RayReplica:
-    """One actor."""
-
-    def __init__(self, name: str, actor: Any) -> None:
-        self.name = name
-        self.actor = actor
-        self._turn = 0
-
-    def submit(self, submissions: Sequence[Submission]) -> None:
-        self.actor.submit.remote(self._next_turn(), list(submissions))
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        self.actor.abort.remote(self._next_turn(), list(request_ids))
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        reference = self.actor.call.remote(self._next_turn(), method, *args, **kwargs)
-        reference.future().add_done_callback(partial(_settle, answer))
-        return answer
-
-    def kill(self) -> None:
-        ray.kill(self.actor, no_restart=True)
-
-    def _next_turn(self) -> int:
-        turn, self._turn = self._turn, self._turn + 1
-        return turn
-
-
 @dataclass(slots=True)
 class _Seat:
     """A replica's place, whoever lives in it."""
 
     replica: RayReplica
     is_open: bool = False
+    started: float = field(default_factory=time.monotonic)
+    residence: Residence | None = None
     deaths: int = 0  # one after the other, without a rollout in between
 
 
 class RayPool:
-    """See `rollout.cluster.replica.Pool`."""
+    """See `rollout.cluster.replica.Pool`.
 
-    def __init__(self, config: EngineConfig, factory: WorkerFactory, cluster: ClusterConfig):
+    Of each actor one answer is always awaited, `ReplicaActor.open`'s and then a report's. An error
+    in its place is the actor's death.
+    """
+
+    def __init__(
+        self, config: EngineConfig, factory: WorkerFactory, cluster: ClusterConfig
+    ) -> None:
+        """Raises InvalidInputError where ``cluster.address`` leads nowhere."""
         self._cluster = cluster
         self._factory = factory
         self._instance = RayInstance(cluster)
-        self._resources = replica_resources(cluster, config.model.device, self._instance.resources)
-        self._config = replace(config, num_threads=config.num_threads or self._resources.num_cpus)
-        # What Ray's own threads learned; taken from by `events`.
-        self._news: queue.SimpleQueue[tuple[RayReplica, Any, BaseException | None]] = (
+        self._resources = replica_resources(
+            cluster, config.model.device, self._instance.resources, self._instance.num_nodes
+        )
+        self._config = _config_of_each(config, self._resources)
+        # Filled on Ray's threads, emptied by `events`.
+        self._answers: queue.SimpleQueue[tuple[RayReplica, Any, BaseException | None]] = (
             queue.SimpleQueue()
         )
-        self._has_opened = False
+        self._has_opened = False  # any of them, ever
+        self._failure: RolloutError | None = None
         self._seats: dict[str, _Seat] = {}
         for index in range(cluster.replicas):
             name = f"replica-{index}"
@@ -90,84 +72,108 @@ class RayPool:
         return list(self._seats)
 
     def events(self, timeout: float) -> list[Event]:
-        events: list[Event] = []
+        if self._failure is not None:
+            raise self._failure
+        self._give_up_on_late_starts()
         deadline = time.monotonic() + timeout
-        while not events:
+        events: list[Event] = []
+        while not events and self._failure is None:
             try:
-                wait = max(0.0, deadline - time.monotonic())
-                news = [self._news.get(timeout=wait) if wait else self._news.get_nowait()]
+                answers = [self._answers.get(timeout=max(0.0, deadline - time.monotonic()))]
             except queue.Empty:
                 break
-            news += [self._news.get_nowait() for _ in range(self._news.qsize())]
-            for replica, value, error in news:
-                if self._seats[replica.name].replica is replica:
-                    events.append(self._event(replica, value, error))
+            answers += [self._answers.get_nowait() for _ in range(self._answers.qsize())]
+            for replica, value, error in answers:
+                events += self._events_of(replica, value, error)
+        if not events and self._failure is not None:  # else those first: there are rollouts in them
+            raise self._failure
         return events
 
     def close(self) -> None:
         seats, self._seats = self._seats, {}
         closing = [seat.replica.actor.close.remote() for seat in seats.values()]
-        ray.wait(closing, num_returns=max(1, len(closing)), timeout=_CLOSE_SECONDS)
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
         for seat in seats.values():
             seat.replica.kill()
         self._instance.close()
 
     def _start(self, name: str) -> RayReplica:
         resources = self._resources
-        actor_class = ray.remote(ReplicaActor).options(
-            num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_restarts=0
+        actor = (
+            ray.remote(ReplicaActor)
+            .options(
+                num_cpus=resources.num_cpus,
+                num_gpus=resources.num_gpus,
+                max_restarts=0,
+                scheduling_strategy="SPREAD",
+            )
+            .remote()
         )
-        replica = RayReplica(name, actor_class.remote())
-        self._expect(
-            replica,
-            replica.actor.open.remote(self._config, self._factory, self._cluster.report_seconds),
-        )
+        replica = RayReplica(name, actor)
+        self._await(replica, actor.residence.remote())
+        self._await(replica, actor.open.remote(
+            self._config, self._factory, self._cluster.report_seconds
+        ))  # fmt: skip
         return replica
 
-    def _expect(self, replica: RayReplica, reference: Any) -> None:
-        def learn(future: Future[Any]) -> None:
-            error = future.exception()
-            self._news.put((replica, None if error else future.result(), error))
+    def _await(self, replica: RayReplica, reference: Any) -> None:
+        def note(answered: Future[Any]) -> None:
+            error = answered.exception()
+            value = None if error is not None else answered.result()
+            self._answers.put((replica, value, error))
 
-        reference.future().add_done_callback(learn)
+        reference.future().add_done_callback(note)
 
-    def _event(self, replica: RayReplica, value: Any, error: BaseException | None) -> Event:
+    def _events_of(
+        self, replica: RayReplica, value: Any, error: BaseException | None
+    ) -> list[Event]:
         seat = self._seats[replica.name]
+        if seat.replica is not replica:
+            return []  # of one that was buried
         if error is not None:
-            return self._died(seat, error)
-        self._expect(replica, replica.actor.report.remote())
+            return self._replace(seat, cause_of(error))
+        if isinstance(value, Residence):
+            seat.residence = value
+            return []
+        self._await(replica, replica.actor.report.remote())
         if not seat.is_open:
             seat.is_open = self._has_opened = True
-            return Opened(replica, value)
+            return [Opened(replica, value)]
         if value.ended:
             seat.deaths = 0
-        return Reported(replica, value)
+        return [Reported(replica, value)]
 
-    def _died(self, seat: _Seat, error: BaseException) -> Died:
-        dead = seat.replica
-        cause = _cause(error)
-        if isinstance(cause, RolloutError) and not self._has_opened:
-            raise cause
-        reason = str(cause).strip()
+    def _replace(self, seat: _Seat, error: BaseException) -> list[Event]:
+        if isinstance(error, RolloutError) and not self._has_opened:
+            self._failure = error  # the model's fault or the configuration's: no use in more
+            return []
+        dead, reason = seat.replica, str(error).strip()
         dead.kill()
         seat.deaths += 1
         if seat.deaths >= self._cluster.max_deaths:
-            raise ClusterError(f"{dead.name} died {seat.deaths} times without a rollout: {reason}")
-        log.warning("%s died and is started anew: %s", dead.name, reason)
-        seat.replica, seat.is_open = self._start(dead.name), False
-        return Died(dead, reason)
+            self._failure = ClusterError(
+                f"{dead.name} died {seat.deaths} times without finishing a rollout in between. "
+                f"The last time: {reason}\n{last_lines(seat.residence)}"
+            )
+        else:
+            log.warning("%s died and is started anew: %s", dead.name, reason.split("\n")[0])
+            self._seats[dead.name] = _Seat(self._start(dead.name), deaths=seat.deaths)
+        return [Died(dead, reason)]
+
+    def _give_up_on_late_starts(self) -> None:
+        limit = self._cluster.start_seconds
+        for name, seat in self._seats.items():
+            if not seat.is_open and time.monotonic() - seat.started > limit:
+                needs = f"{self._resources.num_cpus} CPUs and {self._resources.num_gpus:g} GPUs"
+                self._failure = ClusterError(
+                    f"{name} has not started after {limit:g} s (cluster.start_seconds). It needs "
+                    f"{needs}; free in Ray are {ray.available_resources()}.\n"
+                    f"{last_lines(seat.residence)}"
+                )
+                raise self._failure
 
 
-def _settle(answer: Future[Any], future: Future[Any]) -> None:
-    error = future.exception()
-    if error is None:
-        answer.set_result(future.result())
-    elif isinstance(error, RayActorError):
-        answer.set_exception(ReplicaDiedError(str(error)))
-    else:
-        answer.set_exception(_cause(error))
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What was raised over there."""
-    return error.cause if isinstance(error, RayTaskError) else error
+def _config_of_each(config: EngineConfig, resources: ReplicaResources) -> EngineConfig:
+    memory = replace(config.memory, kv_fraction=config.memory.kv_fraction * resources.memory_share)
+    return replace(config, memory=memory, num_threads=config.num_threads or resources.num_cpus)

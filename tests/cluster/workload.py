@@ -1,0 +1,47 @@
+"""What clusters are asked for in tests, and how their answers are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout import Rollout, SamplingParams
+from rollout.engine_protocol import Engine
+from rollout.specs import WorkerFactory, worker_factory
+
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=5, n=4, entropy=True)
+PROMPTS = [[3 + i % 7, 10 + i, 11] for i in range(10)]
+
+
+def ngram() -> WorkerFactory:
+    return worker_factory("ngram", corpus_bytes=1 << 20)
+
+
+def submit_all(
+    engine: Engine, prompts: Sequence[list[int]] = PROMPTS, params: SamplingParams = PARAMS
+) -> None:
+    for index, prompt in enumerate(prompts):
+        for sample in range(params.n):
+            engine.submit(prompt, params, prompt_index=index, sample_index=sample)
+
+
+def key(rollout: Rollout) -> tuple[int, int]:
+    return rollout.prompt_index, rollout.sample_index
+
+
+def content(rollout: Rollout) -> tuple[Any, ...]:
+    return (
+        rollout.token_ids, rollout.logprobs, rollout.weight_versions, rollout.extras, rollout.text,
+        rollout.finish_reason, rollout.seed, rollout.prompt_ids, rollout.error,
+    )  # fmt: skip
+
+
+def drain(engine: Engine, between: Callable[[], object] = lambda: None) -> dict[Any, Any]:
+    """Content by key, each once. ``between`` is called between two steps."""
+    found: dict[Any, Any] = {}
+    while engine.has_unfinished:
+        for rollout in engine.step():
+            assert key(rollout) not in found, "a rollout twice"
+            found[key(rollout)] = content(rollout)
+        between()
+    return found
