@@ -120,6 +120,10 @@ class Members:
                 while self._joined.get(replica.name) is replica:
                     self.attend(WAIT_SECONDS)
 
+    def share(self, value: Any) -> Any:
+        """See `Pool.share`."""
+        return self._pool.share(value)
+
     def close(self) -> None:
         self._joined = {}
         self._newcomers = {}

@@ -86,6 +86,10 @@ class Pool(Protocol):
         """
         ...
 
+    def share(self, value: Any) -> Any:
+        """What stands for ``value`` as an argument of many calls: it is copied once per host."""
+        ...
+
     def close(self) -> None:
         """End all replicas. A second call does nothing."""
         ...

@@ -122,6 +122,9 @@ class ThreadPool:
                 self._expect(replica, replica.host.report())
         return events
 
+    def share(self, value: Any) -> Any:
+        return value
+
     def close(self) -> None:
         self.run(self._close()).result(60)
         self._events.call_soon_threadsafe(self._events.stop)

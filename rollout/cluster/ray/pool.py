@@ -89,6 +89,9 @@ class RayPool:
             raise self._failure
         return events
 
+    def share(self, value: Any) -> Any:
+        return ray.put(value)
+
     def close(self) -> None:
         seats, self._seats = self._seats, {}
         closing = [seat.replica.actor.close.remote() for seat in seats.values()]
