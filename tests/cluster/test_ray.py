@@ -1,42 +1,75 @@
-"""Replicas as Ray actors."""
+"""Replicas as Ray actors: killed for real."""
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Iterator
+
 import pytest
 
-from rollout import RolloutEngine, SamplingParams
+pytest.importorskip("ray")
+
+from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_with
-from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.specs import worker_factory
+from rollout.errors import CheckpointError, ClusterError
+from tests.cluster import broken_workers
+from tests.cluster.ray_processes import replica_processes, wait_until_gone
+from tests.cluster.workload import drain, ngram, submit_all
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("own_ray")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("own_ray")]
 
-PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=5, n=4)
-PROMPTS = [[3 + i % 7, 10 + i, 11] for i in range(10)]
+RECOVERY_SECONDS = 20.0
 
 
-def test_two_actors_give_the_tokens_of_one_engine(tiny_model_path):
-    config = EngineConfig(
-        model=ModelConfig(path=str(tiny_model_path)),
-        memory=MemoryConfig(max_kv_tokens=2048),
-        scheduler=SchedulerConfig(max_running=4, max_step_tokens=64),
-        num_threads=1,
-    )
-    factory = worker_factory("ngram", corpus_bytes=1 << 20)
-    settings = ClusterConfig(kind=ClusterKind.ray, replicas=2, num_cpus=1)
-    cluster = open_with(config, factory, settings)
-    try:
-        for index, prompt in enumerate(PROMPTS):
-            for sample in range(PARAMS.n):
-                cluster.submit(prompt, PARAMS, prompt_index=index, sample_index=sample)
-        found = {}
-        while cluster.has_unfinished:
-            for each in cluster.step():
-                found[each.prompt_index, each.sample_index] = (each.token_ids, each.logprobs)
-    finally:
-        cluster.close()
-    expected = RolloutEngine.from_config(config, factory).generate(PROMPTS, PARAMS)
-    assert found == {
-        (each.prompt_index, each.sample_index): (each.token_ids, each.logprobs) for each in expected
-    }
+def settings(replicas: int, **options) -> ClusterConfig:
+    return ClusterConfig(kind=ClusterKind.ray, replicas=replicas, num_cpus=1, **options)
+
+
+@pytest.fixture(scope="module")
+def cluster(own_ray, config) -> Iterator[RolloutCluster]:
+    options = settings(2, report_seconds=0.005, max_deaths_per_request=100)
+    cluster = open_with(config, ngram(), options)
+    yield cluster
+    left = replica_processes()
+    cluster.close()
+    wait_until_gone(left, 10)
+
+
+def test_two_replicas_give_the_rollouts_of_one_engine(cluster, expected):
+    submit_all(cluster)
+    assert drain(cluster) == expected
+
+
+def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
+    rng = random.Random(5)
+    kills = 0
+
+    def kill_one() -> None:
+        nonlocal kills
+        processes = replica_processes()  # those that start, too
+        if kills < 3 and processes and rng.random() < 0.3:
+            rng.choice(processes).kill()
+            kills += 1
+
+    submit_all(cluster)
+    assert drain(cluster, kill_one) == expected
+    assert kills == 3
+    killed = time.monotonic()
+    while not cluster.members.all_joined:
+        cluster.members.attend(0.05)
+        assert time.monotonic() - killed < 3 * RECOVERY_SECONDS
+    submit_all(cluster)
+    assert drain(cluster) == expected
+
+
+def test_one_that_dies_too_often_ends_it_with_its_last_words(config):
+    with pytest.raises(ClusterError, match="replica-0 died, for the 1. time") as caught:
+        open_with(config, broken_workers.dies, settings(1, max_deaths=1))
+    assert "the driver of this GPU is of another age" in str(caught.value)
+
+
+def test_an_engine_that_cannot_be_made_raises_its_own_error(config):
+    with pytest.raises(CheckpointError, match="is no more"):
+        open_with(config, broken_workers.refuses, settings(1))

@@ -1,0 +1,32 @@
+"""The processes behind Ray's actors."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import psutil
+
+
+def replica_processes(driver: int | None = None) -> list[psutil.Process]:
+    """Of the Ray that the process ``driver`` (default: this one) started."""
+    found = []
+    for process in psutil.Process(driver).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::ReplicaActor"):
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [each for each in processes if _lives(each)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
