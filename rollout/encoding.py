@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,67 @@ class PromptEncoder:
         if not len(prompt):
             raise InvalidInputError(field, prompt, "is empty; give at least one token")
         if isinstance(prompt, str):
-            ids = self._need_tokenizer(field, prompt)(prompt)["input_ids"]
+            tokenizer = self._need_tokenizer(field, prompt)
+            _require_encodable(prompt, field)
+            ids = tokenizer(prompt)["input_ids"]
         elif isinstance(prompt[0], dict):
-            ids = self._encode_chat(prompt, field)
+            return self.encode_chat(prompt, field)
         else:
             ids = _integers(prompt, field)
-        if not ids:
-            raise InvalidInputError(field, prompt, "is empty; give at least one token")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
+        return self._checked(ids, prompt, field)
+
+    def encode_chat(
+        self,
+        messages: Any,
+        field: str = "messages",
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a list of messages, each a dict with `role` and `content`, by the
+        tokenizer's chat template.
+
+        Args:
+            add_generation_prompt: the assistant's turn has begun at the end.
+            continue_final_message: the last message has not ended.
+            chat_template_kwargs: what the template may ask for beside the messages.
+
+        Raises InvalidInputError naming ``field``.
+        """
+        tokenizer = self._need_tokenizer(field, messages)
+        if not messages:
+            raise InvalidInputError(field, messages, "is empty; give at least one message")
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise InvalidInputError(field, message, "each message needs `role` and `content`")
+        if not getattr(tokenizer, "chat_template", None):
             raise InvalidInputError(
-                field, wrong, f"token ids must be in [0, {self._vocab_size}), the vocabulary"
+                field, messages, "the tokenizer has no chat template; send text"
             )
-        return ids
+        own = inspect.signature(tokenizer.apply_chat_template).parameters
+        for name in chat_template_kwargs or {}:
+            if name in own:
+                raise InvalidInputError(
+                    "chat_template_kwargs",
+                    name,
+                    "is no variable of the template, but an option of the call",
+                )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidInputError(
+                field, messages, f"must suit the chat template, which says: {error}"
+            ) from error
+        _require_encodable(rendered, field)
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return self._checked(ids, messages, field)
 
     def prepare_for_threads(self, field: str, value: object) -> None:
         """Raise InvalidInputError naming ``field`` and ``value`` if text cannot be encoded.
@@ -74,12 +122,7 @@ class PromptEncoder:
         """
         ids: Any = document
         if isinstance(document, str):
-            try:
-                document.encode()
-            except UnicodeEncodeError:
-                raise InvalidInputError(
-                    field, document, "holds half of a surrogate pair, which is no text"
-                ) from None
+            _require_encodable(document, field)
             tokenizer = self._need_tokenizer(field, document)
             ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
         array = _integer_array(ids, field)
@@ -102,24 +145,16 @@ class PromptEncoder:
         assert self.tokenizer is not None
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def _encode_chat(self, messages: Any, field: str) -> list[int]:
-        tokenizer = self._need_tokenizer(field, messages)
-        for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise InvalidInputError(field, message, "each message needs `role` and `content`")
-        if not getattr(tokenizer, "chat_template", None):
+    def _checked(self, ids: list[int], prompt: Prompt, field: str) -> list[int]:
+        if not ids:
+            raise InvalidInputError(field, prompt, "is empty; give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
             raise InvalidInputError(
-                field, messages, "the tokenizer has no chat template; send text"
+                field, wrong, f"token ids must be in [0, {self._vocab_size}), the vocabulary"
             )
-        try:
-            rendered = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidInputError(
-                field, messages, f"must suit the chat template, which says: {error}"
-            ) from error
-        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _need_tokenizer(self, field: str, prompt: object) -> Any:
         if self.tokenizer is None:
@@ -129,6 +164,15 @@ class PromptEncoder:
                 "the model folder has no tokenizer; give token ids or model.tokenizer",
             )
         return self.tokenizer
+
+
+def _require_encodable(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(
+            field, text, "holds half of a surrogate pair, which is no text"
+        ) from None
 
 
 def _integers(prompt: Any, field: str) -> list[int]:

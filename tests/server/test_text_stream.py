@@ -19,7 +19,7 @@ from rollout.types import SamplingParams
 
 TEXTS = (
     "Hello there, how are you?",
-    "naïve café: 你好，世界！今日は良い天気ですね。",
+    "naïve café: 你好世界。今日は良い天気ですね。",
     "👩‍👩‍👧‍👦 family 🇩🇪🇫🇷 flags 🏳️‍🌈 and 🤷🏽‍♀️!",
     "a\ufffdb\ufffd\ufffd c\ufffd",
     "do n't ' stop ' me 've . Now ! x ' ' y 's .",
@@ -38,8 +38,12 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:3]])
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]  # fmt: skip
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
@@ -48,8 +52,8 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
 
 def word_piece_tokenizer() -> PreTrainedTokenizerFast:
     """As BERT's: continuations with ##, spaces taken from before punctuation."""
-    names = ["[UNK]", "[SEP]", "do", "n", "'", "##t", "t", "m", "##m", ".", "!", ",", "s", "ve", "##ve",
-             "n't", "'s", "STO", "##P", "P", "x"]  # fmt: skip
+    names = ["[UNK]", "[SEP]", "do", "n", "'", "##t", "t", "m", "##m", ".", "!", ",", "s", "ve",
+             "##ve", "n't", "'s", "STO", "##P", "P", "x"]  # fmt: skip
     tokenizer = Tokenizer(
         models.WordPiece({name: id for id, name in enumerate(names)}, unk_token="[UNK]")
     )
@@ -70,9 +74,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>")
     )
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:2]])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
 @pytest.fixture(

@@ -1,0 +1,1 @@
+"""OpenAI's dialect, with vLLM's extra fields."""

@@ -1,0 +1,82 @@
+"""What all answers have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Response
+
+from rollout.types import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What the parts of one answer repeat."""
+
+    id: str
+    object: str  # its kind
+    created: int  # seconds since 1970
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, kind: str, model: str) -> Heading:
+        return cls(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+
+    def over(
+        self, choices: list[dict[str, Any]], weight_versions: Iterable[int], **fields: Any
+    ) -> dict[str, Any]:
+        """``weight_versions``: of the tokens in it; the newest is the fingerprint."""
+        newest = max(weight_versions, default=None)
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None if newest is None else f"weights-{newest}",
+            "choices": choices,
+            **fields,
+        }
+
+
+def usage(prompt_lens: Sequence[int], rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Tokens of each prompt once, whatever n; speculation's counters under sglang's names."""
+    completion_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    firsts = [rollout for rollout in rollouts if rollout.sample_index == 0]
+    return {
+        "prompt_tokens": sum(prompt_lens),
+        "completion_tokens": completion_tokens,
+        "total_tokens": sum(prompt_lens) + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(rollout.stats.cached_tokens for rollout in firsts)
+        },
+        "spec_verify_ct": sum(rollout.stats.verify_steps for rollout in rollouts),
+        "spec_draft_token_num": sum(rollout.stats.drafted for rollout in rollouts),
+        "spec_accept_token_num": sum(rollout.stats.accepted for rollout in rollouts),
+    }
+
+
+def finish(rollout: Rollout) -> dict[str, Any]:
+    """How a choice ends: beside OpenAI's reasons ``abort`` and ``error``, which it does not have.
+
+    ``weight_versions``: spans ``[version, start, end]`` of the choice's tokens.
+    """
+    fields: dict[str, Any] = {
+        "finish_reason": str(rollout.finish_reason),
+        "weight_versions": [list(span) for span in rollout.weight_version_spans],
+    }
+    return fields if rollout.error is None else {**fields, "error": rollout.error}
+
+
+async def json_response(build: Callable[[], dict[str, Any]]) -> Response:
+    """Built and written off the event loop: answers may be long."""
+
+    def content() -> bytes:
+        return json.dumps(build(), ensure_ascii=False, allow_nan=False).encode()
+
+    return Response(await asyncio.to_thread(content), media_type="application/json")

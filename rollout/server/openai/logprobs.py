@@ -1,0 +1,112 @@
+"""Logprobs in the two shapes OpenAI gave them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.server.openai.token_spelling import TokenSpelling, by_id
+from rollout.server.samples import Delta
+from rollout.server.text_stream import Detokenizer, TokenText
+from rollout.types import Rollout
+
+_LEAST = -9999.0  # JSON has no -inf; OpenAI's and vLLM's word for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTokens:
+    """Tokens with their logprobs, None where nothing comes before the token."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float | None]
+    tops: Sequence[Sequence[tuple[int, float]]]  # the most likely tokens in the place of each
+
+    @classmethod
+    def of(cls, generated: Rollout | Delta) -> ScoredTokens:
+        return cls(
+            token_ids=generated.token_ids,
+            logprobs=generated.logprobs,
+            tops=generated.extras.top_logprobs or [()] * len(generated.token_ids),
+        )
+
+    def then(self, others: ScoredTokens) -> ScoredTokens:
+        return ScoredTokens(
+            token_ids=[*self.token_ids, *others.token_ids],
+            logprobs=[*self.logprobs, *others.logprobs],
+            tops=[*self.tops, *others.tops],
+        )
+
+    def __iter__(self) -> Iterator[tuple[int, float | None, Sequence[tuple[int, float]]]]:
+        return zip(self.token_ids, self.logprobs, self.tops, strict=True)
+
+
+NO_TOKENS = ScoredTokens(token_ids=(), logprobs=(), tops=())
+
+
+class TextOffsets:
+    """Where in a growing text each token begins: after what is certain before it."""
+
+    def __init__(self, detokenizer: Detokenizer | None, start: int = 0) -> None:
+        self._text = None if detokenizer is None else TokenText(detokenizer)
+        self._end = start
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        return [self._push_one(token) for token in token_ids]
+
+    def _push_one(self, token_id: int) -> int:
+        begin = self._end
+        if self._text is not None:
+            self._end += len(self._text.push([token_id]))
+        return begin
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobWriter:
+    """``as_ids``: tokens are written by their ids, for those who put them together themselves."""
+
+    spelling: TokenSpelling
+    as_ids: bool
+
+    def of_completion(self, tokens: ScoredTokens, offsets: Sequence[int]) -> dict[str, Any]:
+        """``offsets``: where in the text each token begins."""
+        return {
+            "tokens": [self._write(token) for token in tokens.token_ids],
+            "token_logprobs": [_number(logprob) for logprob in tokens.logprobs],
+            "top_logprobs": [self._by_token(*each) for each in tokens],
+            "text_offset": list(offsets),
+        }
+
+    def of_chat(self, tokens: ScoredTokens) -> dict[str, Any]:
+        content = [
+            {**self._entry(token, logprob), "top_logprobs": [self._entry(*top) for top in tops]}
+            for token, logprob, tops in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    @property
+    def _write(self) -> Callable[[int], str]:
+        return by_id if self.as_ids else self.spelling.text
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": self._write(token),
+            "logprob": _number(logprob),
+            "bytes": self.spelling.bytes(token),
+        }
+
+    def _by_token(
+        self, token: int, logprob: float | None, tops: Sequence[tuple[int, float]]
+    ) -> dict[str, float] | None:
+        """The token itself is always there, whatever else is written as it is."""
+        if logprob is None:
+            return None
+        by_token: dict[str, float] = {}
+        for each, its_logprob in [(token, logprob), *tops]:
+            by_token.setdefault(self._write(each), _number(its_logprob))
+        return by_token
+
+
+def _number(logprob: float | None) -> Any:
+    return _LEAST if logprob is not None and math.isinf(logprob) else logprob

@@ -1,0 +1,45 @@
+"""How OpenAI's servers answer what is wrong with a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+
+from rollout.errors import InvalidInputError, OutOfMemoryError, RolloutError
+from rollout.server.errors import error_body
+
+
+class ModelNotFoundError(RolloutError):
+    """A model is named that is not the one this server has."""
+
+
+class OpenAIRoute(APIRoute):
+    """Bad input is 400 to these clients, not 422; an unknown model 404."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+
+        async def answer_or_refuse(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except (RequestValidationError, InvalidInputError, OutOfMemoryError) as error:
+                return _refusal(400, error, {"code": 400})
+            except ModelNotFoundError as error:
+                return _refusal(404, error, _NO_MODEL)
+
+        return answer_or_refuse
+
+
+_NO_MODEL = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+
+
+def _refusal(status: int, error: Exception, fields: dict[str, Any]) -> Response:
+    """In ASCII: messages may repeat a client's text, and not all text has an encoding."""
+    body = error_body(error)[1]
+    content = json.dumps({"error": {**body["error"], **fields}})
+    return Response(content, status, media_type="application/json")

@@ -1,0 +1,111 @@
+"""What both kinds of completion are asked with: OpenAI's fields, and vLLM's beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout.errors import InvalidInputError
+from rollout.server.openai.extra_fields import check_extra_fields
+from rollout.types import SamplingParams
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class SamplingBody(BaseModel):
+    """Null means the default everywhere. Others than these fields: see `check_extra_fields`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(None, description="the served one's name; default: it")
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="by token id")
+    stop: str | list[str] | None = None
+    seed: int | None = Field(
+        None, description="the same seed gives the same tokens; default: others each time"
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="tokens in logprobs are spelled `token_id:ID`"
+    )
+
+    @property
+    def num_samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        """As a last event of its own."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_fields(self) -> None:
+        """Raises InvalidInputError for what no value of the other fields could make right."""
+        check_extra_fields(self.model_extra)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
+        if self.include_stop_str_in_output and self.stop:
+            raise InvalidInputError(
+                "include_stop_str_in_output", True, "texts end before the stop string; its tokens "
+                "are among those of return_token_ids",
+            )  # fmt: skip
+
+    def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
+        """Raises InvalidInputError naming the body's field."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self._logit_bias(),
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "min_new_tokens": self.min_tokens,
+            "seed": seed if self.seed is None else self.seed,
+        }
+        try:
+            return SamplingParams(
+                max_new_tokens=max_tokens,
+                top_logprobs=top_logprobs,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+        except InvalidInputError as error:
+            name = error.field.removeprefix("sampling.")
+            raise InvalidInputError(
+                _BODY_NAMES.get(name, name), error.value, error.remedy
+            ) from None
+
+    def _logit_bias(self) -> dict[int, float]:
+        try:
+            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        except ValueError:
+            raise InvalidInputError(
+                "logit_bias", self.logit_bias, "its keys must be token ids"
+            ) from None
+
+
+_BODY_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "top_logprobs": "logprobs",
+}
