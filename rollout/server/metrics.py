@@ -31,7 +31,6 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineMetrics], float]]] = {
     "accepted_tokens": ("Draft tokens accepted", lambda m: m.accepted),
     "requests_finished": ("Requests that ended in a step", lambda m: m.finished),
     "preemptions": ("Requests that gave their KV back", lambda m: m.preemptions),
-    "steps_seconds": ("Time in steps", lambda m: m.total_ms / 1e3),
 }
 _PHASES: dict[str, Callable[[EngineMetrics], float]] = {
     "schedule": lambda m: m.schedule_ms,
@@ -96,8 +95,9 @@ class StatusCollector(Collector):
             yield _gauge(name, text, read(status))
         for name, (text, count) in _COUNTERS.items():
             yield CounterMetricFamily(_PREFIX + name, text, value=count(status.total))
-        phases = {phase: read(status.total) / 1e3 for phase, read in _PHASES.items()}
-        yield _labelled(CounterMetricFamily, "step_seconds", "Time in steps", "phase", phases)
+        yield _labelled(
+            CounterMetricFamily, "step_seconds", "Time in steps", "phase", _phases(status.total)
+        )
         yield _labelled(
             GaugeMetricFamily, "weight_version", "Of each part", "part", status.weight_versions
         )
@@ -107,6 +107,12 @@ class StatusCollector(Collector):
             of = {replica: read(own) for replica, own in status.replicas.items()}
             if of:
                 yield _labelled(GaugeMetricFamily, f"replica_{name}", text, "replica", of)
+
+
+def _phases(total: EngineMetrics) -> dict[str, float]:
+    """Seconds; their sum is all the time that was spent in steps."""
+    seconds = {phase: read(total) / 1e3 for phase, read in _PHASES.items()}
+    return seconds | {"other": max(0.0, total.total_ms / 1e3 - sum(seconds.values()))}
 
 
 def _corpora(status: EngineStatus) -> Iterator[Metric]:

@@ -1,0 +1,127 @@
+"""What Prometheus reads: valid, counted once, bounded, and there whatever the engine does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import TIMEOUT, Live
+from tests.server.policies import generate, output_ids
+
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+@pytest.fixture
+def server(open_server) -> Live:
+    return open_server(engine={"num_threads": 1})
+
+
+@pytest.fixture
+def client(server: Live) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def scrape(client: httpx.Client) -> Samples:
+    """By name without the prefix, and label values."""
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    families = list(text_string_to_metric_families(answer.text))
+    assert len({family.name for family in families}) == len(families)
+    return {
+        (sample.name.removeprefix("specrollout_"), tuple(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def fresh(client: httpx.Client) -> Samples:
+    time.sleep(0.06)  # older statuses are taken anew
+    return scrape(client)
+
+
+def test_tokens_are_counted_once_however_often_they_are_read(client):
+    for _ in range(3):
+        assert len(output_ids(client)) == 12
+    for _ in range(3):
+        found = fresh(client)
+        assert found["generated_tokens_total", ()] == 36
+        assert found["samples_total", ("length",)] == 3
+        assert found["sample_tokens_sum", ()] == 36
+        assert found["http_requests_total", ("POST", "/generate", "200")] == 3
+    assert found["requests_finished_total", ()] == 3
+    assert found["prompt_tokens_total", ()] == 15
+    forwards, accepted = found["target_forwards_total", ()], found["accepted_tokens_total", ()]
+    assert forwards + accepted == 36
+    phases = [value for (name, _), value in found.items() if name == "step_seconds_total"]
+    assert len(phases) == 5
+    assert 0 < sum(phases) < found["http_request_seconds_sum", ("POST", "/generate")]
+    assert found["requests_running", ()] == found["requests_unfinished", ()] == 0
+    assert found["weight_version", ("target",)] == 0
+    assert found["can_run", ()] == 1
+
+
+def test_labels_are_not_the_clients_to_choose(client):
+    client.get("/nothing/of/that/name")
+    client.get("/another?name=1")
+    client.request("BREW", "/generate")
+    client.post("/add_external_corpus", json={"corpus_id": "chosen", "documents": ["one two"]})
+    found = fresh(client)
+    assert found["http_requests_total", ("GET", "none", "404")] == 2
+    assert found["http_requests_total", ("other", "/generate", "405")] == 1
+    assert not any("chosen" in labels or "BREW" in labels for _, labels in found)
+    assert found["corpora", ("published",)] == 1
+    assert found["corpora_tokens", ("published",)] == 2
+
+
+def test_refusals_are_counted_under_their_route(open_server):
+    server = open_server(api_key="user", admin_key="admin")
+    with server.client() as client:
+        assert client.get("/metrics").status_code == 401
+        assert generate(client).status_code == 401
+    with server.client("user") as client:
+        client.post("/generate", content=b"x" * 10, headers={"Content-Type": "application/json"})
+        found = fresh(client)
+    assert found["http_requests_total", ("POST", "/generate", "401")] == 1
+    assert found["http_requests_total", ("POST", "/generate", "400")] == 1
+
+
+def test_a_client_that_left_and_one_that_was_aborted(client, server):
+    with pytest.raises(httpx.ReadTimeout):
+        client.post(
+            "/generate",
+            json={"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}},
+            timeout=0.05,
+        )
+    server.wait_until_idle()
+    deadline = time.monotonic() + TIMEOUT
+    while not fresh(client).get(("samples_total", ("cancelled",))):
+        assert time.monotonic() < deadline
+
+
+def test_an_engine_that_is_busy_is_not_waited_for(client, server):
+    assert fresh(client)["status_age_seconds", ()] < 1
+    entered, opened = threading.Event(), threading.Event()
+
+    def hold(_) -> None:
+        entered.set()
+        assert opened.wait(TIMEOUT)
+
+    held = server.serving.loop.call(hold)
+    try:
+        assert entered.wait(TIMEOUT)
+        started = time.monotonic()
+        ages = [fresh(client)["status_age_seconds", ()] for _ in range(3)]
+        assert time.monotonic() - started < 5
+        assert ages == sorted(ages)
+        assert ages[-1] > 0.5
+    finally:
+        opened.set()
+        held.result(TIMEOUT)
+    assert fresh(client)["status_age_seconds", ()] < 0.2
