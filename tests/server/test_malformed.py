@@ -1,0 +1,57 @@
+"""Requests that no client should send are refused, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from urllib.parse import urlsplit
+
+from benchmarks.server_bench.crowd import Outcome, send_all
+from benchmarks.server_bench.malformed import malformed
+from rollout import RolloutEngine, SamplingParams
+
+COUNT = 1540
+
+
+def crowd(live, count: int, seed: int) -> list[Outcome]:
+    port = urlsplit(live.url).port
+    return asyncio.run(send_all(port, malformed(count, seed), num_clients=24, timeout=60.0))
+
+
+def test_malformed_requests_get_an_error_and_nothing_else(live, text_model_path):
+    outcomes = crowd(live, COUNT, seed=1)
+    troubles = [
+        (each.trouble, each.request.kind, each.request.raw[:400], each.answer)
+        for each in outcomes
+        if each.trouble
+    ]
+    assert not troubles, (len(troubles), troubles[:5])
+    refused = Counter(
+        each.request.kind for each in outcomes if 400 <= (each.answer.status or 0) < 500
+    )
+    kinds = {each.request.kind for each in outcomes}
+    assert kinds - set(refused) <= {  # those who left heard nothing
+        "truncated_body", "truncated_head", "truncated_chunks", "gone_at_once",
+    }  # fmt: skip
+    live.wait_until_idle()
+    params = SamplingParams(temperature=0.9, max_new_tokens=12, seed=5)
+    (expected,) = RolloutEngine.from_pretrained(text_model_path).generate([[6, 7, 8]], params)
+    body = {"temperature": 0.9, "max_new_tokens": 12, "seed": 5}
+    with live.client() as client:
+        answer = client.post("/generate", json={"input_ids": [6, 7, 8], "sampling_params": body})
+    assert answer.json()["output_ids"] == expected.token_ids
+
+
+def test_refusals_say_what_is_wrong(live):
+    """Those of the application itself; what is no HTTP at all is answered by the parser."""
+    for each in crowd(live, 220, seed=2):
+        if each.answer.status is None or each.answer.status < 400:
+            continue
+        if each.answer.body == b"Invalid HTTP request received.":
+            continue
+        error = json.loads(each.answer.body)["error"]
+        assert error["message"], each
+        assert error["code"] == each.answer.status
+        assert len(each.answer.body) < 4000, each
+    live.wait_until_idle()
