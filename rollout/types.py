@@ -6,8 +6,7 @@ Shape legend: B entries of a batch, T query rows of a step, N draft nodes of a s
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +20,20 @@ MAX_TREE_NODES = 64
 TokenIds = list[int]
 ChatMessages = list[dict[str, str]]
 Prompt = str | Sequence[int] | ChatMessages
+
+
+_LEAST_FLOAT, _LARGEST_FLOAT = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
+"""Logits and what is done to them are float32."""
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    return bool(-_LARGEST_FLOAT <= value <= _LARGEST_FLOAT)
 
 
 class FinishReason(enum.StrEnum):
@@ -79,25 +92,31 @@ class SamplingParams:
                 raise InvalidInputError(f"sampling.{name}", getattr(self, name), remedy)
 
         def finite(name: str) -> bool:
-            return math.isfinite(getattr(self, name))
+            return _is_finite(getattr(self, name))
 
         for name in ("top_k", "min_new_tokens", "max_new_tokens", "seed", "n", "top_logprobs"):
-            value = getattr(self, name)
-            require(name, isinstance(value, int), "must be an integer")
-        require("stop", not isinstance(self.stop, str), "must be a list of strings")
+            require(name, _is_integer(getattr(self, name)), "must be an integer")
+        for name in ("stop", "stop_token_ids"):
+            require(name, isinstance(getattr(self, name), (list, tuple)), "must be a list")
+        require("stop", all(isinstance(text, str) and text for text in self.stop),
+                "must be a list of strings, none of them empty")  # fmt: skip
+        require("stop_token_ids", all(map(_is_integer, self.stop_token_ids)),
+                "must be a list of integers")  # fmt: skip
+        require("logit_bias", isinstance(self.logit_bias, Mapping)
+                and all(map(_is_integer, self.logit_bias))
+                and all(map(_is_finite, self.logit_bias.values())),
+                "must map token ids to finite numbers")  # fmt: skip
         require("temperature", finite("temperature") and self.temperature >= 0,
                 "must be a finite number >= 0 (0 is greedy)")  # fmt: skip
         require("top_k", -1 <= self.top_k < 2**31,
                 "must be >= 1 and fit 32 bits, or -1 or 0 for off")  # fmt: skip
-        require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]; 1 is off")
-        require("min_p", 0 <= self.min_p < 1, "must be in [0, 1); 0 is off")
+        require("top_p", finite("top_p") and _LEAST_FLOAT <= self.top_p <= 1,
+                "must be in (0, 1]; 1 is off")  # fmt: skip
+        require("min_p", finite("min_p") and 0 <= self.min_p < 1, "must be in [0, 1); 0 is off")
         require("repetition_penalty", finite("repetition_penalty") and self.repetition_penalty > 0,
                 "must be a finite number > 0; 1 is off")  # fmt: skip
         require("presence_penalty", finite("presence_penalty"), "must be finite; 0 is off")
         require("frequency_penalty", finite("frequency_penalty"), "must be finite; 0 is off")
-        require("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()),
-                "each bias must be a finite number")  # fmt: skip
-        require("stop", all(self.stop), "a stop string must not be empty")
         require("max_new_tokens", self.max_new_tokens >= 1, "must be >= 1")
         require("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens,
                 f"must be in [0, max_new_tokens={self.max_new_tokens}]")  # fmt: skip

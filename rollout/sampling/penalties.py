@@ -28,7 +28,7 @@ def apply_history_(logits_V: torch.Tensor, rows: SampleRows, row: int) -> None:
         seen = np.unique(np.array(request.tokens + drafted, dtype=np.int64))
         ids = torch.from_numpy(seen).to(logits_V.device)
         chosen = logits_V[ids]
-        penalty = params.repetition_penalty
+        penalty = float(params.repetition_penalty)
         logits_V[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
     if params.presence_penalty != 0 or params.frequency_penalty != 0:
         output = request.tokens[request.prompt_len - request.partial_len :] + drafted
@@ -37,4 +37,4 @@ def apply_history_(logits_V: torch.Tensor, rows: SampleRows, row: int) -> None:
         cost = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
         logits_V[ids] -= torch.from_numpy(cost.astype(np.float32)).to(logits_V.device)
     for token, bias in params.logit_bias.items():
-        logits_V[token] += bias
+        logits_V[token] += float(bias)

@@ -295,11 +295,54 @@ def test_a_prompt_that_memory_cannot_hold_is_refused(tiny_model_path):
         ("stop", "END"),
         ("n", 2.5),
         ("logit_bias", {1: float("inf")}),
+        ("logit_bias", {0.5: 1.0}),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", [1]),
+        ("stop", [3]),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", ["x"]),
+        ("temperature", 10**400),
+        ("temperature", 1e300),
+        ("temperature", None),
+        ("top_p", 1e-300),  # none in float32
+        ("top_p", "x"),
+        ("min_p", []),
+        ("top_k", True),
     ],
 )
 def test_bad_sampling_params_name_the_field(field, value):
     with pytest.raises(InvalidInputError, match=f"sampling.{field}"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"top_k": 2**64},
+        {"top_p": 1.2e-38},
+        {"min_p": 1e-300},
+        {"temperature": 1e-300},
+        {"temperature": 3e38},
+        {"repetition_penalty": 2**100},
+        {"repetition_penalty": 1e-300},
+        {"frequency_penalty": 3e38, "presence_penalty": -3e38},
+        {"logit_bias": {5: 2**100, 6: -3e38}},
+        {"max_new_tokens": 10**400},
+        {"top_logprobs": 100, "entropy": True, "raw_logprobs": True},
+    ],
+)
+def test_extreme_parameters_harm_nobody_else(engine, odd):
+    plain = SamplingParams(temperature=0.8, max_new_tokens=8, seed=2, ignore_eos=True)
+    (expected,) = engine.generate([[5, 6, 7]], plain)
+    request = engine.submit([5, 6, 7], plain)
+    extreme = engine.submit([8, 9], SamplingParams(**{"max_new_tokens": 6} | odd))
+    ended = {}
+    while request.request_id not in ended:
+        ended |= {rollout.request_id: rollout for rollout in engine.step()}
+    engine.abort(extreme.request_id)
+    assert ended[request.request_id].token_ids == expected.token_ids
+    engine.step()
+    engine.check_integrity()
 
 
 def test_unknown_names_list_the_known(tiny_model_path):
