@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -64,7 +65,8 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
             f"log.jsonl={tmp_path / 'log.jsonl'}", "num_threads=1",
             f"hydra.run.dir={tmp_path / 'hydra'}",
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
         started.append(
             subprocess.Popen(
                 command,
@@ -74,7 +76,7 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            )
         )
         return started[-1]
 
@@ -94,7 +96,7 @@ def wait_for_lines(journal: Path, count: int, process: subprocess.Popen) -> None
 
 
 def test_stopped_by_ctrl_c_and_resumed_while_replicas_are_killed(config, start, tmp_path):
-    run_job(config, worker_factory("none"), Console(file=Path(os.devnull).open("w")))
+    run_job(config, worker_factory("none"), Console(file=io.StringIO()))
     output, journal = tmp_path / "many.parquet", tmp_path / "many.parquet.partial.jsonl"
 
     process = start(output)

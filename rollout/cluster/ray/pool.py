@@ -156,8 +156,8 @@ class RayPool:
         seat.deaths += 1
         if seat.deaths >= self._cluster.max_deaths:
             self._failure = ClusterError(
-                f"{dead.name} died, for the {seat.deaths}. time without a rollout in between "
-                f"(cluster.max_deaths): {reason}\n{last_lines(seat.residence)}"
+                f"{dead.name} died {seat.deaths} times (cluster.max_deaths) without a rollout in "
+                f"between: {reason}\n{last_lines(seat.residence)}"
             )
         else:
             log.warning("%s died and is started anew: %s", dead.name, reason.split("\n")[0])
