@@ -90,8 +90,9 @@ class DraftCorpus(Protocol):
         """What was committed since the last one. Raises InvalidInputError before `share`."""
         ...
 
-    def learn_delta(self, delta: CorpusDelta) -> None:
-        """What another took, beside the next steps. Raises InvalidInputError."""
+    def learn_deltas(self, deltas: Iterable[CorpusDelta]) -> None:
+        """What others took, beside the next steps; own ones are passed over. Raises
+        InvalidInputError."""
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:

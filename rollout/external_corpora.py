@@ -128,14 +128,14 @@ class CorpusCalls:
         """
         return self._corpus().take_delta()
 
-    def learn_corpus_delta(self, delta: CorpusDelta) -> None:
-        """Take in what another engine committed, as if it had been rolled out here.
+    def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
+        """Take in what other engines committed, as if it had been rolled out here.
 
-        The deltas of one sender in the order they were taken, those of several in any. The next
-        steps feed the corpus, each a bounded number of tokens. Raises InvalidInputError, and before
-        `share_corpus`.
+        The deltas of one sender in the order they were taken, those of several in any; own ones are
+        passed over. The next steps feed the corpus, each a bounded number of tokens. Raises
+        InvalidInputError, and before `share_corpus`.
         """
-        self._corpus().learn_delta(delta)
+        self._corpus().learn_deltas(deltas)
 
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, published external corpora, calibration and weight version to a file.

@@ -10,12 +10,14 @@ from typing import Any, cast
 import torch
 
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.weights.bucket import FlattenedBucket, unflattened
+from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
+from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.checks import manifest_of, pairs_of
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
 from rollout.weights.options import UpdateOptions
+from rollout.weights.packed_bucket import PackedBucket
 from rollout.weights.transaction import WeightState
 from rollout.worker import Worker
 
@@ -111,6 +113,15 @@ class WeightCalls(ABC):
             named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
         self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
 
+    def update_weights_from_bucket(
+        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
+    ) -> None:
+        """Take a bucket that came as bytes and a layout.
+
+        ``direct``: as ``load_format="direct"``. Raises InvalidInputError, WeightUpdateError.
+        """
+        self._load(unflattened([bucket.unpacked()]), options, direct=direct)
+
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
         """Take the weights of a safetensors folder, sharded or not.
 
@@ -191,6 +202,29 @@ class WeightCalls(ABC):
             names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
         ) as source:
             self._load(source, options)
+
+    def weights_manifest(
+        self, selector: str = "all", *, model_path: str | Path | None = None
+    ) -> dict[str, TensorSpec]:
+        """What a full update must bring; with ``model_path``, what one from that folder would.
+
+        Raises what `update_weights_from_disk` does.
+        """
+        parts = self.worker.weights.parts
+        if model_path is None:
+            return dict(parts.manifest(selector))
+        return dict(parts.source(Path(model_path), selector).manifest())
+
+    def read_weights(self, names: Sequence[str]) -> PackedBucket:
+        """These tensors, whole, for another engine's `update_weights_from_bucket`.
+
+        Raises InvalidInputError for an unknown name, WeightUpdateError while the weights are not
+        those of one version, EngineStateError while they are released.
+        """
+        self.worker.weights.require_whole()
+        tensors = dict(self.worker.weights.parts.read(names))
+        empty = FlattenedBucket(torch.empty(0, dtype=torch.uint8), BucketLayout(()))
+        return PackedBucket.of(next(buckets(tensors.items(), 1 << 62), empty))
 
     def weights_digest(self, selector: str = "all") -> str:
         """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""

@@ -40,7 +40,7 @@ class CorpusOutbox:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._sender = secrets.randbits(63)
+        self.sender = secrets.randbits(63)
         self._num_taken = 0
         self._rollouts: dict[int, _Sent] = {}  # by request id, the oldest first
         self._dropped: set[int] = set()  # requests still running
@@ -71,7 +71,7 @@ class CorpusOutbox:
     def take(self) -> CorpusDelta:
         """All that waits; no pieces where nothing does."""
         self._make_room()
-        delta = _delta(self._sender, self._num_taken, self._rollouts.values())
+        delta = _delta(self.sender, self._num_taken, self._rollouts.values())
         self._num_taken += 1
         self.shared_tokens += delta.num_tokens
         self._ended_bytes = 0

@@ -133,10 +133,12 @@ class NgramCorpus:
             raise InvalidInputError("share_corpus", None, "must be called first")
         return self.outbox.take()
 
-    def learn_delta(self, delta: CorpusDelta) -> None:
-        if self.inbox is None:
+    def learn_deltas(self, deltas: Iterable[CorpusDelta]) -> None:
+        if self.inbox is None or self.outbox is None:
             raise InvalidInputError("share_corpus", None, "must be called first")
-        self.inbox.put(delta)
+        for delta in deltas:
+            if delta.sender != self.outbox.sender:
+                self.inbox.put(delta)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         self.corpus.save(path)

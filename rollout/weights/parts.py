@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.layers.destination import Destination, same_values
 from rollout.weights.disk import CheckpointSource
-from rollout.weights.manifest import WeightSource
+from rollout.weights.manifest import Manifest, TensorSpec, WeightSource
 from rollout.weights.part import WeightPart
 
 FolderReader = Callable[[Path, frozenset[str]], WeightSource]
@@ -123,6 +123,22 @@ class WeightParts(Mapping[str, WeightPart]):
                 elif owner not in parts:
                     found[name] = _borrowed(name, owner, destination)
         return found
+
+    def manifest(self, selector: str) -> Manifest:
+        """What a full update of these parts must bring, in the dtypes they are kept in."""
+        return {
+            name: TensorSpec(destination.shape, destination.dtype)
+            for name, destination in self.destinations(self.selected(selector)).items()
+            if destination.required
+        }
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of tensors, one at a time. Raises InvalidInputError for an unknown name."""
+        destinations = self.destinations(frozenset(self))
+        for name in names:
+            if name not in destinations:
+                raise InvalidInputError("name", name, "is no tensor of this model")
+            yield name, destinations[name].read()
 
     def lenders(self, parts: frozenset[str]) -> frozenset[str]:
         """Other parts that own tensors of these."""

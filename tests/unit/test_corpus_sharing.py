@@ -394,7 +394,7 @@ def test_engines_learn_from_each_other_and_their_tokens_stay_the_same(model: str
     for engine in (first, second):
         engine.share_corpus()
     expected = first.generate(prompts, params)
-    second.learn_corpus_delta(first.take_corpus_delta())
+    second.learn_corpus_deltas([first.take_corpus_delta()])
     rollouts = second.generate(prompts, params)
     assert [(r.token_ids, r.logprobs) for r in rollouts] == [
         (r.token_ids, r.logprobs) for r in expected
@@ -402,6 +402,7 @@ def test_engines_learn_from_each_other_and_their_tokens_stay_the_same(model: str
     alone.generate(prompts, params)
     assert second.metrics().accept_length > 1.5 * alone.metrics().accept_length
     own = second.take_corpus_delta()
+    second.learn_corpus_deltas([own])  # passed over
     assert own.num_tokens == sum(len(r.token_ids) for r in rollouts)  # none of what it learned
     counters = second.worker.counters()
     assert counters["corpus/learned_tokens"] == counters["corpus/shared_tokens"] == own.num_tokens
@@ -410,7 +411,7 @@ def test_engines_learn_from_each_other_and_their_tokens_stay_the_same(model: str
 
 def test_sharing_is_off_until_it_is_asked_for(model: str) -> None:
     engine = ngram(model)
-    for call in (engine.take_corpus_delta, lambda: engine.learn_corpus_delta(None)):
+    for call in (engine.take_corpus_delta, lambda: engine.learn_corpus_deltas([])):
         with pytest.raises(InvalidInputError, match="share_corpus"):
             call()
     for bad in (0, -1, 1.5, True):

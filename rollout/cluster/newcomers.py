@@ -1,0 +1,128 @@
+"""A replica that starts has the weights of the checkpoint: it is brought those in use."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from rollout.cluster.members import Members
+from rollout.cluster.replica import Replica
+from rollout.errors import EngineStateError, IntegrityError, WeightUpdateError
+from rollout.weights.bucket import CACHED_BUCKET_BYTES
+from rollout.weights.bucket_layout import layouts
+from rollout.weights.options import UpdateOptions
+
+log = logging.getLogger(__name__)
+
+
+class WeightBringer:
+    """Copies weights from a replica that has them to one that starts, and compares digests.
+
+    The replicas are the only ones to hold what an update brought. When the last of them dies, it is
+    lost, and the cluster generates nothing before a full update.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._is_held = False
+        self._bringing: set[Future[None]] = set()
+        self._updated = False  # since the replicas read their checkpoint
+        self.why_lost = ""
+        self._lock = threading.Lock()
+        self._waiting: list[Future[None]] = []  # of replicas that may not join yet; locked
+        members.on_join(self.bring)
+
+    @property
+    def is_busy(self) -> bool:
+        return any(not future.done() for future in self._bringing)
+
+    def hold(self) -> None:
+        """The weights are changing: nobody joins until `release`."""
+        self._is_held = True
+
+    def release(self) -> None:
+        self._is_held = False
+        self.try_again()
+
+    def note_update(self, options: UpdateOptions) -> None:
+        """It was committed."""
+        self._updated = True
+        if not options.partial and options.selector in ("all", "target"):
+            self.why_lost = ""
+
+    def bring(self, replica: Replica) -> Future[None] | None:
+        """A joiner; see `Members.on_join`."""
+        if not self._members.joined:
+            self._note_loss()
+            self.try_again()
+            return None
+        if self.why_lost or not (self._is_held or self._updated):
+            return None
+        future: Future[None] = Future()
+        if self._is_held:
+            self._wait(future)
+            return future
+        self._bringing = {each for each in self._bringing if not each.done()} | {future}
+        peer = next(iter(self._members.joined.values()))
+        threading.Thread(
+            target=self._copy, args=(peer, replica, future), name=f"weights of {replica.name}",
+            daemon=True,
+        ).start()  # fmt: skip
+        return future
+
+    def try_again(self) -> None:
+        """Those that wait begin to join anew: weights may be whole, or resident, again."""
+        self._members.repeat_joins()
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            future.set_result(None)
+
+    def _wait(self, future: Future[None]) -> None:
+        with self._lock:
+            self._waiting.append(future)
+
+    def _note_loss(self) -> None:
+        if self._is_held or self._updated:
+            self._updated = False
+            self.why_lost = (
+                "every replica that had the updated weights died; send an update that names every "
+                "tensor of the target"
+            )
+            log.error("the cluster generates nothing: %s", self.why_lost)
+
+    def _copy(self, peer: Replica, replica: Replica, future: Future[None]) -> None:
+        try:
+            try:
+                peer.call("read_weights", []).result()
+            except (WeightUpdateError, EngineStateError) as error:  # torn, or given back
+                log.info("%s waits for weights: %s", replica.name, error)
+                self._bringing.discard(future)
+                self._wait(future)
+                return
+            copy_weights(peer, replica)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+
+def copy_weights(source: Replica, receiver: Replica) -> None:
+    """Part by part, bucket by bucket. Raises what either raises, IntegrityError if they differ."""
+    versions: Mapping[str, int] = source.call("status").result().weight_versions
+    for part, version in versions.items():
+        if version == 0:
+            continue  # never updated
+        manifest = source.call("weights_manifest", part).result()
+        receiver.call("begin_weight_update", manifest, selector=part, weight_version=version)
+        for layout in layouts(manifest, CACHED_BUCKET_BYTES):
+            bucket = source.call("read_weights", [each.name for each in layout.entries]).result()
+            receiver.call("update_weights_from_bucket", bucket).result()
+        receiver.call("end_weight_update").result()
+    digests: list[Any] = [each.call("weights_digest") for each in (source, receiver)]
+    ours, theirs = (digest.result() for digest in digests)
+    if ours != theirs:
+        raise IntegrityError(f"{receiver.name} has other weights than {source.name}, which it had")

@@ -1,0 +1,332 @@
+"""A cluster's weight updates: every replica gets them, or none does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from rollout.cluster.members import WAIT_SECONDS, Members
+from rollout.cluster.newcomers import WeightBringer
+from rollout.cluster.replica import Replica, ReplicaDiedError
+from rollout.errors import IntegrityError, InvalidInputError, WeightUpdateError
+from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets, unflattened
+from rollout.weights.checks import manifest_of, pairs_of, refuse_not_finite
+from rollout.weights.closed_iterator import closed_iterator
+from rollout.weights.distributed import announced_manifest
+from rollout.weights.manifest import Manifest, NamedTensors
+from rollout.weights.options import UpdateOptions
+from rollout.weights.packed_bucket import PackedBucket
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Update:
+    options: UpdateOptions
+    last_call: float = field(default_factory=time.monotonic)
+
+
+class WeightCalls(ABC):
+    """A part of RolloutCluster; its calls mean what those of `RolloutEngine` do.
+
+    Begin on all, load on all, then commit on all. What one refuses is abandoned on all: as they
+    were if no byte has moved anywhere, else torn, all of them. Once one has committed, one that
+    cannot is killed: it comes again and is brought up to date. So is one that dies meanwhile. No
+    replica joins during an update.
+    """
+
+    members: Members
+    weight_bringer: WeightBringer
+    _update: _Update | None
+    _groups: dict[str, frozenset[Replica]]  # by name: who is in it
+
+    @property
+    def weight_version(self) -> int:
+        return self.weight_versions["target"]
+
+    @property
+    def weight_versions(self) -> dict[str, int]:
+        return dict(self.members.on_one("status").weight_versions)
+
+    def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None:
+        checked = UpdateOptions.of(options)
+        if checked.weight_version == 0:
+            raise InvalidInputError(
+                "weight_version", 0, "must be >= 1: a replica that starts has version 0"
+            )
+        self._abandon_if_silent()
+        if self._update is not None:
+            raise WeightUpdateError("an update is under way; end or abandon it first")
+        self._wait_for_newcomers()
+        self.weight_bringer.hold()
+        self._update = _Update(checked)
+        try:
+            self._on_all("begin_weight_update", manifest, **options)
+        except BaseException:
+            self.abandon_weight_update()
+            raise
+
+    def end_weight_update(self) -> None:
+        update = self._under_way()
+        if update.options.abort_all_requests:
+            self._abort_all()
+        done, failed = self._ask_all("end_weight_update")
+        if not done:
+            reason = next(iter(failed.values()), WeightUpdateError("every replica died"))
+            self.abandon_weight_update(f"it failed: {reason}")
+            raise reason
+        for replica, error in failed.items():
+            log.error("%s could not commit what others did, and is started anew: %s",
+                      replica.name, error)  # fmt: skip
+            replica.kill()
+        self._update = None
+        self.weight_bringer.note_update(update.options)
+        self.weight_bringer.release()
+
+    def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        if self._update is None:
+            return
+        self._update = None
+        self._ask_all("abandon_weight_update", reason)
+        self.weight_bringer.release()
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: NamedTensors
+        | Mapping[str, torch.Tensor]
+        | Iterable[FlattenedBucket]
+        | Iterable[PackedBucket],
+        *,
+        load_format: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Each bucket is copied once into memory that all replicas of a host share."""
+        if load_format not in (None, "direct", "flattened_bucket"):
+            raise InvalidInputError(
+                "load_format", load_format, "must be None, direct or flattened_bucket"
+            )
+        if load_format == "flattened_bucket":
+            named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
+        pairs = pairs_of(named_tensors)
+        with self._transaction(lambda: manifest_of(pairs), options) as update:
+            if update.options.check_finite and isinstance(pairs, Collection):
+                for name, tensor in pairs:
+                    refuse_not_finite(name, tensor)
+            self._load_stream(pairs, direct=load_format == "direct")
+
+    def update_weights_from_bucket(
+        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
+    ) -> None:
+        manifest = manifest_of(unflattened([bucket.unpacked()]))
+        with self._transaction(lambda: manifest, options):
+            self._on_all("update_weights_from_bucket", self.members.share(bucket), direct=direct)
+
+    def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
+        """Each replica reads the folder itself, under the same path."""
+        path = str(model_path)
+        with self._transaction(lambda: self._manifest_of_folder(path, options), options):
+            self._on_all("update_weights_from_disk", path)
+
+    def update_weights_from_ipc(
+        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
+    ) -> None:
+        """Replicas must be on the sender's host."""
+        if isinstance(handles, Mapping):
+            handles = [handles]
+        with self._transaction(lambda: None, options), closed_iterator(handles) as stream:
+            for handle in [list(stream)] if isinstance(handles, Collection) else stream:
+                self._on_all("update_weights_from_ipc", handle)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+    ) -> None:
+        """The replicas take the ranks from ``rank_offset`` on, in the order of their names."""
+        if group_name in self._groups:
+            raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
+        while not self.members.all_joined:
+            self.members.attend(WAIT_SECONDS)
+        ranks = {name: rank_offset + i for i, name in enumerate(sorted(self.members.joined))}
+        done, failed = self._ask_each(
+            "init_weights_update_group",
+            lambda name: (
+                master_address, master_port, ranks[name], world_size, group_name, backend, timeout,
+            ),
+        )  # fmt: skip
+        if failed or len(done) < len(ranks):
+            for answer in [each.call("destroy_weights_update_group", group_name) for each in done]:
+                answer.exception()
+            raise next(iter(failed.values()), WeightUpdateError("a replica died meanwhile"))
+        self._groups[group_name] = frozenset(done)
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        members = self._group(group_name)
+        del self._groups[group_name]
+        for answer in [each.call("destroy_weights_update_group", group_name) for each in members]:
+            answer.exception()  # of one that died, or of a group whose sender is gone
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group",
+        *,
+        load_format: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Raises WeightUpdateError, too, where a replica was replaced since the group was made."""
+        strangers = self.members.joined.values() - self._group(group_name)
+        if strangers:
+            raise WeightUpdateError(
+                f"{', '.join(sorted(each.name for each in strangers))} came after the group "
+                f"{group_name} was made: destroy it and make it again"
+            )
+        manifest = announced_manifest(names, dtypes, shapes)
+        with self._transaction(lambda: manifest, options):
+            self._on_all(
+                "update_weights_from_distributed", names, dtypes, shapes, group_name,
+                load_format=load_format,
+            )  # fmt: skip
+
+    def weights_digest(self, selector: str = "all") -> str:
+        """Of all replicas: raises IntegrityError where they differ."""
+        digests = self.members.on_all("weights_digest", selector)
+        if len(set(digests.values())) > 1:
+            raise IntegrityError(f"the replicas' weights differ: {digests}")
+        return next(iter(digests.values()))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
+        return self.members.on_one("get_weights_by_name", name, truncate_size)
+
+    def _weights_why_not(self) -> str:
+        """Beside what replicas say of themselves."""
+        self._abandon_if_silent()
+        return self.weight_bringer.why_lost
+
+    @contextmanager
+    def _transaction(
+        self, manifest: Callable[[], Manifest | None], options: dict[str, Any]
+    ) -> Iterator[_Update]:
+        """One whole update, or a part of the one that is under way. What fails abandons it."""
+        self._abandon_if_silent()
+        is_part = self._update is not None
+        if is_part and options:
+            names = ", ".join(options)
+            raise InvalidInputError("options", names, "are set by begin_weight_update alone")
+        if not is_part:
+            self.begin_weight_update(manifest(), **options)
+        try:
+            yield self._under_way()
+            if not is_part:
+                self.end_weight_update()
+        except BaseException as error:
+            self.abandon_weight_update(f"it failed: {error}")
+            raise
+
+    def _load_stream(self, named_tensors: NamedTensors, *, direct: bool) -> None:
+        """Replicas load one bucket while the next is packed."""
+        wait: Callable[[], Any] = lambda: None  # noqa: E731
+        with closed_iterator(buckets(named_tensors, CACHED_BUCKET_BYTES)) as stream:
+            for bucket in stream:
+                shared = self.members.share(PackedBucket.of(bucket))
+                wait()
+                wait = self._send_all("update_weights_from_bucket", shared, direct=direct)
+            wait()
+
+    def _manifest_of_folder(self, path: str, options: dict[str, Any]) -> Manifest:
+        selector = UpdateOptions.of(options).selector
+        found = self._on_all("weights_manifest", selector, model_path=path)
+        first, *others = found.values()
+        if any(other != first for other in others):
+            raise InvalidInputError("model_path", path, "is not the same folder on every host")
+        return first
+
+    def _under_way(self) -> _Update:
+        self._abandon_if_silent()
+        if self._update is None:
+            raise WeightUpdateError("no update is under way")
+        self._update.last_call = time.monotonic()
+        return self._update
+
+    def _abandon_if_silent(self) -> None:
+        update = self._update
+        if update is not None and time.monotonic() - update.last_call > update.options.timeout:
+            self.abandon_weight_update(f"nothing came for {update.options.timeout:g} seconds")
+
+    def _wait_for_newcomers(self) -> None:
+        """Until somebody can be updated, and nobody is being brought the weights there are."""
+        while not self.members.joined or self.weight_bringer.is_busy:
+            self.members.attend(WAIT_SECONDS)
+
+    def _group(self, group_name: str) -> frozenset[Replica]:
+        if group_name not in self._groups:
+            known = ", ".join(sorted(self._groups)) or "none"
+            raise InvalidInputError(
+                "group_name", group_name, f"is no group of this cluster, which has: {known}"
+            )
+        return self._groups[group_name]
+
+    def _on_all(self, method: str, *args: Any, **kwargs: Any) -> dict[Replica, Any]:
+        """Raises what the first that failed raised, and WeightUpdateError where none lives."""
+        return self._send_all(method, *args, **kwargs)()
+
+    def _send_all(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], dict[Replica, Any]]:
+        answers = {each: each.call(method, *args, **kwargs) for each in self._living()}
+
+        def wait() -> dict[Replica, Any]:
+            done, failed = _outcomes(answers)
+            if failed:
+                raise next(iter(failed.values()))
+            if not done:
+                raise WeightUpdateError("every replica died")
+            return done
+
+        return wait
+
+    def _ask_all(
+        self, method: str, *args: Any, **kwargs: Any
+    ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
+        return _outcomes({each: each.call(method, *args, **kwargs) for each in self._living()})
+
+    def _ask_each(
+        self, method: str, args_of: Callable[[str], tuple[Any, ...]]
+    ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
+        return _outcomes({each: each.call(method, *args_of(each.name)) for each in self._living()})
+
+    def _living(self) -> list[Replica]:
+        return list(self.members.joined.values())
+
+    @abstractmethod
+    def _abort_all(self) -> None: ...
+
+
+def _outcomes(
+    answers: Mapping[Replica, Future[Any]],
+) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
+    """Values and errors of those that live, when all have answered."""
+    done: dict[Replica, Any] = {}
+    failed: dict[Replica, Exception] = {}
+    for replica, answer in answers.items():
+        try:
+            done[replica] = answer.result()
+        except ReplicaDiedError:  # heard of by the pool, too
+            continue
+        except Exception as error:
+            failed[replica] = error
+    return done, failed
