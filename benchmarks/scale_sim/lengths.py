@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 GroupSampler = Callable[[np.random.Generator, int], NDArray[np.int64]]
 """Lengths of the n samples of one random prompt, in tokens."""
 
-# Log-normal: log L = mean + between * prompt + within * sample, both normal. Fitted by moments to the
-# 640 rollouts of 20 prompts of a trace with a long tail (mean 939, median 641, largest 4,232).
+# Log-normal: log L = mean + between * prompt + within * sample, both normal. Fitted by moments to
+# the 640 rollouts of 20 prompts of a trace with a long tail (mean 939, median 641, largest 4,232).
 LOG_MEAN, BETWEEN_PROMPTS, WITHIN_PROMPT = 6.50, 0.77, 0.35
 MAX_NEW_TOKENS = 8192
 """Where the fitted ones are cut."""

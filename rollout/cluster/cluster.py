@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollout.cluster.config import ClusterConfig
+from rollout.cluster.corpora import CorpusCalls, CorpusExchange
 from rollout.cluster.flights import Flight
 from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.messages import ReplicaFacts, Report
+from rollout.cluster.newcomers import WeightBringer
 from rollout.cluster.replica import Pool
 from rollout.cluster.router import Router
 from rollout.cluster.state_calls import StateCalls
 from rollout.cluster.totals import ClusterMetrics, sum_of_metrics
+from rollout.cluster.weights import WeightCalls
 from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.requests import RequestFactory
@@ -20,7 +23,7 @@ from rollout.scheduler.fitting import check_length
 from rollout.types import FinishReason, Prompt, Request, Rollout, SamplingParams, TokenExtras
 
 
-class RolloutCluster(StateCalls):
+class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
     """An `Engine`. Means to its callers what a `RolloutEngine` does. One thread calls it.
 
     Requests are checked here and run on replicas. One whose replica dies goes on elsewhere, with
@@ -36,6 +39,13 @@ class RolloutCluster(StateCalls):
         self._cluster = cluster
         self.members = Members(pool, self)
         self.members.on_join(self._bring_state)
+        self.weight_bringer = WeightBringer(self.members)
+        self.members.on_join(self._bring_corpora)
+        self.corpus_exchange = (
+            CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
+            if cluster.share_corpus
+            else None
+        )
         self._router = Router(pool.names, config.scheduler.max_running)
         self._flights: dict[int, Flight] = {}
         self._ended: list[Rollout] = []
@@ -45,6 +55,10 @@ class RolloutCluster(StateCalls):
         self._num_steps = self._serial = 0
         self._is_paused = False
         self._released = {}
+        self._update = None
+        self._groups = {}
+        self._sources = {}
+        self._failed = {}
         self.facts: dict[str, ReplicaFacts] = {}
         try:
             while not self.members.all_joined:
@@ -98,9 +112,13 @@ class RolloutCluster(StateCalls):
 
     def step(self) -> list[Rollout]:
         """Hand out what ended; waits some milliseconds where nothing has."""
+        if self._flights and not self._is_paused:
+            self._require_running()
         self._dispatch()
         self.members.attend(0.0 if self._ended else WAIT_SECONDS)
         self._dispatch()
+        if self.corpus_exchange is not None:
+            self.corpus_exchange.attend()
         return self.take_ended()
 
     def take_ended(self) -> list[Rollout]:

@@ -27,6 +27,11 @@ class ClusterConfig:
     namespace: str | None = None  # of Ray, for the actors' names; default: one of its own
     start_seconds: float = 600.0  # for a replica to be placed and to read its model
     report_seconds: float = 0.05  # between two messages on what running requests have so far
+    share_corpus: bool = True  # what a replica commits, the others draft from
+    share_seconds: float = 0.5  # between two rounds
+    share_bytes: int = (
+        8 << 20
+    )  # of tokens that wait in a replica; beyond it whole rollouts are left
     max_deaths: int = 5  # of a replica, one after the other without a rollout: then it gives up
     max_deaths_per_request: int = 3  # under a request, the last while it ran alone: then it fails
 
@@ -42,5 +47,7 @@ class ClusterConfig:
         require("num_gpus", self.num_gpus is None or self.num_gpus >= 0, "must be >= 0")
         require("start_seconds", self.start_seconds > 0, "must be > 0")
         require("report_seconds", self.report_seconds > 0, "must be > 0")
+        require("share_seconds", self.share_seconds > 0, "must be > 0")
+        require("share_bytes", self.share_bytes >= 1, "must be >= 1")
         require("max_deaths", self.max_deaths >= 1, "must be >= 1")
         require("max_deaths_per_request", self.max_deaths_per_request >= 1, "must be >= 1")

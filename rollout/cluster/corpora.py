@@ -32,6 +32,7 @@ class CorpusExchange:
         self._members = members
         self._seconds = seconds
         self._max_bytes = max_bytes
+        self._has_corpus = False  # the replicas' workers
         self._begun_at = time.monotonic()
         self._taking: list[Future[CorpusDelta]] = []
         self._learning: list[Future[None]] = []
@@ -41,7 +42,8 @@ class CorpusExchange:
 
     def attend(self) -> None:
         """Go on with the round as far as answers have come. Never waits."""
-        if not all(future.done() for future in (*self._taking, *self._learning)):
+        under_way: list[Future[Any]] = [*self._taking, *self._learning]
+        if not all(future.done() for future in under_way):
             return
         if self._taking:
             deltas = [delta for delta in map(_value, self._taking) if delta is not None]
@@ -53,7 +55,8 @@ class CorpusExchange:
                 self.exchanged_bytes += sum(delta.num_bytes for delta in deltas)
             return
         self._learning = []
-        if time.monotonic() - self._begun_at >= self._seconds and len(self._members.joined) > 1:
+        has_others = self._has_corpus and len(self._members.joined) > 1
+        if has_others and time.monotonic() - self._begun_at >= self._seconds:
             self._begun_at = time.monotonic()
             self.rounds += 1
             self._taking = self._call_all("take_corpus_delta")
@@ -72,8 +75,19 @@ class CorpusExchange:
     def _call_all(self, method: str, *args: Any) -> list[Future[Any]]:
         return [each.call(method, *args) for each in self._members.joined.values()]
 
-    def _begin_to_share(self, replica: Replica) -> Future[Any]:
-        return replica.call("share_corpus", self._max_bytes)
+    def _begin_to_share(self, replica: Replica) -> Future[None]:
+        begun: Future[None] = Future()
+
+        def note(answer: Future[Any]) -> None:
+            error = answer.exception()
+            self._has_corpus = error is None
+            if error is None or isinstance(error, InvalidInputError):  # its worker has no corpus
+                begun.set_result(None)
+            else:
+                begun.set_exception(error)
+
+        replica.call("share_corpus", self._max_bytes).add_done_callback(note)
+        return begun
 
 
 class CorpusCalls:

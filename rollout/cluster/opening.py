@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
@@ -49,4 +49,4 @@ def open_with(
         raise InvalidInputError(
             "cluster.kind", "ray", "needs Ray: pip install 'specrollout[ray]'"
         ) from error
-    return cast(Engine, RolloutCluster(config, cluster, RayPool(config, factory, cluster)))
+    return RolloutCluster(config, cluster, RayPool(config, factory, cluster))

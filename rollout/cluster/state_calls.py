@@ -9,11 +9,13 @@ from typing import Any
 
 from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.messages import Report
+from rollout.cluster.newcomers import WeightBringer
 from rollout.cluster.replica import Replica
 from rollout.cluster.router import Router
 from rollout.cluster.totals import ClusterMetrics, sum_of_metrics, sum_of_steps
 from rollout.engine_metrics import StepMetrics
 from rollout.engine_status import EngineStatus
+from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.types import MemoryTag, PauseMode
 
 
@@ -21,6 +23,7 @@ class StateCalls(ABC):
     """A part of RolloutCluster."""
 
     members: Members
+    weight_bringer: WeightBringer
     _router: Router
     _num_steps: int
     _reports: dict[str, Report]  # of each replica that lives, the latest
@@ -71,11 +74,18 @@ class StateCalls(ABC):
     def why_not(self) -> str:
         if self._is_paused:
             return "generation is paused: call continue_generation()"
+        if lost := self._weights_why_not():
+            return lost
         return next((each.why_not for each in self.members.joined.values() if each.why_not), "")
 
     @property
     def can_run(self) -> bool:
         return not self.why_not
+
+    def _require_running(self) -> None:
+        """Raises EngineStateError without memory, WeightUpdateError while weights are not whole."""
+        if why_not := self.why_not:
+            raise (EngineStateError if self._released else WeightUpdateError)(why_not)
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         self.members.on_all("pause_generation", mode, newcomers=True)
@@ -110,6 +120,7 @@ class StateCalls(ABC):
         self.members.on_all("resume_memory", wanted, newcomers=True)
         for tag in wanted:
             self._released.pop(MemoryTag(tag), None)
+        self.weight_bringer.try_again()
 
     def flush_cache(self) -> None:
         self.members.on_all("flush_cache")
@@ -147,6 +158,9 @@ class StateCalls(ABC):
     def _note_status(self, name: str, answer: Future[Any]) -> None:
         if answer.exception() is None:
             self._statuses[name] = answer.result()
+
+    @abstractmethod
+    def _weights_why_not(self) -> str: ...
 
     @abstractmethod
     def _abort_all(self) -> None: ...

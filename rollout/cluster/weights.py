@@ -191,7 +191,7 @@ class WeightCalls(ABC):
         **options: Any,
     ) -> None:
         """Raises WeightUpdateError, too, where a replica was replaced since the group was made."""
-        strangers = self.members.joined.values() - self._group(group_name)
+        strangers = set(self.members.joined.values()) - self._group(group_name)
         if strangers:
             raise WeightUpdateError(
                 f"{', '.join(sorted(each.name for each in strangers))} came after the group "

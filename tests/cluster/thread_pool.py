@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
 import time
@@ -26,7 +27,7 @@ class ThreadReplica:
         self.is_dead = False
         self.why_not = ""
         self._pool = pool
-        self._turn = 0
+        self._turns = itertools.count()
         self._answers: list[Future[Any]] = []
 
     def submit(self, submissions: Sequence[Submission]) -> None:
@@ -69,7 +70,7 @@ class ThreadReplica:
             self._pool.run(self.host.close())
 
     def _send(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        turn, self._turn = self._turn, self._turn + 1
+        turn = next(self._turns)
         return self._pool.run(method(turn, *args, **kwargs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,16 +21,16 @@ class RayReplica:
         self.name = name
         self.actor = actor
         self.why_not = ""
-        self._turn = 0
+        self._turns = itertools.count()  # also taken from by threads that bring weights
 
     def submit(self, submissions: Sequence[Submission]) -> None:
-        self.actor.submit.remote(self._next_turn(), list(submissions))
+        self.actor.submit.remote(next(self._turns), list(submissions))
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        self.actor.abort.remote(self._next_turn(), list(request_ids))
+        self.actor.abort.remote(next(self._turns), list(request_ids))
 
     def sync(self, serial: int) -> None:
-        self.actor.sync.remote(self._next_turn(), serial)
+        self.actor.sync.remote(next(self._turns), serial)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         settled: Future[Any] = Future()
@@ -47,16 +48,12 @@ class RayReplica:
             else:
                 settled.set_result(answer.value)
 
-        reference = self.actor.call.remote(self._next_turn(), method, *args, **kwargs)
+        reference = self.actor.call.remote(next(self._turns), method, *args, **kwargs)
         reference.future().add_done_callback(settle)
         return settled
 
     def kill(self) -> None:
         ray.kill(self.actor, no_restart=True)
-
-    def _next_turn(self) -> int:
-        turn, self._turn = self._turn, self._turn + 1
-        return turn
 
 
 def cause_of(error: BaseException) -> BaseException:
