@@ -11,6 +11,7 @@ from rollout.server.auth import require_admin, require_user
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
+from rollout.server.openai import chat, completions, models
 from rollout.server.page import page, status
 from rollout.server.same_origin import SameOrigin
 from rollout.server.serving import Serving
@@ -26,6 +27,9 @@ USER: tuple[Routes, ...] = (
     generate.routes,
     info.routes,
     control.user_routes,
+    completions.routes,
+    chat.routes,
+    models.routes,
     metrics.routes,
     status.routes,
 )

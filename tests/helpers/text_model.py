@@ -1,9 +1,14 @@
-"""A tiny random model that reads and writes text."""
+"""Tiny random models that read and write text."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -46,5 +51,26 @@ def save_text_model(folder: Path, *, max_positions: int = 128) -> Path:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def save_byte_model(folder: Path, *, max_positions: int = 128) -> Path:
+    """`save_tiny_llama` with a byte-level tokenizer of one token per byte: what it writes is full
+    of characters in pieces, and of pieces of none."""
+    alphabet = sorted(ByteLevel.alphabet())
+    names = ["<pad>", "</s>", *alphabet]
+    save_tiny_llama(folder, vocab_size=len(names), max_positions=max_positions)
+    tokenizer = Tokenizer(BPE({name: index for index, name in enumerate(names)}, []))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:2]])
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

@@ -21,13 +21,10 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool | None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if prompt and isinstance(prompt[0], int):
-            return [cast(list[int], prompt)]
-        return cast("list[str] | list[list[int]]", prompt)
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]
+        return cast("list[str | list[int]]", self.prompt)
 
     @property
     def only_scores(self) -> bool:

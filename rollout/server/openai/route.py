@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -27,7 +27,10 @@ class OpenAIRoute(APIRoute):
         async def answer_or_refuse(request: Request) -> Response:
             try:
                 return await answer(request)
-            except (RequestValidationError, InvalidInputError, OutOfMemoryError) as error:
+            except RequestValidationError as error:
+                place = error.errors()[0]["loc"]
+                return _refusal(400, error, {"param": _top_level(place), "code": 400})
+            except (InvalidInputError, OutOfMemoryError) as error:
                 return _refusal(400, error, {"code": 400})
             except ModelNotFoundError as error:
                 return _refusal(404, error, _NO_MODEL)
@@ -36,6 +39,11 @@ class OpenAIRoute(APIRoute):
 
 
 _NO_MODEL = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+
+
+def _top_level(place: Sequence[str | int]) -> str | None:
+    """Of a place as ``body, prompt, list[int], 3``: unions are no field of the client's."""
+    return str(place[1]) if len(place) > 1 and isinstance(place[1], str) else None
 
 
 def _refusal(status: int, error: Exception, fields: dict[str, Any]) -> Response:

@@ -12,7 +12,7 @@ class TokenSpelling:
     """A token's text and bytes. What was asked once is remembered: as much as the vocabulary."""
 
     def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
         self._known: dict[int, str] = {}
         # Decoders may strip the start of a text, so a token is read after another one.
         self._before: list[int] = []
@@ -37,9 +37,8 @@ class TokenSpelling:
             piece = self._tokenizer.convert_ids_to_tokens(token_id)
             if match := _BYTE_PIECE.fullmatch(piece):
                 return [int(match[1], 16)]
-            values = [_BYTE_OF_CHARACTER.get(character) for character in piece]
-            if None not in values:
-                return values
+            if all(character in _BYTE_OF_CHARACTER for character in piece):
+                return [_BYTE_OF_CHARACTER[character] for character in piece]
         return list(text.encode())
 
     def _decode(self, token_ids: list[int]) -> str:
