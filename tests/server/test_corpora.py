@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
-    engine = {"num_threads": 1, "spec_options": {"corpus_bytes": 1 << 20}}
+    engine = {"num_threads": 1, "spec_options": {"max_external_tokens": 200_000}}
     with run_server(text_model_path, engine, {"corpora_root": str(root)}) as live:
         yield live
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_loaded_leaves_nothing(client, root, tmp_path):
         ({"documents": ["", ""]}, "at least one token"),
         ({"token_chunks": [[1, 97]]}, "token_chunks[0]"),
         ({"token_chunks": [[-1]]}, "token_chunks[0]"),
-        ({"token_chunks": [list(range(90)) * 20_000]}, "could not be loaded"),
+        ({"token_chunks": [list(range(90)) * 2300]}, "could not be loaded"),
         ({"file_path": "broken.jsonl"}, "broken.jsonl:2"),
         ({"file_path": "nothing.jsonl"}, "no such file"),
         ({"file_path": "."}, "no such file"),

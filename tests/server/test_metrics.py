@@ -70,12 +70,12 @@ def test_tokens_are_counted_once_however_often_they_are_read(client):
 def test_labels_are_not_the_clients_to_choose(client):
     client.get("/nothing/of/that/name")
     client.get("/another?name=1")
-    client.request("BREW", "/generate")
+    client.request("PROPFIND", "/generate")
     client.post("/add_external_corpus", json={"corpus_id": "chosen", "documents": ["one two"]})
     found = fresh(client)
     assert found["http_requests_total", ("GET", "none", "404")] == 2
     assert found["http_requests_total", ("other", "/generate", "405")] == 1
-    assert not any("chosen" in labels or "BREW" in labels for _, labels in found)
+    assert not any("chosen" in labels or "PROPFIND" in labels for _, labels in found)
     assert found["corpora", ("published",)] == 1
     assert found["corpora_tokens", ("published",)] == 2
 

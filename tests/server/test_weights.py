@@ -82,7 +82,7 @@ def refused(answer: httpx.Response, status: int = 400) -> str:
 
 
 def version(client: httpx.Client) -> int:
-    return client.get("/get_weight_version").json()["weight_version"]
+    return int(client.get("/get_weight_version").json()["weight_version"])
 
 
 def in_base64(*parts: bytes) -> dict:
