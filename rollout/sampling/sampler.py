@@ -120,7 +120,7 @@ class _Shaped:
             threshold = truncation_threshold(
                 sampled_from,
                 temperature,
-                self._tensor([min(p.top_k, logits.shape[1]) for p in params], torch.int64),
+                self._tensor([p.top_k for p in params], torch.int64),
                 self._tensor([p.top_p for p in params], torch.float32),
                 self._tensor([p.min_p for p in params], torch.float32),
             )

@@ -7,11 +7,20 @@ import json
 from collections import Counter
 from urllib.parse import urlsplit
 
+import pytest
+
 from benchmarks.server_bench.crowd import Outcome, send_all
 from benchmarks.server_bench.malformed import malformed
 from rollout import RolloutEngine, SamplingParams
+from tests.server.conftest import run_server
 
 COUNT = 1540
+
+
+@pytest.fixture(scope="module")
+def live(text_model_path):
+    with run_server(text_model_path, {}, {"model_name": "m"}) as live:
+        yield live
 
 
 def crowd(live, count: int, seed: int) -> list[Outcome]:
