@@ -25,7 +25,10 @@ class Outcome:
         if status is None:
             waits = self.request.manner is Manner.WAITS
             return "closed without an answer" if waits and not self.answer.body else ""
-        return f"status {status}" if status >= 500 and status != 501 else ""
+        if status >= 500 and status != 501:
+            return f"status {status}"
+        has_body = not self.request.raw.startswith(b"HEAD ")
+        return "cut short" if has_body and not self.answer.is_whole else ""
 
 
 async def send_all(

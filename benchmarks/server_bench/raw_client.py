@@ -12,6 +12,7 @@ from typing import Any
 class Answer:
     status: int | None  # None: the connection was closed without an answer
     body: bytes
+    is_whole: bool = True  # as long as was announced, or with a last chunk
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -78,4 +79,6 @@ def _parse(said: bytes) -> Answer:
     words = head.split(b" ", 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/"):
         return Answer(None, said)
-    return Answer(int(words[1]), body)
+    is_chunked = b"\r\ntransfer-encoding: chunked" in head.lower()
+    is_whole = body.endswith(b"0\r\n\r\n") if is_chunked else len(body) >= _announced(head)
+    return Answer(int(words[1]), body, is_whole)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -18,6 +16,7 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
+from rollout.server.json_answer import JsonAnswer
 
 
 class QueueFullError(RolloutError):
@@ -89,18 +88,13 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     return 500, _body(500, f"an internal error ({type(error).__name__}): see the server's log")
 
 
-class ErrorResponse(JSONResponse):
-    """In ASCII: messages may repeat a client's text, and not all text has an encoding."""
-
+class ErrorResponse(JsonAnswer):
     def __init__(self, error: BaseException) -> None:
         status, body = error_body(error)
         headers: dict[str, str] = dict(getattr(error, "headers", None) or {})
         if status in _RETRY_SECONDS:
             headers["Retry-After"] = str(_RETRY_SECONDS[status])
         super().__init__(body, status, headers)
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
 
 
 def add_error_handlers(app: FastAPI) -> None:

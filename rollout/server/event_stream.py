@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from rollout.errors import RolloutError
 from rollout.server.delta_stream import DeltaStream
 from rollout.server.errors import error_body
+from rollout.server.json_answer import json_bytes
 
 
 class EventStream(StreamingResponse):
@@ -37,11 +37,11 @@ class EventStream(StreamingResponse):
 async def _events(objects: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
     try:
         async for each in objects:
-            yield _event(json.dumps(each, ensure_ascii=False))
+            yield _event(json_bytes(each))
     except RolloutError as error:
-        yield _event(json.dumps(error_body(error)[1]))
-    yield _event("[DONE]")
+        yield _event(json_bytes(error_body(error)[1]))
+    yield _event(b"[DONE]")
 
 
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

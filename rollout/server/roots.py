@@ -57,6 +57,12 @@ class Root:
             )
         if not path or "\0" in path or ".." in Path(path).parts:
             raise InvalidInputError(field, path, "must be a path without '..'")
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise InvalidInputError(
+                field, path, "must be text that the system can encode"
+            ) from None
         found = Path(os.path.realpath(self._folders[0] / path))  # an absolute one stays as it is
         if not self._holds(found):
             folders = ", ".join(map(str, self._folders))

@@ -57,7 +57,7 @@ def test_refusals_say_what_is_wrong(live):
     for each in crowd(live, 220, seed=2):
         if each.answer.status is None or each.answer.status < 400:
             continue
-        if each.answer.body == b"Invalid HTTP request received.":
+        if each.answer.body in (b"Invalid HTTP request received.", b""):  # the latter to HEAD
             continue
         error = json.loads(each.answer.body)["error"]
         assert error["message"], each

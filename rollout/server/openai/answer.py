@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from fastapi import Response
 
+from rollout.server.json_answer import json_bytes
 from rollout.types import Rollout
 
 
@@ -77,6 +77,6 @@ async def json_response(build: Callable[[], dict[str, Any]]) -> Response:
     """Built and written off the event loop: answers may be long."""
 
     def content() -> bytes:
-        return json.dumps(build(), ensure_ascii=False, allow_nan=False).encode()
+        return json_bytes(build())
 
     return Response(await asyncio.to_thread(content), media_type="application/json")

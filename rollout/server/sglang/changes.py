@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from rollout.engine_protocol import Engine
 from rollout.errors import RolloutError
 from rollout.server.errors import error_body
+from rollout.server.json_answer import JsonAnswer
 from rollout.server.serving import Serving
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class RefusedError(Exception):
         self.why_not = why_not
 
     @property
-    def response(self) -> JSONResponse:
+    def response(self) -> JsonAnswer:
         """400, or the status of an HTTPException."""
         error = self.error
         status, body = error_body(error)
@@ -39,7 +39,7 @@ class RefusedError(Exception):
         message = ". ".join([message, *getattr(error, "__notes__", [])])
         body["error"] |= {"message": message, "code": status}
         answer = {"success": False, "message": message, "state": self.why_not}
-        return JSONResponse(answer | body, status)
+        return JsonAnswer(answer | body, status)
 
 
 async def attempt(serving: Serving, function: Callable[[Engine], T]) -> T:
@@ -54,7 +54,7 @@ async def attempt(serving: Serving, function: Callable[[Engine], T]) -> T:
     return await serving.call(run)
 
 
-async def change(serving: Serving, function: Callable[[Engine], Answer]) -> JSONResponse:
+async def change(serving: Serving, function: Callable[[Engine], Answer]) -> JsonAnswer:
     """Run it between two steps; answer ``{"success", "message", ...}`` with what it returns.
 
     Where the engine refuses or fails the status is 400, and ``state`` says why no step can run now
@@ -66,5 +66,5 @@ async def change(serving: Serving, function: Callable[[Engine], Answer]) -> JSON
         return refused.response
 
 
-def success(message: str = "", **answer: Any) -> JSONResponse:
-    return JSONResponse({"success": True, "message": message} | answer)
+def success(message: str = "", **answer: Any) -> JsonAnswer:
+    return JsonAnswer({"success": True, "message": message} | answer)

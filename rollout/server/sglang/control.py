@@ -6,12 +6,12 @@ import asyncio
 import time
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.auth import require_admin
+from rollout.server.json_answer import JsonAnswer
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
 from rollout.types import PauseMode
@@ -54,7 +54,7 @@ def admin_routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["sglang"])
 
     @router.post("/pause_generation")
-    async def pause_generation(body: PauseBody) -> JSONResponse:
+    async def pause_generation(body: PauseBody) -> JsonAnswer:
         """Run nothing until `/continue_generation`: new requests wait, running ones do as ``mode``
         says (abort, retract, in_place)."""
 
@@ -65,7 +65,7 @@ def admin_routes(serving: Serving) -> APIRouter:
         return await change(serving, pause)
 
     @router.post("/continue_generation")
-    async def continue_generation() -> JSONResponse:
+    async def continue_generation() -> JsonAnswer:
         """And commit the weights that came while it was paused."""
 
         def go_on(engine: Engine) -> Answer:
@@ -77,7 +77,7 @@ def admin_routes(serving: Serving) -> APIRouter:
     @router.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache(
         timeout: float = Query(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False),
-    ) -> JSONResponse:
+    ) -> JsonAnswer:
         """Drop the prefix cache, which takes an idle engine: else 400, after ``timeout`` seconds.
 
         The corpus that drafts come from stays.
@@ -86,9 +86,9 @@ def admin_routes(serving: Serving) -> APIRouter:
         while not await serving.call(_flush):
             if time.monotonic() >= deadline:
                 message = f"{serving.num_unfinished} requests are running or waiting"
-                return JSONResponse({"success": False, "message": message}, 400)
+                return JsonAnswer({"success": False, "message": message}, 400)
             await asyncio.sleep(0.05)
-        return JSONResponse({"success": True, "message": "Cache flushed."})
+        return JsonAnswer({"success": True, "message": "Cache flushed."})
 
     return router
 

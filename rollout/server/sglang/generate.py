@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.server.disconnect import while_connected
 from rollout.server.event_stream import EventStream
+from rollout.server.json_answer import json_bytes
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, Question, questions_of
@@ -62,7 +62,7 @@ class _Generator:
                 for _ in question.samples():
                     rollout = next(unwritten)
                     answers.append(self._writer.answer(question, rollout, scored, version, seconds))
-            return json.dumps(answers[0] if is_single else answers, ensure_ascii=False).encode()
+            return json_bytes(answers[0] if is_single else answers)
 
         # Decoding the text of many samples takes long, and lets other threads run.
         return Response(await asyncio.to_thread(write), media_type="application/json")
