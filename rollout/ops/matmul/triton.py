@@ -13,8 +13,8 @@ Every tile shape used for a dtype gives a row the same bits:
 - float32 is multiplied and added feature by feature, without tensor cores.
 
 That N, and the place of a row among the 64, change nothing inside a tensor core is a property
-of the hardware: tests marked ``gpu`` compare all tiles, and rollout.layers.row_invariance asks again
-when an engine starts.
+of the hardware: tests marked ``gpu`` compare all tiles, and rollout.layers.row_invariance asks
+again when an engine starts.
 
 At few rows the product is bound by reading the weights, and 64 rows of which most are zero take the
 tensor cores a third of that time at most.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.paged_attention import native, reference
 from rollout.ops.paged_attention.plan import AttentionPlan
 
@@ -25,8 +26,14 @@ def paged_attention(
     The step's own keys and values are in the pools already. Query head h reads kv head
     h // (H / K). All of one dtype, float32 inside, one rounding. Padding rows come out as zeros.
     Returns a new contiguous [T, H, D].
-    Raises ValueError when the plan contradicts itself or names a row or slot that is not there.
+    Raises ValueError when the plan contradicts itself or names a row or slot that is not there; on
+    a GPU nothing checks that.
     """
+    group = q_THD.shape[1] // k_pool_SKD.shape[1]
+    if gpu.supports(q_THD, k_pool_SKD, v_pool_SKD) and group <= 64:
+        from rollout.ops.paged_attention import triton
+
+        return triton.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
     if native.supports(q_THD, k_pool_SKD, v_pool_SKD):
         return native.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
     return reference.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)

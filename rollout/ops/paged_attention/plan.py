@@ -14,6 +14,7 @@ from rollout.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from rollout._cpu import AttentionSchedule
+    from rollout.ops.paged_attention.node_keys import NodeKeys
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -41,8 +42,10 @@ class AttentionPlan:
     node_offsets_B1: torch.Tensor  # int32; entry b owns nodes [offsets[b], offsets[b + 1])
     node_masks_N: torch.Tensor  # int64 bits: bit k set when tree node k is on the path; root bit 0
     node_slots_N: torch.Tensor  # int32
-    # The CPU op's own form of the above, made at the first layer.
+    longest: int | None = None  # no run ends past it; None: the table's width. Spares a GPU work
+    # The CPU op's own form of the above, and a GPU's, made at the first layer.
     schedule: AttentionSchedule | None = field(default=None, init=False, repr=False)
+    node_keys: NodeKeys | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("req_to_token", "rows_B", "q_offsets_B1", "starts_B", "run_lens_B",
