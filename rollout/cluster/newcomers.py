@@ -57,7 +57,7 @@ class WeightBringer:
         """A joiner; see `Members.on_join`."""
         if not self._members.joined:
             self._note_loss()
-            self.try_again()
+            self._let_go()
             return None
         if self.why_lost or not (self._is_held or self._updated):
             return None
@@ -76,6 +76,9 @@ class WeightBringer:
     def try_again(self) -> None:
         """Those that wait begin to join anew: weights may be whole, or resident, again."""
         self._members.repeat_joins()
+        self._let_go()
+
+    def _let_go(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for future in waiting:
