@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from rollout.errors import InvalidInputError, RolloutError
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.checks import manifest_of, pairs_of
@@ -202,6 +203,25 @@ class WeightCalls(ABC):
             names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
         ) as source:
             self._load(source, options)
+
+    def decline_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        reason: str,
+        *,
+        load_format: str | None = None,
+    ) -> None:
+        """Tell the group's sender that nothing of what it announced will be taken."""
+        with (
+            contextlib.suppress(WeightUpdateError),
+            self.weight_groups.source(
+                names, dtypes, shapes, group_name, load_format=load_format, timeout=None
+            ),
+        ):
+            raise WeightUpdateError(reason)
 
     def weights_manifest(
         self, selector: str = "all", *, model_path: str | Path | None = None

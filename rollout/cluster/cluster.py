@@ -53,7 +53,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._statuses = {}
         self._past = ClusterMetrics()
         self._num_steps = self._serial = 0
-        self._is_paused = False
+        self.is_paused = False
         self._released = {}
         self._update = None
         self._groups = {}
@@ -66,6 +66,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         except BaseException:
             pool.close()
             raise
+        self._versions = next(iter(self._statuses.values())).weight_versions
         some = next(iter(self.facts.values()))
         folder = config.model.tokenizer or config.model.path
         self.encoder = PromptEncoder.from_pretrained(folder, some.vocab_size)
@@ -112,7 +113,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
 
     def step(self) -> list[Rollout]:
         """Hand out what ended; waits some milliseconds where nothing has."""
-        if self._flights and not self._is_paused:
+        if self._flights and not self.is_paused:
             self._require_running()
         self._dispatch()
         self.members.attend(0.0 if self._ended else WAIT_SECONDS)

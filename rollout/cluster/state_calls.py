@@ -29,7 +29,7 @@ class StateCalls(ABC):
     _reports: dict[str, Report]  # of each replica that lives, the latest
     _statuses: dict[str, EngineStatus]  # by name, the latest, of dead ones too
     _past: ClusterMetrics  # of lives that ended
-    _is_paused: bool
+    is_paused: bool
     _released: dict[MemoryTag, bool]  # whether its values are kept
     _serial: int
 
@@ -45,7 +45,7 @@ class StateCalls(ABC):
             kv_used=sum(each.kv_used for each in known.values()),
             kv_cached=sum(each.kv_cached for each in known.values()),
             why_not=self.why_not,
-            weight_versions=some.weight_versions,
+            weight_versions=self.weight_versions,
             total=self.metrics(),
             last_step=self.last_step,
             counters=some.counters,
@@ -71,8 +71,12 @@ class StateCalls(ABC):
         return sum_of_steps(self._num_steps, [each.last_step for each in self._reports.values()])
 
     @property
+    @abstractmethod
+    def weight_versions(self) -> dict[str, int]: ...
+
+    @property
     def why_not(self) -> str:
-        if self._is_paused:
+        if self.is_paused:
             return "generation is paused: call continue_generation()"
         if lost := self._weights_why_not():
             return lost
@@ -89,13 +93,13 @@ class StateCalls(ABC):
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         self.members.on_all("pause_generation", mode, newcomers=True)
-        self._is_paused = True
+        self.is_paused = True
         self.sync()
         if mode == PauseMode.ABORT:
             self._abort_all()
 
     def continue_generation(self) -> None:
-        self._is_paused = False
+        self.is_paused = False
         self.members.on_all("continue_generation", newcomers=True)
 
     @property
@@ -145,7 +149,7 @@ class StateCalls(ABC):
 
     def _bring_state(self, replica: Replica) -> Future[Any]:
         """A joiner: paused and asleep as the others are."""
-        if self._is_paused:
+        if self.is_paused:
             replica.call("pause_generation", PauseMode.IN_PLACE)
         for keeps in (True, False):
             tags = [tag for tag, kept in self._released.items() if kept is keeps]

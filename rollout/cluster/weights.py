@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ import torch
 from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.newcomers import WeightBringer
 from rollout.cluster.replica import Replica, ReplicaDiedError
-from rollout.errors import IntegrityError, InvalidInputError, WeightUpdateError
+from rollout.errors import IntegrityError, InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets, unflattened
 from rollout.weights.checks import manifest_of, pairs_of, refuse_not_finite
 from rollout.weights.closed_iterator import closed_iterator
@@ -47,6 +47,7 @@ class WeightCalls(ABC):
     members: Members
     weight_bringer: WeightBringer
     _update: _Update | None
+    _versions: Mapping[str, int]
     _groups: dict[str, frozenset[Replica]]  # by name: who is in it
 
     @property
@@ -55,7 +56,7 @@ class WeightCalls(ABC):
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        return dict(self.members.on_one("status").weight_versions)
+        return dict(self._versions)
 
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None:
         checked = UpdateOptions.of(options)
@@ -85,10 +86,13 @@ class WeightCalls(ABC):
             self.abandon_weight_update(f"it failed: {reason}")
             raise reason
         for replica, error in failed.items():
-            log.error("%s could not commit what others did, and is started anew: %s",
-                      replica.name, error)  # fmt: skip
+            log.error(
+                "%s could not commit what others did, and is started anew: %s", replica.name, error
+            )
             replica.kill()
+            self._wait_until_gone(replica)
         self._update = None
+        self._versions = self.members.on_one("status").weight_versions
         self.weight_bringer.note_update(update.options)
         self.weight_bringer.release()
 
@@ -155,6 +159,7 @@ class WeightCalls(ABC):
         group_name: str = "weight_update_group",
         backend: str = "gloo",
         timeout: float = 300.0,
+        sender: str = "specrollout",
     ) -> None:
         """The replicas take the ranks from ``rank_offset`` on, in the order of their names."""
         if group_name in self._groups:
@@ -166,6 +171,7 @@ class WeightCalls(ABC):
             "init_weights_update_group",
             lambda name: (
                 master_address, master_port, ranks[name], world_size, group_name, backend, timeout,
+                sender,
             ),
         )  # fmt: skip
         if failed or len(done) < len(ranks):
@@ -197,12 +203,18 @@ class WeightCalls(ABC):
                 f"{', '.join(sorted(each.name for each in strangers))} came after the group "
                 f"{group_name} was made: destroy it and make it again"
             )
+        announced = (names, dtypes, shapes, group_name)
         manifest = announced_manifest(names, dtypes, shapes)
-        with self._transaction(lambda: manifest, options):
-            self._on_all(
-                "update_weights_from_distributed", names, dtypes, shapes, group_name,
-                load_format=load_format,
-            )  # fmt: skip
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._transaction(lambda: manifest, options))
+            except RolloutError as error:  # the sender is waiting to hear of it
+                self._ask_all(
+                    "decline_weights_from_distributed", *announced, str(error),
+                    load_format=load_format,
+                )  # fmt: skip
+                raise
+            self._on_all("update_weights_from_distributed", *announced, load_format=load_format)
 
     def weights_digest(self, selector: str = "all") -> str:
         """Of all replicas: raises IntegrityError where they differ."""
@@ -290,7 +302,7 @@ class WeightCalls(ABC):
         answers = {each: each.call(method, *args, **kwargs) for each in self._living()}
 
         def wait() -> dict[Replica, Any]:
-            done, failed = _outcomes(answers)
+            done, failed = self._outcomes(answers)
             if failed:
                 raise next(iter(failed.values()))
             if not done:
@@ -302,31 +314,36 @@ class WeightCalls(ABC):
     def _ask_all(
         self, method: str, *args: Any, **kwargs: Any
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        return _outcomes({each: each.call(method, *args, **kwargs) for each in self._living()})
+        return self._outcomes({each: each.call(method, *args, **kwargs) for each in self._living()})
 
     def _ask_each(
         self, method: str, args_of: Callable[[str], tuple[Any, ...]]
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        return _outcomes({each: each.call(method, *args_of(each.name)) for each in self._living()})
+        return self._outcomes(
+            {each: each.call(method, *args_of(each.name)) for each in self._living()}
+        )
+
+    def _outcomes(
+        self, answers: Mapping[Replica, Future[Any]]
+    ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
+        """Values and errors of those that live, when all have answered and the dead have left."""
+        done: dict[Replica, Any] = {}
+        failed: dict[Replica, Exception] = {}
+        for replica, answer in answers.items():
+            try:
+                done[replica] = answer.result()
+            except ReplicaDiedError:
+                self._wait_until_gone(replica)
+            except Exception as error:
+                failed[replica] = error
+        return done, failed
+
+    def _wait_until_gone(self, replica: Replica) -> None:
+        while self.members.joined.get(replica.name) is replica:
+            self.members.attend(WAIT_SECONDS)
 
     def _living(self) -> list[Replica]:
         return list(self.members.joined.values())
 
     @abstractmethod
     def _abort_all(self) -> None: ...
-
-
-def _outcomes(
-    answers: Mapping[Replica, Future[Any]],
-) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-    """Values and errors of those that live, when all have answered."""
-    done: dict[Replica, Any] = {}
-    failed: dict[Replica, Exception] = {}
-    for replica, answer in answers.items():
-        try:
-            done[replica] = answer.result()
-        except ReplicaDiedError:  # heard of by the pool, too
-            continue
-        except Exception as error:
-            failed[replica] = error
-    return done, failed
