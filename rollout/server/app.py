@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Depends, FastAPI
+from starlette.routing import Route
 
 from rollout.server import health, metrics
-from rollout.server.auth import require_admin, require_user
+from rollout.server.auth import RequireUser, require_admin
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
@@ -45,15 +46,25 @@ ADMIN: tuple[Routes, ...] = (
 
 
 def make_app(serving: Serving) -> FastAPI:
+    config = serving.config
     app = FastAPI(title="specrollout", docs_url=None, redoc_url=None)
-    app.add_middleware(SameOrigin, config=serving.config)
-    app.add_middleware(BodyLimit, config=serving.config)
-    app.add_middleware(CountRequests, metrics=serving.http_metrics)  # the last is the outermost
-    add_error_handlers(app)
-    for routes in PUBLIC:
-        app.include_router(routes(serving))
+    public = [routes(serving) for routes in PUBLIC]
+    for router in public:
+        app.include_router(router)
     for routes in USER:
-        app.include_router(routes(serving), dependencies=[Depends(require_user(serving.config))])
+        app.include_router(routes(serving))
     for routes in ADMIN:
-        app.include_router(routes(serving), dependencies=[Depends(require_admin(serving.config))])
+        app.include_router(routes(serving), dependencies=[Depends(require_admin(config))])
+    add_error_handlers(app)
+    # The last is the outermost.
+    app.add_middleware(BodyLimit, config=config)
+    app.add_middleware(RequireUser, config=config, public_paths=_paths(public))
+    app.add_middleware(SameOrigin, config=config)
+    app.add_middleware(CountRequests, metrics=serving.http_metrics)
     return app
+
+
+def _paths(routers: Sequence[APIRouter]) -> frozenset[str]:
+    return frozenset(
+        route.path for router in routers for route in router.routes if isinstance(route, Route)
+    )

@@ -59,12 +59,17 @@ def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_server(text_model_path: Path) -> Iterator[OpenServer]:
     """``open_server(engine={...}, **server)``: a server with those options, closed after the test.
 
-    ``engine``: overrides of `RolloutEngine.from_pretrained`; ``server``: fields of ServerConfig.
+    ``engine``: overrides of `RolloutEngine.from_pretrained`; ``server``: fields of ServerConfig;
+    ``breaks``: the test breaks the engine, so it need not be idle afterwards.
     """
     with ExitStack() as at_end:
 
-        def open_one(engine: dict[str, Any] | None = None, **server: Any) -> Live:
-            return at_end.enter_context(run_server(text_model_path, engine or {}, server))
+        def open_one(
+            engine: dict[str, Any] | None = None, *, breaks: bool = False, **server: Any
+        ) -> Live:
+            return at_end.enter_context(
+                run_server(text_model_path, engine or {}, server, breaks=breaks)
+            )
 
         yield open_one
 
@@ -78,7 +83,11 @@ def live(text_model_path: Path) -> Iterator[Live]:
 
 @contextmanager
 def run_server(
-    model: Path, engine_options: dict[str, Any], server: dict[str, Any]
+    model: Path,
+    engine_options: dict[str, Any],
+    server: dict[str, Any],
+    *,
+    breaks: bool = False,
 ) -> Iterator[Live]:
     engine = RolloutEngine.from_pretrained(model, **({"max_running": 8} | engine_options))
     config = ServeConfig(model=ModelConfig(path=str(model)), server=ServerConfig(port=0, **server))
@@ -95,7 +104,8 @@ def run_server(
             assert time.monotonic() < deadline
             time.sleep(0.005)
         yield Live(f"http://{host}:{port}", serving, engine)
-        Live("", serving, engine).wait_until_idle()
+        if not breaks:
+            Live("", serving, engine).wait_until_idle()
     finally:
         uvicorn_server.should_exit = True
         serving.close()

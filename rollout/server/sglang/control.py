@@ -74,7 +74,8 @@ def admin_routes(serving: Serving) -> APIRouter:
 
         return await change(serving, go_on)
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.post("/flush_cache")
+    @router.get("/flush_cache")
     async def flush_cache(
         timeout: float = Query(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False),
     ) -> JsonAnswer:

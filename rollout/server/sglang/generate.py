@@ -24,7 +24,8 @@ def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["sglang"])
     generator = _Generator(serving)
 
-    @router.api_route("/generate", methods=["POST", "PUT"])
+    @router.post("/generate")
+    @router.put("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
         started = time.monotonic()

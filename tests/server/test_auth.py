@@ -1,0 +1,148 @@
+"""Who may call what, and from where."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rollout.errors import InvalidInputError
+from rollout.server.config import ServerConfig
+
+USER_CALLS = [("GET", "/v1/loads"), ("GET", "/get_server_info"), ("POST", "/generate")]
+ADMIN_CALLS = [("POST", "/continue_generation"), ("GET", "/flush_cache")]
+ABORT_ALL = {"abort_all": True}
+BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+
+
+def statuses(live, key):
+    """Of a user's call, of an admin's, of aborting everyone's requests."""
+    with live.client(key) as client:
+        user = {client.request(m, p, json=BODY).status_code for m, p in USER_CALLS}
+        admin = {client.request(m, p, json={}).status_code for m, p in ADMIN_CALLS}
+        admin.add(client.post("/abort_request", json=ABORT_ALL).status_code)
+        assert client.get("/health").status_code == 200
+    assert len(user) == len(admin) == 1
+    return user.pop(), admin.pop()
+
+
+def test_without_keys_everything_is_open_on_this_machine(live):
+    assert statuses(live, None) == (200, 200)
+
+
+def test_with_both_keys(open_server):
+    live = open_server(api_key="user-key", admin_key="admin-key")
+    assert statuses(live, None) == (401, 401)
+    assert statuses(live, "wrong") == (401, 401)
+    assert statuses(live, "user-key") == (200, 403)
+    assert statuses(live, "admin-key") == (200, 200)
+
+
+def test_with_an_api_key_alone_admin_calls_say_what_to_configure(open_server):
+    live = open_server(api_key="user-key")
+    assert statuses(live, None) == (401, 401)
+    assert statuses(live, "user-key") == (200, 403)
+    with live.client("user-key") as client:
+        refused = client.post("/pause_generation", json={})
+    assert "SPECROLLOUT_ADMIN_KEY" in refused.json()["error"]["message"]
+
+
+def test_with_an_admin_key_alone_users_need_none(open_server):
+    live = open_server(admin_key="admin-key")
+    assert statuses(live, None) == (200, 401)
+    assert statuses(live, "admin-key") == (200, 200)
+
+
+def test_odd_headers_are_no_keys(open_server):
+    live = open_server(api_key="user-key")
+    with live.client() as client:
+        for header in ("user-key", "Basic user-key", "Bearer", "Bearer  user-key", b"Bearer \xe9"):
+            answer = client.get("/v1/loads", headers={"Authorization": header})
+            assert answer.status_code == 401, header
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert answer.json()["error"]["type"] == "authentication_error"
+        right = {"Authorization": "bearer user-key"}
+        assert client.get("/v1/loads", headers=right).status_code == 200
+
+
+def test_without_a_key_no_body_is_read_and_no_path_told_from_another(open_server):
+    live = open_server(api_key="user-key", max_body_bytes=100)
+    with live.client() as client:
+        bodies = (b"{", b"x" * 1000)
+        headers = {"Content-Type": "application/json"}
+        for path in ("/generate", "/nowhere", "/openapi.json", "/health/"):
+            for body in bodies:
+                answer = client.post(path, content=body, headers=headers)
+                assert answer.status_code == 401, path
+
+
+def test_keys_are_shown_nowhere(open_server, caplog):
+    keys = {"api_key": "key-of-users", "admin_key": "key-of-admins"}
+    with caplog.at_level(logging.DEBUG):
+        live = open_server(**keys)
+        with live.client("key-of-users") as client:
+            texts = [
+                client.get("/get_server_info").text,
+                client.post("/pause_generation", json={}).text,
+                client.post("/generate", json={"input_ids": "x"}).text,
+                client.get("/openapi.json").text,
+            ]
+    texts += [caplog.text, repr(live.serving.config)]
+    for key in keys.values():
+        assert not any(key in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:30000"}, 200),
+        ({"Host": "rebound.example"}, 403),
+        ({"Host": "127.0.0.1.example"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_pages_of_other_origins_are_refused(live, headers, status):
+    with live.client() as client:
+        assert client.get("/flush_cache", headers=headers).status_code == status
+        own = {"Origin": live.url}
+        assert client.get("/flush_cache", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
+def test_other_machines_need_an_api_key(host):
+    with pytest.raises(InvalidInputError, match="SPECROLLOUT_API_KEY"):
+        ServerConfig(host=host)
+    assert not ServerConfig(host=host, api_key="k").is_loopback
+    for own in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        assert ServerConfig(host=own).is_loopback
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"api_key": ""}, "api_key"),
+        ({"api_key": "two words"}, "api_key"),
+        ({"admin_key": "ключ"}, "admin_key"),
+        ({"api_key": "same", "admin_key": "same"}, "admin_key"),
+        ({"port": 70000}, "port"),
+        ({"max_queue": 0}, "max_queue"),
+        ({"max_batch": 10, "max_queue": 5}, "max_batch"),
+        ({"max_prompt_len": 0}, "max_prompt_len"),
+        ({"drain_seconds": -1}, "drain_seconds"),
+    ],
+)
+def test_configurations_that_cannot_be(fields, name):
+    with pytest.raises(InvalidInputError, match=f"server.{name}") as refused:
+        ServerConfig(**fields)
+    assert not any(
+        str(value) in str(refused.value)
+        for value in fields.values()
+        if name.endswith("key") and value
+    )

@@ -1,0 +1,170 @@
+"""Too much: of bytes, of tokens, of samples, of requests; and clients that leave."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from rollout.errors import EngineStateError
+from tests.helpers.http_raw import open_request, read_status
+
+LONG = {"temperature": 0.9, "max_new_tokens": 500, "ignore_eos": True}
+TIMEOUT = 60.0
+
+
+def until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def pause(live):
+    live.serving.loop.call(lambda engine: engine.pause_generation("in_place")).result(TIMEOUT)
+
+
+def go_on(live):
+    live.serving.loop.call(lambda engine: engine.continue_generation()).result(TIMEOUT)
+
+
+def test_bodies_are_cut_off_at_the_limit(open_server):
+    live = open_server(max_body_bytes=10_000)
+    headers = {"Content-Type": "application/json"}
+    with live.client() as client:
+        announced = client.post("/generate", content=b"x" * 10_001, headers=headers)
+        assert announced.status_code == 413
+        assert announced.json()["error"]["type"] == "too_large_error"
+        fits = client.post("/generate", content=b"x" * 10_000, headers=headers)
+        assert fits.status_code == 400  # no JSON
+    # Chunked: no length is announced, and most of the body is never sent.
+    with open_request(
+        live.url, "POST", "/generate", {**headers, "Transfer-Encoding": "chunked"}
+    ) as sent:
+        for _ in range(11):
+            sent.sendall(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
+        assert read_status(sent) == 413
+
+
+def test_a_length_that_is_none_is_refused(open_server):
+    live = open_server()
+    with open_request(live.url, "POST", "/generate", {"Content-Length": "-5"}) as sent:
+        assert read_status(sent) in (400, 413)
+
+
+def test_prompts_and_batches_have_limits(open_server):
+    live = open_server(max_prompt_len=8, max_batch=4, max_queue=8)
+    with live.client() as client:
+
+        def status(sampling=None, **body):
+            body["sampling_params"] = {"max_new_tokens": 1} | (sampling or {})
+            answer = client.post("/generate", json=body)
+            refused = answer.status_code != 200
+            return answer.status_code, answer.json()["error"]["param"] if refused else None
+
+        assert status(input_ids=[5] * 8) == (200, None)
+        assert status(input_ids=[5] * 9) == (422, "len(prompt)")
+        assert status(input_ids=[[5]] * 4) == (200, None)
+        assert status(input_ids=[[5]] * 5) == (422, "batch")
+        assert status(input_ids=[[5]] * 2, sampling={"n": 3}) == (422, "batch")
+        # Scored, not generated: the same.
+        zero = {"max_new_tokens": 0}
+        assert status(input_ids=[5] * 9, sampling=zero) == (422, "len(prompt)")
+
+
+def test_a_full_queue_is_429_and_takes_all_of_a_call_or_none(open_server):
+    live = open_server(max_batch=3, max_queue=4)
+    pause(live)
+    with live.client() as client:
+        three = {"input_ids": [[5]] * 3, "sampling_params": {"max_new_tokens": 2}}
+        waiting = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": three})
+        waiting.start()
+        until(lambda: live.serving.num_unfinished == 3)
+        with live.client() as other:
+            for stream in (False, True):
+                full = other.post("/generate", json={**three, "stream": stream})
+                assert full.status_code == 429
+                assert full.headers["Retry-After"] == "1"
+                assert "max_queue" in full.json()["error"]["message"]
+            assert live.serving.num_unfinished == 3
+            assert other.get("/health").status_code == 200
+        go_on(live)
+        waiting.join(TIMEOUT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_client_that_leaves_frees_its_requests(live, stream, paused):
+    """Before its first token, or in the middle of its answer."""
+    if paused:
+        pause(live)
+    asked = {"input_ids": [[5, 6], [7, 8]], "stream": stream, "sampling_params": LONG}
+    body = json.dumps(asked).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    before = live.serving.loop.call(lambda engine: engine.metrics().finished).result(TIMEOUT)
+    with open_request(live.url, "POST", "/generate", headers) as sent:
+        sent.sendall(body)
+        until(lambda: live.serving.loop.num_unfinished == 2)
+        if stream and not paused:
+            assert sent.recv(1000)
+    until(lambda: not live.serving.loop.num_unfinished)  # although it may be paused
+    if paused:
+        go_on(live)
+    live.wait_until_idle()
+    after = live.serving.loop.call(lambda engine: engine.metrics().finished).result(TIMEOUT)
+    assert after == before  # none ran to its end
+
+
+def test_a_reader_that_stalls_holds_up_nobody_and_is_let_go(live):
+    """Its events are joined while it does not read; when it leaves, its request ends."""
+    asked = {"input_ids": [5, 6], "stream": True, "sampling_params": LONG}
+    body = json.dumps({**asked, "return_logprob": True, "top_logprobs_num": 50}).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    with open_request(live.url, "POST", "/generate", headers, receive_bytes=4096) as stalled:
+        stalled.sendall(body)
+        until(lambda: live.serving.loop.num_unfinished == 1)
+        with live.client() as client:
+            short = {"input_ids": [9, 8], "sampling_params": {"max_new_tokens": 5}}
+            assert client.post("/generate", json=short).status_code == 200
+        until(lambda: not live.serving.loop.num_unfinished)  # it ran to its end all the same
+    live.wait_until_idle()
+
+
+def test_a_broken_engine_is_503_with_its_reason(open_server):
+    live = open_server(breaks=True)
+
+    def breaks(batch):
+        raise OSError("the machine is on fire")
+
+    def sabotage(engine):
+        engine.worker.step = breaks
+
+    live.serving.loop.call(sabotage).result(TIMEOUT)
+    with live.client() as client:
+        assert client.get("/health").status_code == 200
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+        for _ in range(2):
+            failed = client.post("/generate", json=body)
+            assert failed.status_code == 503
+            assert "the machine is on fire" in failed.json()["error"]["message"]
+        assert client.post("/generate", json={**body, "stream": True}).status_code == 503
+        for path in ("/health", "/health_generate", "/v1/loads", "/get_weight_version"):
+            assert client.get(path).status_code == 503
+    with pytest.raises(EngineStateError):
+        live.serving.loop.require_open()
+
+
+def test_an_unexpected_error_shows_its_name_alone(open_server):
+    live = open_server()
+
+    def fails(mode):
+        raise KeyError("/secret/path")
+
+    live.serving.loop.call(lambda engine: setattr(engine, "pause_generation", fails))
+    with live.client() as client:
+        failed = client.post("/pause_generation", json={})
+    assert failed.status_code == 500
+    assert "KeyError" in failed.json()["error"]["message"]
+    assert "secret" not in failed.text
