@@ -43,6 +43,7 @@ SUBCOMMANDS = {
 
 
 def main() -> None:
+    sys.argv = [_with_model_path(argument) for argument in sys.argv]
     if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
         sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))
     register_config_schema()
@@ -64,6 +65,13 @@ def main() -> None:
 def register_config_schema() -> None:
     """Types and checks for conf/config.yaml, under the name by which its defaults list asks."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="specrollout")
+
+
+def _with_model_path(argument: str) -> str:
+    """``model=FOLDER`` is short for ``model.path=FOLDER``, where the folder holds a model."""
+    name, _, folder = argument.partition("=")
+    is_model = name == "model" and Path(folder, "config.json").is_file()
+    return f"model.path={folder}" if is_model else argument
 
 
 def _subcommand(target: str, arguments: list[str]) -> int:

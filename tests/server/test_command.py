@@ -1,0 +1,174 @@
+"""`specrollout serve`: its errors, its ready line, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from rollout.cli import main
+from rollout.config import EngineConfig
+from rollout.errors import InvalidInputError
+from rollout.server.command import register_serve_schema, serve_config_from
+from rollout.server.config import ServerConfig
+
+TIMEOUT = 60.0
+SMALL = ("num_threads=1", "memory.max_kv_tokens=2048", "spec.calibration_seconds=0")
+
+
+@pytest.fixture
+def composed() -> Iterator:
+    register_serve_schema()
+    with initialize_config_module("rollout.conf", version_base="1.3"):
+        yield lambda *overrides: compose("serve", overrides=list(overrides))
+    GlobalHydra.instance().clear()
+
+
+def test_the_defaults_are_the_dataclasses_own(composed, monkeypatch):
+    monkeypatch.delenv("SPECROLLOUT_API_KEY", raising=False)
+    monkeypatch.delenv("SPECROLLOUT_ADMIN_KEY", raising=False)
+    config = serve_config_from(composed("model.path=m"))
+    assert config.server == ServerConfig()
+    assert config.engine == EngineConfig(model=config.model)
+    assert config.spec["_target_"] == "spec_workers.ngram.build"
+
+
+def test_keys_come_from_the_environment_and_are_not_in_the_configuration(composed, monkeypatch):
+    monkeypatch.setenv("SPECROLLOUT_API_KEY", "12345")
+    monkeypatch.setenv("SPECROLLOUT_ADMIN_KEY", "key-of-admins")
+    config = composed("model.path=m", "server.host=0.0.0.0")
+    server = serve_config_from(config).server
+    assert (server.api_key, server.admin_key) == ("12345", "key-of-admins")
+    assert "key-of-admins" not in OmegaConf.to_yaml(config)
+    assert "12345" not in OmegaConf.to_yaml(config)
+
+
+def test_a_model_must_be_given(composed):
+    with pytest.raises(InvalidInputError, match=r"model\.path=my/model"):
+        serve_config_from(composed())
+
+
+@pytest.fixture
+def failing(monkeypatch, capsys, tmp_path):
+    """Runs a command that ends at once; its exit code and what it printed as an error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["specrollout", "serve", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        GlobalHydra.instance().clear()
+        assert not list(tmp_path.iterdir()), "a server leaves no files behind"
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_errors_are_one_line(failing, text_model_path):
+    model = f"model={text_model_path}"
+    code, error = failing()
+    assert (code, error.count("\n")) == (2, 1)
+    assert "model.path" in error
+    code, error = failing(model, "server.host=0.0.0.0")
+    assert code == 2
+    assert "SPECROLLOUT_API_KEY" in error
+    code, error = failing(model, "server.port=x")
+    assert code
+    assert "server.port" in error
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, error = failing(model, f"server.port={port}")
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"server.port={port}" in error
+    code, error = failing("model.path=/nowhere", "server.port=0")
+    assert (code, error.count("\n")) == (1, 1)
+
+
+@contextmanager
+def served(model, *arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The command in a process of its own, and the URL that it says it serves at."""
+    command = [sys.executable, "-m", "rollout.cli", "serve", f"model={model}", "server.port=0"]
+    process = subprocess.Popen(
+        [*command, *SMALL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if ready := re.search(r"serving \S+ at (http://127\.0\.0\.1:\d+)", line):
+                break
+        else:
+            pytest.fail(f"it ended: {lines}")
+        yield process, ready[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def stream_of(url, max_new_tokens):
+    """An answer that has begun; the events that come after are read by the caller."""
+    sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
+    body = {"input_ids": [5, 6], "stream": True, "sampling_params": sampling}
+    return httpx.stream("POST", f"{url}/generate", json=body, timeout=TIMEOUT)
+
+
+def last_event(lines) -> dict:
+    events = [line for line in lines if line and line != "data: [DONE]"]
+    return json.loads(events[-1].removeprefix("data: "))
+
+
+def status_of(url) -> int:
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    return httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT).status_code
+
+
+def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(text_model_path):
+    with served(text_model_path, "server.drain_seconds=60") as (process, url):
+        assert status_of(url) == 200
+        with stream_of(url, 500) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            refused = []
+            while not refused or refused[-1] == 200:
+                refused.append(status_of(url))
+            assert refused[-1] == 503
+            assert httpx.get(f"{url}/health").status_code == 503
+            last = last_event(lines)
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
+        assert process.wait(TIMEOUT) == 0
+        assert "Traceback" not in process.stdout.read()
+
+
+def test_a_second_signal_ends_at_once(text_model_path):
+    with served(text_model_path, "server.drain_seconds=600") as (process, url):
+        httpx.post(f"{url}/pause_generation", json={"mode": "in_place"})
+        waiting = threading.Thread(target=status_of, args=(url,))
+        waiting.start()
+        while not httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"]:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{url}/health").status_code == 200:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT) == 0
+        waiting.join(TIMEOUT)

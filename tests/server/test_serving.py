@@ -1,0 +1,176 @@
+"""The doors between asyncio and the engine, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from rollout import FinishReason, RolloutEngine, SamplingParams
+from rollout.config import ModelConfig
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.server.config import ServeConfig, ServerConfig
+from rollout.server.errors import DrainingError
+from rollout.server.samples import Sample
+from rollout.server.serving import Serving
+
+TIMEOUT = 60.0
+SHORT = SamplingParams(temperature=0.9, max_new_tokens=40, ignore_eos=True)
+LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
+Scenario = Callable[[Serving], Awaitable[None]]
+
+
+@pytest.fixture
+def run(text_model_path):
+    """``run(scenario, engine_option=..., ...)`` beside a `Serving` that must be idle afterwards."""
+
+    def run(scenario: Scenario, server: dict | None = None, **options) -> RolloutEngine:
+        engine = RolloutEngine.from_pretrained(text_model_path, **options)
+        model = ModelConfig(path=str(text_model_path))
+        serving = Serving(engine, ServeConfig(model=model, server=ServerConfig(**server or {})))
+
+        async def timed() -> None:
+            async with asyncio.timeout(TIMEOUT):
+                await scenario(serving)
+
+        try:
+            asyncio.run(timed())
+        finally:
+            serving.close()
+        engine.check_integrity()
+        assert engine.worker.memory.usage.used == 0
+        return engine
+
+    return run
+
+
+def samples(params: SamplingParams, count: int = 2) -> list[Sample]:
+    return [Sample(prompt_ids=[5, 6, 7], params=params, sample_index=i) for i in range(count)]
+
+
+async def pause(serving: Serving) -> None:
+    await serving.call(lambda engine: engine.pause_generation("in_place"))
+
+
+def test_deltas_are_the_rollout_bit_by_bit(run):
+    async def scenario(serving):
+        params = SamplingParams(
+            temperature=0.9, max_new_tokens=40, ignore_eos=True, top_logprobs=2, entropy=True
+        )
+        whole = await serving.generate(samples(params))
+        parts = [[], []]
+        async with serving.stream(samples(params)) as deltas:
+            async for delta in deltas:
+                parts[delta.index].append(delta)
+        for rollout, own in zip(whole, parts, strict=True):
+            assert len(own) > 1
+            assert [delta.rollout is None for delta in own[:-1]] == [True] * (len(own) - 1)
+            last = own[-1].rollout
+            assert (last.token_ids, last.logprobs) == (rollout.token_ids, rollout.logprobs)
+            for name in ("token_ids", "logprobs", "weight_versions"):
+                assert [x for d in own for x in getattr(d, name)] == getattr(rollout, name)
+            for name in ("top_logprobs", "entropies"):
+                joined = [x for d in own for x in getattr(d.extras, name)]
+                assert joined == getattr(rollout.extras, name)
+
+    run(scenario)
+
+
+def test_a_reader_that_comes_late_gets_one_delta(run):
+    async def scenario(serving):
+        async with serving.stream(samples(SHORT, 1)) as deltas:
+            while serving.num_unfinished:
+                await asyncio.sleep(0.005)
+            await deltas.ready()
+            (delta,) = [delta async for delta in deltas]
+            assert delta.token_ids == delta.rollout.token_ids
+            assert len(delta.logprobs) == 40
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_closing_a_stream_or_cancelling_a_call_aborts(run, paused):
+    async def scenario(serving):
+        if paused:
+            await pause(serving)
+        deltas = serving.stream(samples(LONG))
+        if not paused:
+            await anext(deltas)
+        await deltas.aclose()
+        call = asyncio.create_task(serving.generate(samples(LONG)))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while serving.num_unfinished:
+            await asyncio.sleep(0.005)
+        metrics = await serving.call(lambda engine: engine.metrics())
+        assert metrics.finished == 0
+
+    run(scenario)
+
+
+def test_drain_finishes_what_runs_and_aborts_what_is_left(run):
+    async def finishes(serving):
+        call = asyncio.create_task(serving.generate(samples(SHORT)))
+        await asyncio.sleep(0)
+        await serving.drain()
+        assert {r.finish_reason for r in await call} == {FinishReason.LENGTH}
+        with pytest.raises(DrainingError):
+            serving.stream(samples(SHORT))
+        with pytest.raises(DrainingError):
+            await serving.score([5], [6], SHORT)
+
+    async def aborts(serving):
+        await pause(serving)
+        call = asyncio.create_task(serving.generate(samples(SHORT)))
+        await asyncio.sleep(0)
+        await serving.drain()
+        assert {r.finish_reason for r in await call} == {FinishReason.ABORT}
+
+    run(finishes)
+    run(aborts, {"drain_seconds": 0.1})
+
+
+def test_scores_wait_for_room_and_fail_alone_where_there_is_never_any(run):
+    async def scenario(serving):
+        ids = [5 + i % 50 for i in range(60)]
+        async with serving.stream(samples(LONG, 1)) as deltas:
+            count = 0
+            while count < 145:  # with its prompt it leaves less than 60 of 200 slots
+                count += len((await anext(deltas)).token_ids)
+            logprobs, _ = await serving.score(ids[:1], ids[1:], SamplingParams())
+        assert len(logprobs) == 59
+        with pytest.raises(OutOfMemoryError):
+            await serving.score(ids, ids * 3, SamplingParams())
+
+    run(scenario, max_kv_tokens=200, spec="none")
+
+
+def test_one_sample_that_is_refused_takes_the_others_along(run):
+    async def scenario(serving):
+        wrong = Sample(prompt_ids=[5], params=LONG, request_seed=-1)
+        with pytest.raises(InvalidInputError, match="request_seed"):
+            await serving.generate([*samples(LONG), wrong])
+        async with serving.stream([*samples(LONG), wrong]) as deltas:
+            with pytest.raises(InvalidInputError, match="request_seed"):
+                await deltas.ready()
+        while serving.num_unfinished:
+            await asyncio.sleep(0.005)
+
+    run(scenario)
+
+
+def test_a_configured_seed_makes_the_same_fresh_seeds(run):
+    seeds = []
+
+    async def scenario(serving):
+        seeds.append([serving.fresh_seed() for _ in range(100)])
+
+    for seed in (7, 7, None, None):
+        run(scenario, {"seed": seed}, spec="none")
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0], *seeds[2], *seeds[3]}) == 300
+    assert all(0 <= seed < 2**63 for seed in seeds[2])
