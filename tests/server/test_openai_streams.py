@@ -109,6 +109,39 @@ def test_stop_strings_are_not_leaked(live: Live, offline: RolloutEngine) -> None
     assert list(shown.values()) == [rollout.text for rollout in expected]
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_texts_may_show_what_ended_them(live: Live, offline: RolloutEngine, skips: bool) -> None:
+    stop, bias = ["abb", "bba"], favouring("ab") | {1: 9.0}
+    params = SamplingParams(
+        seed=3, n=8, max_new_tokens=60, stop=stop, logit_bias=bias, ignore_eos=True
+    )
+    expected = []
+    for rollout in offline.generate(["x"], params):
+        text = offline.encoder.tokenizer.decode(rollout.token_ids, skip_special_tokens=skips)
+        ends = [text.find(each) + 3 for each in stop if each in text]
+        assert ends, "each of them is to end by a stop string"
+        expected.append(text[: min(ends)] if skips else text)
+    asked = {
+        "model": live.serving.model_name,
+        "prompt": "x",
+        "n": 8,
+        "seed": 3,
+        "max_tokens": 60,
+        "stop": stop,
+        "logit_bias": {str(token): value for token, value in bias.items()},
+        "extra_body": {
+            "ignore_eos": True,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": skips,
+        },
+    }
+    whole = client_of(live).completions.create(**asked)
+    assert [choice.text for choice in whole.choices] == expected
+    assert any("</s>" in text for text in expected) is not skips
+    parts = joined_parts(client_of(live).completions.create(**asked, stream=True))
+    assert [parts[index]["text"] for index in range(8)] == expected
+
+
 def test_many_clients_at_once_get_their_own_tokens(live: Live, offline: RolloutEngine) -> None:
     async def ask(client: openai.AsyncOpenAI, seed: int) -> str:
         stream = await client.chat.completions.create(
@@ -136,17 +169,18 @@ def test_many_clients_at_once_get_their_own_tokens(live: Live, offline: RolloutE
 def test_a_client_that_leaves_frees_its_slots(live: Live, stream: bool) -> None:
     body = {"prompt": "x", "n": 4, "max_tokens": 400, "ignore_eos": True, "stream": stream}
     content = json.dumps(body).encode()
+    host, port = live.url.removeprefix("http://").split(":")
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
-    address = live.url.removeprefix("http://").split(":")
     before = live.serving.loop.call(lambda engine: engine.status().total).result(TIMEOUT)
-    with socket.create_connection((address[0], int(address[1])), TIMEOUT) as connection:
+    with socket.create_connection((host, int(port)), TIMEOUT) as connection:
         connection.sendall(head.encode() + content)
         deadline = time.monotonic() + TIMEOUT
         while not live.serving.loop.num_unfinished:
             assert time.monotonic() < deadline
+            time.sleep(0.001)
         if stream:
             assert b"200 OK" in connection.recv(4096)
     live.wait_until_idle()

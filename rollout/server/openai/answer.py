@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Response
+from fastapi import Request, Response
 
+from rollout.server.delta_stream import DeltaStream
+from rollout.server.disconnect import while_connected
 from rollout.server.json_answer import json_bytes
+from rollout.server.samples import Sample
+from rollout.server.serving import Serving
 from rollout.types import Rollout
 
 
@@ -80,3 +84,16 @@ async def json_response(build: Callable[[], dict[str, Any]]) -> Response:
         return json_bytes(build())
 
     return Response(await asyncio.to_thread(content), media_type="application/json")
+
+
+async def stream_while_connected(
+    request: Request, serving: Serving, samples: Sequence[Sample]
+) -> DeltaStream:
+    """Once it has something to say, so that what is wrong with the request has its status."""
+    deltas = serving.stream(samples)
+    try:
+        await while_connected(request, deltas.ready())
+    except BaseException:
+        await deltas.aclose()
+        raise
+    return deltas

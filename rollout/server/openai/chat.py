@@ -8,23 +8,22 @@ from fastapi import APIRouter, Request, Response
 
 from rollout.server.disconnect import while_connected
 from rollout.server.event_stream import EventStream
-from rollout.server.openai.answer import Heading, json_response
+from rollout.server.openai.answer import Heading, json_response, stream_while_connected
 from rollout.server.openai.chat_answer import ChatAnswer
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.logprobs import LogprobWriter
 from rollout.server.openai.models import require_model
+from rollout.server.openai.output_text import OutputTexts
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.token_spelling import TokenSpelling
 from rollout.server.samples import Sample
 from rollout.server.serving import Serving
-from rollout.server.text_stream import Detokenizer
 
 
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
-    tokenizer = serving.encoder.tokenizer
-    detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-    spelling = TokenSpelling(tokenizer)
+    texts = OutputTexts(serving.encoder)
+    spelling = TokenSpelling(serving.encoder.tokenizer)
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -38,10 +37,10 @@ def routes(serving: Serving) -> APIRouter:
             body=body,
             samples=samples,
             writer=LogprobWriter(spelling, bool(body.return_tokens_as_token_ids)),
-            detokenizer=detokenizer,
+            texts=texts,
         )
         if body.stream:
-            deltas = serving.stream(samples)
+            deltas = await stream_while_connected(request, serving, samples)
             return EventStream(answer.parts(deltas), deltas)
         rollouts = await while_connected(request, serving.generate(samples))
         return await json_response(lambda: answer.whole(rollouts))

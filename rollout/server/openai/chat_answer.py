@@ -10,8 +10,8 @@ from rollout.server.delta_stream import DeltaStream
 from rollout.server.openai.answer import Heading, finish, usage
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens
+from rollout.server.openai.output_text import OutputTexts
 from rollout.server.samples import Delta, Sample
-from rollout.server.text_stream import Detokenizer, TextStream
 from rollout.types import Rollout
 
 _ROLE = "assistant"
@@ -23,13 +23,13 @@ class ChatAnswer:
     body: ChatBody
     samples: Sequence[Sample]  # one for each choice
     writer: LogprobWriter
-    detokenizer: Detokenizer | None
+    texts: OutputTexts
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
-                "message": {"role": _ROLE, "content": rollout.text or "", "refusal": None},
+                "message": {"role": _ROLE, "content": self._text(rollout), "refusal": None},
                 **self._of_tokens(rollout),
                 **finish(rollout),
             }
@@ -42,7 +42,7 @@ class ChatAnswer:
 
     async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
         heading = replace(self.heading, object="chat.completion.chunk")
-        texts = [TextStream(self.detokenizer, sample.params.stop) for sample in self.samples]
+        texts = [self.texts.stream(self.body, sample.params.stop) for sample in self.samples]
         no_usage = {"usage": None} if self.body.wants_usage else {}
         rollouts: dict[int, Rollout] = {}
         begin = {"role": _ROLE, "content": "", "refusal": None}
@@ -52,7 +52,7 @@ class ChatAnswer:
             text = texts[delta.index].push(delta.token_ids)
             if delta.rollout is not None:
                 rollouts[delta.index] = delta.rollout
-                text += texts[delta.index].finish(delta.rollout.text)
+                text += texts[delta.index].finish(self._text(delta.rollout))
             part = _part(delta.index, {"content": text} if text else {}) | self._of_tokens(delta)
             if delta.rollout is not None:
                 part |= finish(delta.rollout)
@@ -63,6 +63,9 @@ class ChatAnswer:
             ended = [rollouts[index] for index in range(len(rollouts))]
             versions = [version for rollout in ended for version in rollout.weight_versions]
             yield heading.over([], versions, usage=self._usage(ended))
+
+    def _text(self, rollout: Rollout) -> str:
+        return self.texts.whole(self.body, self.samples[0].params.stop, rollout)
 
     def _of_tokens(self, tokens: Rollout | Delta) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": None}

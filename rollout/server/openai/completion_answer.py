@@ -11,8 +11,8 @@ from rollout.server.openai.answer import Heading, finish, usage
 from rollout.server.openai.completion_body import CompletionBody
 from rollout.server.openai.echo import Echo
 from rollout.server.openai.logprobs import NO_TOKENS, LogprobWriter, ScoredTokens, TextOffsets
+from rollout.server.openai.output_text import OutputTexts
 from rollout.server.samples import Sample
-from rollout.server.text_stream import Detokenizer, TextStream
 from rollout.types import Rollout
 
 
@@ -23,11 +23,11 @@ class CompletionAnswer:
     samples: Sequence[Sample]  # one for each choice
     echoes: Sequence[Echo]  # by prompt; empty where prompts are not echoed
     writer: LogprobWriter
-    detokenizer: Detokenizer | None
+    texts: OutputTexts
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         choices = [
-            _Choice(self, index).part(rollout.text or "", ScoredTokens.of(rollout), rollout)
+            _Choice(self, index).part(self._text(index, rollout), ScoredTokens.of(rollout), rollout)
             for index, rollout in enumerate(rollouts)
         ]
         versions = [version for rollout in rollouts for version in rollout.weight_versions]
@@ -43,14 +43,14 @@ class CompletionAnswer:
 
     async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
         choices = [_Choice(self, index) for index in range(len(self.samples))]
-        texts = [TextStream(self.detokenizer, sample.params.stop) for sample in self.samples]
+        texts = [self.texts.stream(self.body, sample.params.stop) for sample in self.samples]
         no_usage = {"usage": None} if self.body.wants_usage else {}
         rollouts: dict[int, Rollout] = {}
         async for delta in deltas:
             text = texts[delta.index].push(delta.token_ids)
             if delta.rollout is not None:
                 rollouts[delta.index] = delta.rollout
-                text += texts[delta.index].finish(delta.rollout.text)
+                text += texts[delta.index].finish(self._text(delta.index, delta.rollout))
             part = choices[delta.index].part(text, ScoredTokens.of(delta), delta.rollout)
             if self._says_something(part):
                 yield self.heading.over([part], delta.weight_versions, **no_usage)
@@ -58,6 +58,9 @@ class CompletionAnswer:
             ended = [rollouts[index] for index in range(len(rollouts))]
             versions = [version for rollout in ended for version in rollout.weight_versions]
             yield self.heading.over([], versions, usage=self._usage(ended))
+
+    def _text(self, index: int, rollout: Rollout) -> str:
+        return self.texts.whole(self.body, self.samples[index].params.stop, rollout)
 
     def _says_something(self, part: dict[str, Any]) -> bool:
         return bool(part["text"] or part["logprobs"] or part["finish_reason"]) or bool(
@@ -75,11 +78,12 @@ class _Choice:
     def __init__(self, answer: CompletionAnswer, index: int) -> None:
         sample = answer.samples[index]
         self._answer = answer
+        self._detokenizer = answer.texts.detokenizer(answer.body)
         self._index = index
         self._prompt_ids = sample.prompt_ids
         self._echo = answer.echoes[sample.prompt_index] if answer.echoes else None
         echo_len = 0 if self._echo is None else len(self._echo.text)
-        self._offsets = TextOffsets(answer.detokenizer, echo_len)
+        self._offsets = TextOffsets(self._detokenizer, echo_len)
         self._begun = False
 
     def part(self, text: str, tokens: ScoredTokens, ended: Rollout | None) -> dict[str, Any]:
@@ -100,6 +104,6 @@ class _Choice:
     def _logprobs(self, tokens: ScoredTokens) -> dict[str, Any]:
         offsets = self._offsets.push(tokens.token_ids)
         if self._echo is not None and self._echo.tokens is not None and not self._begun:
-            of_prompt = TextOffsets(self._answer.detokenizer).push(self._prompt_ids)
+            of_prompt = TextOffsets(self._detokenizer).push(self._prompt_ids)
             tokens, offsets = self._echo.tokens.then(tokens), of_prompt + offsets
         return self._answer.writer.of_completion(tokens, offsets)

@@ -36,9 +36,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 """Beside null, false and what is empty."""
 
-_ON = frozenset(
-    {"skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_reasoning"}
-)
+_ON = frozenset({"spaces_between_special_tokens", "detokenize", "include_reasoning"})
 """Nothing is asked for by true, and something by false."""
 
 

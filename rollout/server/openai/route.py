@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from fastapi.routing import APIRoute
 
 from rollout.errors import InvalidInputError, OutOfMemoryError, RolloutError
 from rollout.server.errors import error_body
+from rollout.server.json_answer import JsonAnswer
 
 
 class ModelNotFoundError(RolloutError):
@@ -47,7 +47,5 @@ def _top_level(place: Sequence[str | int]) -> str | None:
 
 
 def _refusal(status: int, error: Exception, fields: dict[str, Any]) -> Response:
-    """In ASCII: messages may repeat a client's text, and not all text has an encoding."""
     body = error_body(error)[1]
-    content = json.dumps({"error": {**body["error"], **fields}})
-    return Response(content, status, media_type="application/json")
+    return JsonAnswer({"error": {**body["error"], **fields}}, status)

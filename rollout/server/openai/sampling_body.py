@@ -39,6 +39,7 @@ class SamplingBody(BaseModel):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     return_token_ids: bool | None = None
@@ -60,11 +61,6 @@ class SamplingBody(BaseModel):
         check_extra_fields(self.model_extra)
         if self.stream_options is not None and not self.stream:
             raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
-        if self.include_stop_str_in_output and self.stop:
-            raise InvalidInputError(
-                "include_stop_str_in_output", True, "texts end before the stop string; its tokens "
-                "are among those of return_token_ids",
-            )  # fmt: skip
 
     def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
         """Raises InvalidInputError naming the body's field."""
