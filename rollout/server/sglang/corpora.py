@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from rollout.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import json_body, openapi_body
 from rollout.server.roots import Root
 from rollout.server.serving import Serving
@@ -54,7 +54,7 @@ def routes(serving: Serving) -> APIRouter:
             pause = min(2 * pause, _POLL_SECONDS[1])
 
     @router.post("/add_external_corpus", openapi_extra=openapi_body(AddBody))
-    async def add_external_corpus(request: Request) -> JSONResponse:
+    async def add_external_corpus(request: Request) -> JsonAnswer:
         """Load a corpus in the background, beside generation and beside other loads.
 
         409 for an id that is taken; 400 for what cannot be loaded, of which nothing is kept.
@@ -83,7 +83,7 @@ def routes(serving: Serving) -> APIRouter:
             return refused.response
 
     @router.post("/remove_external_corpus")
-    async def remove_external_corpus(body: RemoveBody) -> JSONResponse:
+    async def remove_external_corpus(body: RemoveBody) -> JsonAnswer:
         """Forget a corpus, or cancel its load. 404 for an unknown one."""
 
         def remove(engine: Engine) -> Answer:
@@ -97,7 +97,7 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, remove)
 
     @router.get("/list_external_corpora")
-    async def list_external_corpora() -> JSONResponse:
+    async def list_external_corpora() -> JsonAnswer:
         def listed(engine: Engine) -> Answer:
             corpora = engine.external_corpora()
             return {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from rollout.engine_protocol import Engine
+from rollout.server.json_answer import JsonAnswer
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
 from rollout.types import MemoryTag
@@ -37,7 +37,7 @@ def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["memory"])
 
     @router.post("/release_memory_occupation")
-    async def release_memory_occupation(body: ReleaseBody | None = None) -> JSONResponse:
+    async def release_memory_occupation(body: ReleaseBody | None = None) -> JsonAnswer:
         """Requests wait until what is needed has been resumed; running ones compute anew."""
         wanted = body or ReleaseBody()
 
@@ -48,7 +48,7 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, release)
 
     @router.post("/resume_memory_occupation")
-    async def resume_memory_occupation(body: ResumeBody | None = None) -> JSONResponse:
+    async def resume_memory_occupation(body: ResumeBody | None = None) -> JsonAnswer:
         wanted = body or ResumeBody()
 
         def resume(engine: Engine) -> Answer:

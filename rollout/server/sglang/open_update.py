@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.engine_protocol import Engine
-from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.weights.manifest import Manifest
 from rollout.weights.options import UpdateOptions
 
@@ -75,10 +75,14 @@ class OpenUpdate:
     def continue_generation(self, engine: Engine) -> None:
         """Commit what was opened by its first bucket, and let generation go on.
 
-        Raises what `RolloutEngine.end_weight_update` does; generation is still paused then.
+        Raises what `RolloutEngine.end_weight_update` does, and WeightUpdateError while the weights
+        are torn: requests would wait, and a client that asks twice must not take that for success.
+        Generation is still paused then.
         """
         if self._options is not None and self._ends_with_pause:
             self.end(engine)
+        if self._options is None:
+            _refuse_torn(engine)
         engine.continue_generation()
 
     def _open_for_bucket(self, engine: Engine, manifest: Manifest, options: Options) -> None:
@@ -114,3 +118,12 @@ class OpenUpdate:
             return news
         self._options = self._options | news
         return {}
+
+
+def _refuse_torn(engine: Engine) -> None:
+    """By trying what only whole weights allow. Released ones are neither."""
+    try:
+        engine.begin_weight_update(partial=True)
+    except EngineStateError:
+        return
+    engine.abandon_weight_update()  # nothing was written

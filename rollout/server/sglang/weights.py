@@ -19,11 +19,11 @@ from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import content_type, json_body, openapi_body
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
 from rollout.server.roots import Root
@@ -59,7 +59,7 @@ def routes(serving: Serving) -> APIRouter:
         body: UpdateFields,
         function: Callable[[Engine, dict[str, Any]], None],
         manifest: Callable[[], Manifest | None] = lambda: None,
-    ) -> JSONResponse:
+    ) -> JsonAnswer:
         def run(engine: Engine) -> Answer:
             options = body.options
             message = update.load(
@@ -73,7 +73,7 @@ def routes(serving: Serving) -> APIRouter:
         "/update_weights_from_tensor",
         openapi_extra=openapi_body(TensorBody, **dict.fromkeys(RAW_TYPES, _BINARY)),
     )
-    async def update_weights_from_tensor(request: Request) -> JSONResponse:
+    async def update_weights_from_tensor(request: Request) -> JsonAnswer:
         """Safetensors bytes: in base64 as JSON, or the body itself, the options in the query."""
         try:
             body, tensors = await _received(request)
@@ -94,7 +94,7 @@ def routes(serving: Serving) -> APIRouter:
         )
 
     @router.post("/update_weights_from_disk")
-    async def update_weights_from_disk(body: DiskBody) -> JSONResponse:
+    async def update_weights_from_disk(body: DiskBody) -> JsonAnswer:
         """A safetensors folder below server.weights_root, or the model's own."""
 
         def read(engine: Engine, options: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def routes(serving: Serving) -> APIRouter:
         return await load(body, read)
 
     @router.post("/update_weights_from_distributed")
-    async def update_weights_from_distributed(body: DistributedBody) -> JSONResponse:
+    async def update_weights_from_distributed(body: DistributedBody) -> JsonAnswer:
         """What the group's sender broadcasts meanwhile."""
 
         def receive(engine: Engine, options: dict[str, Any]) -> None:
@@ -120,14 +120,14 @@ def routes(serving: Serving) -> APIRouter:
         return await load(body, receive, lambda: _announced(body))
 
     @router.post("/update_weights_from_ipc")
-    async def update_weights_from_ipc(body: IpcBody) -> JSONResponse:
+    async def update_weights_from_ipc(body: IpcBody) -> JsonAnswer:
         """Buckets in shared memory of this host, or of a GPU that both processes see."""
         return await load(
             body, lambda engine, options: engine.update_weights_from_ipc(body.handles, **options)
         )
 
     @router.post("/begin_weight_update")
-    async def begin_weight_update(body: BeginBody) -> JSONResponse:
+    async def begin_weight_update(body: BeginBody) -> JsonAnswer:
         """Open an update of several calls. Options they bring belong here, or to the first."""
 
         def begin(engine: Engine) -> Answer:
@@ -137,7 +137,7 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, begin)
 
     @router.post("/end_weight_update")
-    async def end_weight_update() -> JSONResponse:
+    async def end_weight_update() -> JsonAnswer:
         """Commit."""
 
         def end(engine: Engine) -> Answer:
@@ -147,7 +147,7 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, end)
 
     @router.post("/abandon_weight_update")
-    async def abandon_weight_update(body: AbandonBody) -> JSONResponse:
+    async def abandon_weight_update(body: AbandonBody) -> JsonAnswer:
         """Give the open update up, if there is one."""
 
         def abandon(engine: Engine) -> Answer:
@@ -157,7 +157,7 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, abandon)
 
     @router.post("/init_weights_update_group")
-    async def init_weights_update_group(body: InitGroupBody) -> JSONResponse:
+    async def init_weights_update_group(body: InitGroupBody) -> JsonAnswer:
         """Join a group; nothing is generated until all of its members have come."""
 
         def join(engine: Engine) -> Answer:
@@ -170,7 +170,7 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, join)
 
     @router.post("/destroy_weights_update_group")
-    async def destroy_weights_update_group(body: GroupBody) -> JSONResponse:
+    async def destroy_weights_update_group(body: GroupBody) -> JsonAnswer:
         def leave(engine: Engine) -> Answer:
             engine.destroy_weights_update_group(body.group_name)
             return {"message": f"left {body.group_name}"}
@@ -185,7 +185,7 @@ def routes(serving: Serving) -> APIRouter:
         )
 
     @router.post("/weights_checker")
-    async def weights_checker(body: CheckerBody) -> JSONResponse:
+    async def weights_checker(body: CheckerBody) -> JsonAnswer:
         """A digest of all weights, to compare engines by. Nothing is generated meanwhile."""
 
         def check(engine: Engine) -> Answer:
