@@ -144,7 +144,7 @@ def test_weights_through_a_group(remote, live, root, second, bucket_bytes):
     )  # fmt: skip
     joining = threading.Thread(
         target=_init_weights_update_group_remote,
-        args=(_GlooBackend(), meta, remote._engine.addresses, TIMEOUT),
+        args=(SGLangBackend(), meta, remote._engine.addresses, TIMEOUT),
     )
     joining.start()
     group = init_custom_process_group(
@@ -170,15 +170,6 @@ def test_weights_through_a_group(remote, live, root, second, bucket_bytes):
         dist.destroy_process_group(group)
         with live.client() as client:
             client.post("/destroy_weights_update_group", json={"group_name": GROUP})
-
-
-class _GlooBackend(SGLangBackend):
-    """Where there is a GPU AReaL names nccl, and the engine under test is on the CPU."""
-
-    def build_init_weights_group_request(self, addr, server_idx, meta):
-        request = super().build_init_weights_group_request(addr, server_idx, meta)
-        request.payload["backend"] = "gloo"
-        return request
 
 
 def buckets_of(folder: Path, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
