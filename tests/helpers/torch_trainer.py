@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -37,6 +38,15 @@ class TorchTrainer:
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, src=0, group=self.group)
+
+    def send_during(
+        self, announce: Callable[[], object], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Broadcast while ``announce``, which returns when they have arrived, runs beside."""
+        with ThreadPoolExecutor(1) as threads:
+            announced = threads.submit(announce)
+            self.send(tensors.values())
+            announced.result(SECONDS)
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
