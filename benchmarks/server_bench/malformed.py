@@ -97,7 +97,7 @@ def request(
     length: int | str | None = None,
 ) -> bytes:
     """One HTTP/1.1 request; ``length`` instead of the body's own."""
-    head = f"{method} {path} HTTP/1.1\r\nHost: server\r\nConnection: close\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     if content_type is not None:
         head += f"Content-Type: {content_type}\r\n"
     head += f"Content-Length: {len(body) if length is None else length}\r\n{headers}\r\n"
@@ -267,7 +267,7 @@ def _two_lengths(randomness: random.Random) -> bytes:
 
 def _bad_chunks(randomness: random.Random) -> bytes:
     path, body = _good_bytes(randomness)
-    head = f"POST {path} HTTP/1.1\r\nHost: server\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     size = b"%x\r\n" % len(body)
     return head.encode() + randomness.choice([
@@ -295,7 +295,7 @@ def _truncated_head(randomness: random.Random) -> bytes:
 
 def _truncated_chunks(randomness: random.Random) -> bytes:
     path, body = _good_bytes(randomness)
-    head = f"POST {path} HTTP/1.1\r\nHost: server\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head.encode() + b"%x\r\n" % (len(body) + 9) + body
 
 

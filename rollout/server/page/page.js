@@ -23,13 +23,14 @@ function sampleOf(body) {
   const counts = ({ total, running, waiting }) =>
     ({ generated: total.generated_tokens, forwards: total.target_forwards, running, waiting });
   const replicas = Object.entries(body.engine.replicas).map(([name, engine]) => [name, counts(engine)]);
-  return { time: body.uptime, ...counts(body.engine), replicas: Object.fromEntries(replicas) };
+  return { time: body.uptime - body.age, ...counts(body.engine), replicas: Object.fromEntries(replicas) };
 }
 
 function remember(sample) {
   const last = samples.at(-1);
-  const beganAnew = last && (sample.time < last.time || sample.generated < last.generated);
+  const beganAnew = last && (sample.time < last.time - 1 || sample.generated < last.generated);
   if (beganAnew) samples = [];
+  else if (last && sample.time - last.time < 0.1) return; // the same answer again
   samples = samples.filter(({ time }) => time > sample.time - KEPT_SECONDS);
   samples.push(sample);
 }
@@ -96,7 +97,10 @@ function showState(body) {
   else if (body.draining) setState("draining", "draining", "No new requests are taken: the server ends when these have ended.");
   else if (busy) setState("generating", "generating");
   else setState("idle", "idle");
-  byId("since").textContent = `up ${duration(body.uptime)}`;
+  const late = body.age > STALE_SECONDS;
+  byId("since").textContent = late
+    ? `as of ${duration(body.age)} ago: the engine is in a long step or an update`
+    : `up ${duration(body.uptime)}`;
   byId("model").textContent = body.model;
   document.title = `${engine.why_not ? "stopped" : whole(engine.running)} · ${body.model}`;
 }

@@ -12,12 +12,13 @@ from rollout.server.serving import Serving
 
 
 class StatusBody(BaseModel):
-    """At the moment of asking."""
+    """``engine`` as it was ``age`` seconds ago: it answers between two steps or updates."""
 
     model: str
     uptime: float  # seconds
     unfinished: int  # requests admitted and not yet answered whole
     draining: bool  # no new ones are taken
+    age: float  # seconds
     engine: EngineStatus
 
 
@@ -26,12 +27,14 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/status")
     async def status() -> StatusBody:
-        engine = await serving.call(lambda engine: engine.status())
+        known = await serving.status_cache.latest()
+        engine = known.status or await serving.call(lambda engine: engine.status())
         return StatusBody(
             model=serving.model_name,
             uptime=time.time() - serving.started,
             unfinished=serving.loop.num_unfinished,
             draining=serving.is_draining,
+            age=known.age if known.status else 0.0,
             engine=engine,
         )
 
