@@ -351,7 +351,7 @@ _KINDS: dict[str, Callable[[random.Random], bytes]] = {
 }  # fmt: skip
 _MANNERS = {
     "wrong_length": Manner.ENDS, "two_lengths": Manner.ENDS, "bad_chunks": Manner.ENDS,
-    "odd_headers": Manner.ENDS, "no_http": Manner.ENDS, "truncated_body": Manner.LEAVES,
+    "no_http": Manner.ENDS, "truncated_body": Manner.LEAVES,
     "truncated_head": Manner.LEAVES, "truncated_chunks": Manner.LEAVES,
     "gone_at_once": Manner.LEAVES,
 }  # fmt: skip
