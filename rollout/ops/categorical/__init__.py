@@ -9,18 +9,33 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.categorical import native, reference
 
 
 def categorical(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, uniform_R: torch.Tensor
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    uniform_R: torch.Tensor,
+    threshold_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw by inverse distribution function: the first token whose cumulative exceeds uniform.
 
     logits_RV: float32, bfloat16 or float16; temperature_R: float32 >= 0; uniform_R: float64 in
     [0, 1). Returns tokens_R (int64) and logprobs_R (float32). A token of probability zero never
     comes out; a row without a distribution gives token -1 and logprob NaN.
+
+    threshold_R, float32: tokens whose logit is less are not drawn; logprobs are of all tokens still.
     """
+    if gpu.supports(logits_RV):
+        from rollout.ops.categorical import triton
+
+        return triton.categorical(logits_RV, temperature_R, uniform_R, threshold_R)
+    if threshold_R is not None:
+        kept_RV = logits_RV.masked_fill(logits_RV < threshold_R[:, None], float("-inf"))
+        tokens_R, _ = categorical(kept_RV, temperature_R, uniform_R)
+        logprobs_R = token_logprobs(logits_RV, temperature_R, tokens_R.clamp(min=0))
+        return tokens_R, logprobs_R.masked_fill(tokens_R < 0, float("nan"))
     if native.supports(logits_RV):
         return native.categorical(logits_RV, temperature_R, uniform_R)
     return reference.categorical(logits_RV, temperature_R, uniform_R)
@@ -31,8 +46,13 @@ def token_logprobs(
 ) -> torch.Tensor:
     """``logit/T - logsumexp(logits/T)`` of the given tokens (int64), float32.
 
-    Bitwise what ``categorical`` returned for the same row and token.
+    Bitwise what ``categorical`` returned for the same row and token. Raises IndexError for a token
+    outside the vocabulary; on a GPU its logprob is NaN instead.
     """
+    if gpu.supports(logits_RV):
+        from rollout.ops.categorical import triton
+
+        return triton.token_logprobs(logits_RV, temperature_R, tokens_R)
     if native.supports(logits_RV):
         return native.token_logprobs(logits_RV, temperature_R, tokens_R)
     return reference.token_logprobs(logits_RV, temperature_R, tokens_R)
@@ -40,6 +60,10 @@ def token_logprobs(
 
 def entropy(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
     """Entropy of ``softmax(logits/T)`` in nats, float32."""
+    if gpu.supports(logits_RV):
+        from rollout.ops.categorical import triton
+
+        return triton.entropy(logits_RV, temperature_R)
     if native.supports(logits_RV):
         return native.entropy(logits_RV, temperature_R)
     return reference.entropy(logits_RV, temperature_R)

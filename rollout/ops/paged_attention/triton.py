@@ -8,10 +8,11 @@ same operations (`_attend`, `_fold`) on the same numbers. A block of which a row
 it as it is: its weights are exp2(-inf) and its scale is exp2(0).
 
 A tile is 64 rows (of float32 16, if a group of heads is no larger): a few query rows of one entry
-times the query heads of one kv head. They share the whole blocks of the context. From there on draft nodes have keys of their own, at most two
-blocks: what is left of the context, then the path, in position order, so that a path sums as plain
-decoding would. Those blocks are gathered for one node after another and touch its rows alone. All
-products, of 64 rows on four warps, are of one kind: see rollout.ops.matmul.triton.
+times the query heads of one kv head. They share the whole blocks of the context. From there on
+draft nodes have keys of their own, at most two blocks: what is left of the context, then the path,
+in position order, so that a path sums as plain decoding would. Those blocks are gathered for one
+node after another and touch its rows alone. All products, of 64 rows on four warps, are of one
+kind: see rollout.ops.matmul.triton.
 
 Probabilities are rounded to the values' dtype before the second product. A token whose values are
 not finite may make earlier rows of its run NaN too, those of the same tile; a draft node none.

@@ -1,0 +1,26 @@
+"""Top-k, top-p and min-p as the least logit that survives. R rows, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.truncation import reference
+
+
+def truncation_threshold(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    min_p_R: torch.Tensor,
+) -> torch.Tensor:
+    """As rollout.sampling.truncation defines it; float32 [R], -inf where nothing is cut.
+
+    Args: logits float32; temperature float32 (0 counts as 1); top_k int64 (<= 0 is off); top_p
+    float32 (1 is off); min_p float32 (0 is off).
+    """
+    if logits_RV.is_cuda and logits_RV.dtype is torch.float32:
+        from rollout.ops.truncation import triton
+
+        return triton.truncation_threshold(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
+    return reference.truncation_threshold(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)

@@ -1,0 +1,19 @@
+"""The sampling noise of each row, where its logits are. R rows."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.uniforms import reference
+
+
+def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+    """Float64 [R] in [0, 1): bit for bit rollout.sampling.noise.uniforms, on any device.
+
+    seeds_R: int64, the bits of the unsigned request seeds. positions_R: int64.
+    """
+    if seeds_R.is_cuda:
+        from rollout.ops.uniforms import triton
+
+        return triton.uniforms(seeds_R, positions_R)
+    return reference.uniforms(seeds_R, positions_R)
