@@ -25,7 +25,7 @@ def categorical(
     [0, 1). Returns tokens_R (int64) and logprobs_R (float32). A token of probability zero never
     comes out; a row without a distribution gives token -1 and logprob NaN.
 
-    threshold_R, float32: tokens whose logit is less are not drawn; logprobs are of all tokens still.
+    threshold_R, float32: tokens whose logit is less are not drawn; logprobs stay those of all.
     """
     if gpu.supports(logits_RV):
         from rollout.ops.categorical import triton

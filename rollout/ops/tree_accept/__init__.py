@@ -1,0 +1,66 @@
+"""Which draft nodes the target's samples confirm, and their slots taken over, on the device.
+
+Legend: B entries, N draft nodes, R sampled rows, D places of a path, at most 63.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.tree_accept import reference
+
+MAX_PATH = 63
+
+
+def accept(
+    sampled_R: torch.Tensor,
+    row_offsets_B1: torch.Tensor,
+    tokens_N: torch.Tensor,
+    parents_N: torch.Tensor,
+    masks_N: torch.Tensor,
+    node_offsets_B1: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Walk each entry's tree from the root along the children that equal the target's samples.
+
+    As rollout.sampling.acceptance.accept does for one tree: of equal siblings the first counts, and
+    a sample below zero, which marks a row without a distribution, equals none.
+
+    Args:
+        sampled_R: int64, the target's sample at each entry's root, then at its nodes.
+        row_offsets_B1: int32; entry b owns rows [offsets[b], offsets[b + 1]): one more than it has
+            nodes, or none where it does not sample, and then no nodes either.
+        tokens_N, parents_N, masks_N, node_offsets_B1: as types.DraftTrees, int32 and int64.
+
+    Returns int32 paths_BD, tree nodes in path order, zeros after them; int32 lengths_B. An entry
+    that samples emits one token more than its path is long.
+    """
+    arguments = (sampled_R, row_offsets_B1, tokens_N, parents_N, masks_N, node_offsets_B1)
+    if sampled_R.is_cuda:
+        from rollout.ops.tree_accept import triton
+
+        return triton.accept(*arguments)
+    return reference.accept(*arguments)
+
+
+def commit_slots(
+    req_to_token: torch.Tensor,
+    rows_B: torch.Tensor,
+    ends_B: torch.Tensor,
+    paths_BD: torch.Tensor,
+    lengths_B: torch.Tensor,
+    node_slots_N: torch.Tensor,
+    node_offsets_B1: torch.Tensor,
+) -> None:
+    """Give the positions after each entry's run the slots of its accepted nodes, in place.
+
+    ``req_to_token[rows[b], ends[b] + d] = slot of paths[b, d]`` for d below lengths[b]; all int32,
+    rows of the table may be strided. ``ends_B``: the position after the run's last token. Who stops
+    a walk early hands over shorter lengths.
+    """
+    arguments = (req_to_token, rows_B, ends_B, paths_BD, lengths_B, node_slots_N, node_offsets_B1)
+    if req_to_token.is_cuda:
+        from rollout.ops.tree_accept import triton
+
+        triton.commit_slots(*arguments)
+    else:
+        reference.commit_slots(*arguments)

@@ -1,0 +1,76 @@
+"""The kernels of matrix products, compiled for Hopper: that needs no GPU.
+
+Exactness on a GPU rests on all tiles using one kind of tensor core instruction, 64 rows high and 16
+features deep. Which instructions the compiler chooses can be read here.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from rollout.ops.matmul.triton import _matmul_kernel, tiles  # noqa: E402
+from rollout.ops.paged_attention.triton import _attention_kernel, tile_rows  # noqa: E402
+
+BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "y_ptr", "q_ptr", "k_ptr", "v_ptr", "out_ptr")
+
+
+def products(kernel, constants: dict[str, object], *, num_warps: int, num_stages: int) -> set[str]:
+    """Kinds of tensor core instructions in a kernel's PTX, 16-bit inputs and aligned strides."""
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in BF16 and not (kernel is _attention_kernel and name == "weight_ptr"):
+            return "*bf16"
+        if name.endswith("_ptr"):
+            return "*fp32" if name in ("partial_ptr", "weight_ptr") else "*i32"
+        return "fp32" if name == "scale" else "i32"
+
+    names = list(kernel.arg_names)
+    source = ASTSource(
+        fn=kernel,
+        signature={name: type_of(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
+            if name.endswith(("_ptr", "_stride")) or name in ("outputs", "features", "head_dim")
+        },
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False},
+    )
+    ptx = compiled.asm["ptx"]
+    return set(re.findall(r"\b(?:wg)?mma\.\S*?(m\d+n\d+k\d+)", ptx))
+
+
+def test_all_matmul_tiles_use_one_kind_of_product() -> None:
+    for tile in tiles(torch.bfloat16):
+        constants = {
+            "HAS_BIAS": False, "EVEN": True, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
+            "FEATURES": tile.features, "GROUP": 8,
+        }  # fmt: skip
+        found = products(_matmul_kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
+        assert found == {f"m64n{tile.outputs}k16"}, tile
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_attention_uses_the_same_kind(spread: bool) -> None:
+    constants = {
+        "QUERIES": 4, "ROWS": tile_rows(torch.bfloat16, 4), "SPREAD": spread, "HAS_NODES": True,
+        "GROUP": 4, "DIM": 128, "ENTRIES": 8, "SPLIT": 8, "BLOCK": 64,
+    }  # fmt: skip
+    found = products(_attention_kernel, constants, num_warps=4, num_stages=3)
+    assert found == {"m64n64k16", "m64n128k16"}
