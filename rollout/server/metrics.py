@@ -75,7 +75,7 @@ class ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         serving = self._serving
-        yield _gauge("requests_unfinished", "Samples submitted", serving.loop.num_unfinished)
+        yield _gauge("requests_unfinished", "Samples submitted", serving.num_unfinished)
         yield _gauge("start_time_seconds", "When the server was made", serving.started)
         yield _gauge("draining", "1: it takes nothing new", serving.is_draining)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -92,7 +93,7 @@ def test_refusals_are_counted_under_their_route(open_server):
     assert found["http_requests_total", ("POST", "/generate", "400")] == 1
 
 
-def test_a_client_that_left_and_one_that_was_aborted(client, server):
+def test_a_client_that_left(client, server):
     with pytest.raises(httpx.ReadTimeout):
         client.post(
             "/generate",
@@ -103,6 +104,18 @@ def test_a_client_that_left_and_one_that_was_aborted(client, server):
     deadline = time.monotonic() + TIMEOUT
     while not fresh(client).get(("samples_total", ("cancelled",))):
         assert time.monotonic() < deadline
+
+
+def test_a_sample_that_was_aborted(client):
+    with ThreadPoolExecutor(1) as threads:
+        long = threads.submit(generate, client, max_new_tokens=500)
+        while not fresh(client)["requests_running", ()]:
+            assert not long.done()
+        client.post("/abort_request", json={"abort_all": True})
+        assert long.result(TIMEOUT).json()["meta_info"]["finish_reason"]["type"] == "abort"
+    found = fresh(client)
+    assert found["samples_total", ("abort",)] == 1
+    assert found["requests_running", ()] == found["requests_unfinished", ()] == 0
 
 
 def test_an_engine_that_is_busy_is_not_waited_for(client, server):

@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import pickle
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +138,31 @@ def test_a_group_of_a_trainer_that_has_torch_alone(client, second):
     assert output_ids(client) == second.output_ids
     gone = client.post("/destroy_weights_update_group", json={"group_name": "weights"})
     assert "is no group" in refused(gone)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_trainer_whose_tensors_are_refused_is_not_left_waiting(client, first, is_paused):
+    wrong = {"model.norm.weight": torch.ones(48), "nothing.of.that.name": torch.ones(3)}
+    if is_paused:
+        client.post("/pause_generation", json={})
+    with ThreadPoolExecutor(1) as threads:
+        trainer = joined(client, threads)
+        try:
+            body = announced(wrong) | {"group_name": "weights"}
+            refusal = threads.submit(client.post, "/update_weights_from_distributed", json=body)
+            trainer.send(wrong.values())
+            answer = refusal.result(TIMEOUT)
+            assert "nothing.of.that.name" in refused(answer)
+            assert "torn" not in answer.json()["state"]
+            fine = announced(first.tensors) | {"group_name": "weights"}
+            update = threads.submit(client.post, "/update_weights_from_distributed", json=fine)
+            trainer.send(first.tensors.values())
+            ok(update.result(TIMEOUT))
+        finally:
+            trainer.close()
+            client.post("/destroy_weights_update_group", json={"group_name": "weights"})
+    ok(client.post("/continue_generation", json={}))
+    assert output_ids(client) == first.output_ids
 
 
 def joined(client: httpx.Client, threads: ThreadPoolExecutor) -> TorchTrainer:
@@ -328,6 +354,28 @@ def test_a_damaged_folder(client, root, second, first):
     assert output_ids(client) == first.output_ids
 
 
+def test_a_sender_that_leaves_in_the_middle_leaves_nothing(client, shared, first, second):
+    def memory_files() -> list[str]:
+        opened = Path("/proc/self/fd").iterdir()
+        return [link for link in map(_target, opened) if "memfd:tensors" in link]
+
+    host, port = shared.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sender:
+        head = f"POST {QUERY} HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        head += f"Content-Type: {RAW['Content-Type']}\r\nContent-Length: 1000000\r\n\r\n"
+        sender.sendall(head.encode() + second.safetensors[:50_000])
+        wait_for(memory_files)
+    wait_for(lambda: not memory_files())
+    assert output_ids(client) == first.output_ids
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+
+
 def test_larger_bodies_for_weights_alone(open_server, second):
     live = open_server(max_body_bytes=2000, max_weights_body_bytes=len(second.safetensors))
     with live.client() as client:
@@ -365,6 +413,9 @@ def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, shared, firs
         waiting = threads.submit(output_ids, client)
         wait_for(lambda: shared.serving.loop.num_unfinished == 1)
         assert client.get("/health").status_code == 200
+        health = client.get("/health_generate")
+        assert health.status_code == 503
+        assert "torn" in health.json()["error"]["message"]
         assert "specrollout_can_run 0.0" in client.get("/metrics").text
         time.sleep(0.1)
         assert not waiting.done()
