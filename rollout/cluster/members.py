@@ -92,16 +92,15 @@ class Members:
         if newcomers:
             for newcomer in self._newcomers.values():
                 newcomer.answers.append(newcomer.replica.call(method, *args, **kwargs))
-        answers = {
-            name: replica.call(method, *args, **kwargs) for name, replica in self._joined.items()
-        }
+        joined = dict(self._joined)
+        answers = {name: each.call(method, *args, **kwargs) for name, each in joined.items()}
         values: dict[str, Any] = {}
         failures: list[BaseException] = []
         for name, answer in answers.items():
             try:
                 values[name] = answer.result()
-            except ReplicaDiedError:  # heard of by the pool, too
-                continue
+            except ReplicaDiedError:
+                self.wait_until_gone(joined[name])
             except Exception as error:
                 failures.append(error)
         if failures:
@@ -117,8 +116,12 @@ class Members:
             try:
                 return replica.call(method, *args, **kwargs).result()
             except ReplicaDiedError:
-                while self._joined.get(replica.name) is replica:
-                    self.attend(WAIT_SECONDS)
+                self.wait_until_gone(replica)
+
+    def wait_until_gone(self, replica: Replica) -> None:
+        """It died; the pool hears of it too. What it last said of itself counts no more then."""
+        while self._joined.get(replica.name) is replica:
+            self.attend(WAIT_SECONDS)
 
     def share(self, value: Any) -> Any:
         """See `Pool.share`."""

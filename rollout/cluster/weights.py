@@ -90,7 +90,7 @@ class WeightCalls(ABC):
                 "%s could not commit what others did, and is started anew: %s", replica.name, error
             )
             replica.kill()
-            self._wait_until_gone(replica)
+            self.members.wait_until_gone(replica)
         self._update = None
         self._versions = self.members.on_one("status").weight_versions
         self.weight_bringer.note_update(update.options)
@@ -333,14 +333,10 @@ class WeightCalls(ABC):
             try:
                 done[replica] = answer.result()
             except ReplicaDiedError:
-                self._wait_until_gone(replica)
+                self.members.wait_until_gone(replica)
             except Exception as error:
                 failed[replica] = error
         return done, failed
-
-    def _wait_until_gone(self, replica: Replica) -> None:
-        while self.members.joined.get(replica.name) is replica:
-            self.members.attend(WAIT_SECONDS)
 
     def _living(self) -> list[Replica]:
         return list(self.members.joined.values())
