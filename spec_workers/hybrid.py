@@ -136,7 +136,13 @@ class HybridWorker(NgramWorker):
         self._gate.change_policy()
 
     def counters(self) -> dict[str, float]:
-        own = {"hybrid/asked": self._asked, "hybrid/spared": self._spared}
+        gate = self._gate.learned()
+        own = {
+            "hybrid/asked": self._asked,
+            "hybrid/spared": self._spared,
+            "hybrid/is_open": float(gate["open"]),
+            "hybrid/gain": gate["gain"],
+        }
         return super().counters() | self.drafter.counters() | own
 
 

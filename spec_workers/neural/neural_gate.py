@@ -108,4 +108,4 @@ class NeuralGate:
 
     def learned(self) -> dict[str, Any]:
         """For people to look at."""
-        return {**self._gate.learned(), "drafting": self._drafting.learned()}
+        return self._gate.learned()

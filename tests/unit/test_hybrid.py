@@ -109,6 +109,8 @@ def test_epochs_of_the_same_prompts(tiny_model_path, plain, learned, overrides):
     counters = worker.counters()
     assert counters["hybrid/asked"] == counters["draft/asked"]
     assert counters["hybrid/spared"] > 0, "the corpus knows every answer by now"
+    assert counters["hybrid/is_open"] in (0.0, 1.0)
+    assert learned or counters["hybrid/gain"] == 0.0, "nothing is known of costs"
 
 
 def test_agreement_is_learned_as_a_source_of_its_own(tiny_model_path, plain):
