@@ -107,7 +107,8 @@ class CountRequests:
                 await self._app(scope, receive, watched)
             finally:
                 method = scope["method"] if scope["method"] in _METHODS else "other"
-                route = getattr(scope.get("route"), "path", "none")  # the template, none: a 404
+                # The template; none where there is no such path, or nobody looked for it.
+                route = getattr(scope.get("route"), "path", "none")
                 metrics.requests.labels(method, route, str(status)).inc()
                 metrics.seconds.labels(method, route).observe(time.monotonic() - started)
                 if first_byte:

@@ -89,8 +89,6 @@ class StatusCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield _gauge("status_age_seconds", "Age of what is said of the engine", self._known.age)
         status = self._known.status
-        if status is None:
-            return
         for name, (text, read) in _GAUGES.items():
             yield _gauge(name, text, read(status))
         for name, (text, count) in _COUNTERS.items():

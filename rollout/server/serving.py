@@ -54,7 +54,7 @@ class Serving:
         if self.encoder.tokenizer is not None:  # prompts are encoded here, rollouts on its thread
             self.encoder.prepare_for_threads("tokenizer", config.model.tokenizer)
         self.http_metrics = HttpMetrics()
-        self.status_cache = StatusCache(self.call)
+        self.status_cache = StatusCache(engine.status(), self.call)
         self.open_update = OpenUpdate()  # touched on the engine's thread alone
         self.loop = EngineLoop(engine)
 

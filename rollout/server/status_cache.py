@@ -16,9 +16,9 @@ _FRESH_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class KnownStatus:
-    """``status``: as it was ``age`` seconds ago; None before the first."""
+    """``status``: as it was ``age`` seconds ago."""
 
-    status: EngineStatus | None
+    status: EngineStatus
     age: float
 
 
@@ -30,17 +30,19 @@ class StatusCache:
     """
 
     def __init__(
-        self, call: Callable[[Callable[[Engine], EngineStatus]], Awaitable[EngineStatus]]
+        self,
+        first: EngineStatus,
+        call: Callable[[Callable[[Engine], EngineStatus]], Awaitable[EngineStatus]],
     ) -> None:
-        """``call``: runs a function of the engine between two steps."""
+        """``first``: as it is now. ``call``: runs a function of the engine between two steps."""
         self._call = call
-        self._status: EngineStatus | None = None
-        self._taken = time.monotonic()  # when the status was; else when this was made
+        self._status = first
+        self._taken = time.monotonic()
         self._coming: asyncio.Task[None] | None = None
 
     async def latest(self) -> KnownStatus:
         """Raises what the engine's loop does when it is closed or broken."""
-        if self._status is None or time.monotonic() - self._taken > _FRESH_SECONDS:
+        if time.monotonic() - self._taken > _FRESH_SECONDS:
             if self._coming is None or self._coming.done():
                 self._coming = asyncio.create_task(self._take())
             done, _ = await asyncio.wait({self._coming}, timeout=_WAIT_SECONDS)

@@ -28,14 +28,13 @@ def routes(serving: Serving) -> APIRouter:
     @router.get("/status")
     async def status() -> StatusBody:
         known = await serving.status_cache.latest()
-        engine = known.status or await serving.call(lambda engine: engine.status())
         return StatusBody(
             model=serving.model_name,
             uptime=time.time() - serving.started,
             unfinished=serving.loop.num_unfinished,
             draining=serving.is_draining,
-            age=known.age if known.status else 0.0,
-            engine=engine,
+            age=known.age,
+            engine=known.status,
         )
 
     return router

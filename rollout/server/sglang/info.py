@@ -64,18 +64,19 @@ def routes(serving: Serving) -> APIRouter:
                 "dp_rank": 0,
                 "num_reqs": found["num_total_reqs"],
                 "num_waiting_reqs": found["num_waiting_reqs"],
-                "num_tokens": found.get("num_used_tokens", 0),
+                "num_tokens": found["num_used_tokens"],
             }
         ]
 
     return router
 
 
-def _load(serving: Serving, status: EngineStatus | None) -> dict[str, Any]:
-    """``status``: perhaps of a while ago; None before the first."""
+def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:
+    """``status``: perhaps of a while ago."""
     unfinished = serving.num_unfinished
-    running = 0 if status is None else min(status.running, unfinished)
-    load = {
+    running = min(status.running, unfinished)
+    total = status.total
+    return {
         "timestamp": time.time(),
         "dp_rank": 0,
         "num_running_reqs": running,
@@ -83,11 +84,6 @@ def _load(serving: Serving, status: EngineStatus | None) -> dict[str, Any]:
         "num_total_reqs": unfinished,
         "max_running_requests": serving.serve_config.scheduler.max_running,
         "queues": {"waiting": unfinished - running},
-    }
-    if status is None:
-        return load
-    total = status.total
-    return load | {
         "num_used_tokens": status.kv_used,
         "max_total_num_tokens": status.kv_slots,
         "token_usage": status.kv_used / status.kv_slots,
