@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from rollout.server import health, metrics
 from rollout.server.auth import RequireUser, require_admin
+from rollout.server.documented import ERRORS
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
@@ -50,11 +51,12 @@ def make_app(serving: Serving) -> FastAPI:
     app = FastAPI(title="specrollout", docs_url=None, redoc_url=None)
     public = [routes(serving) for routes in PUBLIC]
     for router in public:
-        app.include_router(router)
+        app.include_router(router, responses=ERRORS)
     for routes in USER:
-        app.include_router(routes(serving))
+        app.include_router(routes(serving), responses=ERRORS)
     for routes in ADMIN:
-        app.include_router(routes(serving), dependencies=[Depends(require_admin(config))])
+        admin = Depends(require_admin(config))
+        app.include_router(routes(serving), dependencies=[admin], responses=ERRORS)
     add_error_handlers(app)
     # The last is the outermost.
     app.add_middleware(BodyLimit, config=config)

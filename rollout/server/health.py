@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.25
 def public_routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/health")
+    @router.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while requests are taken, if only to wait; 503 once the engine has failed or the
         server is about to end."""
@@ -33,7 +33,7 @@ def public_routes(serving: Serving) -> APIRouter:
 def user_routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/health_generate")
+    @router.get("/health_generate", response_class=Response)
     async def health_generate() -> Response:
         """200 when a token is generated, for this call or for any other request; 503 with the
         reason where the engine cannot run, and after 20 seconds without a token."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -52,7 +53,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["metrics"])
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Text format. Answers soon whatever the engine does: status_age_seconds says how old what
         it says of the engine is."""

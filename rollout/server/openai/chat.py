@@ -7,6 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from rollout.server.disconnect import while_connected
+from rollout.server.documented import EVENTS
 from rollout.server.event_stream import EventStream
 from rollout.server.openai.answer import Heading, json_response, stream_while_connected
 from rollout.server.openai.chat_answer import ChatAnswer
@@ -25,7 +26,7 @@ def routes(serving: Serving) -> APIRouter:
     texts = OutputTexts(serving.encoder)
     spelling = TokenSpelling(serving.encoder.tokenizer)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=EVENTS)
     async def chat(body: ChatBody, request: Request) -> Response:
         """The messages become a prompt by the tokenizer's chat template."""
         require_model(serving, body.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from rollout.server.disconnect import while_connected
+from rollout.server.documented import EVENTS
 from rollout.server.event_stream import EventStream
 from rollout.server.openai.answer import Heading, json_response, stream_while_connected
 from rollout.server.openai.completion_answer import CompletionAnswer
@@ -24,7 +25,7 @@ def routes(serving: Serving) -> APIRouter:
     texts = OutputTexts(serving.encoder)
     spelling = TokenSpelling(serving.encoder.tokenizer)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=EVENTS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """The samples of each prompt one after the other, the prompts in their order."""
         require_model(serving, body.model)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.auth import require_admin
+from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
@@ -53,7 +54,7 @@ def user_routes(serving: Serving) -> APIRouter:
 def admin_routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["sglang"])
 
-    @router.post("/pause_generation")
+    @router.post("/pause_generation", responses=CHANGED)
     async def pause_generation(body: PauseBody) -> JsonAnswer:
         """Run nothing until `/continue_generation`: new requests wait, running ones do as ``mode``
         says (abort, retract, in_place)."""
@@ -64,7 +65,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
         return await change(serving, pause)
 
-    @router.post("/continue_generation")
+    @router.post("/continue_generation", responses=CHANGED)
     async def continue_generation() -> JsonAnswer:
         """And commit the weights that came while it was paused."""
 
@@ -74,8 +75,8 @@ def admin_routes(serving: Serving) -> APIRouter:
 
         return await change(serving, go_on)
 
-    @router.post("/flush_cache")
-    @router.get("/flush_cache")
+    @router.post("/flush_cache", responses=CHANGED)
+    @router.get("/flush_cache", responses=CHANGED)
     async def flush_cache(
         timeout: float = Query(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False),
     ) -> JsonAnswer:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from rollout.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import json_body, openapi_body
 from rollout.server.roots import Root
@@ -53,7 +54,7 @@ def routes(serving: Serving) -> APIRouter:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])
 
-    @router.post("/add_external_corpus", openapi_extra=openapi_body(AddBody))
+    @router.post("/add_external_corpus", openapi_extra=openapi_body(AddBody), responses=CHANGED)
     async def add_external_corpus(request: Request) -> JsonAnswer:
         """Load a corpus in the background, beside generation and beside other loads.
 
@@ -82,7 +83,7 @@ def routes(serving: Serving) -> APIRouter:
         except RefusedError as refused:
             return refused.response
 
-    @router.post("/remove_external_corpus")
+    @router.post("/remove_external_corpus", responses=CHANGED)
     async def remove_external_corpus(body: RemoveBody) -> JsonAnswer:
         """Forget a corpus, or cancel its load. 404 for an unknown one."""
 
@@ -96,7 +97,7 @@ def routes(serving: Serving) -> APIRouter:
 
         return await change(serving, remove)
 
-    @router.get("/list_external_corpora")
+    @router.get("/list_external_corpora", responses=CHANGED)
     async def list_external_corpora() -> JsonAnswer:
         def listed(engine: Engine) -> Answer:
             corpora = engine.external_corpora()

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.server.disconnect import while_connected
+from rollout.server.documented import EVENTS
 from rollout.server.event_stream import EventStream
 from rollout.server.json_answer import json_bytes
 from rollout.server.serving import Serving
@@ -24,8 +25,8 @@ def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["sglang"])
     generator = _Generator(serving)
 
-    @router.post("/generate")
-    @router.put("/generate")
+    @router.post("/generate", responses=EVENTS)
+    @router.put("/generate", responses=EVENTS)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
         started = time.monotonic()

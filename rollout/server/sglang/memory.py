@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
 from rollout.engine_protocol import Engine
+from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
@@ -36,7 +37,7 @@ class ReleaseBody(ResumeBody):
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["memory"])
 
-    @router.post("/release_memory_occupation")
+    @router.post("/release_memory_occupation", responses=CHANGED)
     async def release_memory_occupation(body: ReleaseBody | None = None) -> JsonAnswer:
         """Requests wait until what is needed has been resumed; running ones compute anew."""
         wanted = body or ReleaseBody()
@@ -47,7 +48,7 @@ def routes(serving: Serving) -> APIRouter:
 
         return await change(serving, release)
 
-    @router.post("/resume_memory_occupation")
+    @router.post("/resume_memory_occupation", responses=CHANGED)
     async def resume_memory_occupation(body: ResumeBody | None = None) -> JsonAnswer:
         wanted = body or ResumeBody()
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import content_type, json_body, openapi_body
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
@@ -71,6 +72,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post(
         "/update_weights_from_tensor",
+        responses=CHANGED,
         openapi_extra=openapi_body(TensorBody, **dict.fromkeys(RAW_TYPES, _BINARY)),
     )
     async def update_weights_from_tensor(request: Request) -> JsonAnswer:
@@ -93,7 +95,7 @@ def routes(serving: Serving) -> APIRouter:
             tensors.manifest,
         )
 
-    @router.post("/update_weights_from_disk")
+    @router.post("/update_weights_from_disk", responses=CHANGED)
     async def update_weights_from_disk(body: DiskBody) -> JsonAnswer:
         """A safetensors folder below server.weights_root, or the model's own."""
 
@@ -107,7 +109,7 @@ def routes(serving: Serving) -> APIRouter:
 
         return await load(body, read)
 
-    @router.post("/update_weights_from_distributed")
+    @router.post("/update_weights_from_distributed", responses=CHANGED)
     async def update_weights_from_distributed(body: DistributedBody) -> JsonAnswer:
         """What the group's sender broadcasts meanwhile."""
 
@@ -119,14 +121,14 @@ def routes(serving: Serving) -> APIRouter:
 
         return await load(body, receive, lambda: _announced(body))
 
-    @router.post("/update_weights_from_ipc")
+    @router.post("/update_weights_from_ipc", responses=CHANGED)
     async def update_weights_from_ipc(body: IpcBody) -> JsonAnswer:
         """Buckets in shared memory of this host, or of a GPU that both processes see."""
         return await load(
             body, lambda engine, options: engine.update_weights_from_ipc(body.handles, **options)
         )
 
-    @router.post("/begin_weight_update")
+    @router.post("/begin_weight_update", responses=CHANGED)
     async def begin_weight_update(body: BeginBody) -> JsonAnswer:
         """Open an update of several calls. Options they bring belong here, or to the first."""
 
@@ -136,7 +138,7 @@ def routes(serving: Serving) -> APIRouter:
 
         return await change(serving, begin)
 
-    @router.post("/end_weight_update")
+    @router.post("/end_weight_update", responses=CHANGED)
     async def end_weight_update() -> JsonAnswer:
         """Commit."""
 
@@ -146,7 +148,7 @@ def routes(serving: Serving) -> APIRouter:
 
         return await change(serving, end)
 
-    @router.post("/abandon_weight_update")
+    @router.post("/abandon_weight_update", responses=CHANGED)
     async def abandon_weight_update(body: AbandonBody) -> JsonAnswer:
         """Give the open update up, if there is one."""
 
@@ -156,7 +158,7 @@ def routes(serving: Serving) -> APIRouter:
 
         return await change(serving, abandon)
 
-    @router.post("/init_weights_update_group")
+    @router.post("/init_weights_update_group", responses=CHANGED)
     async def init_weights_update_group(body: InitGroupBody) -> JsonAnswer:
         """Join a group; nothing is generated until all of its members have come."""
 
@@ -169,7 +171,7 @@ def routes(serving: Serving) -> APIRouter:
 
         return await change(serving, join)
 
-    @router.post("/destroy_weights_update_group")
+    @router.post("/destroy_weights_update_group", responses=CHANGED)
     async def destroy_weights_update_group(body: GroupBody) -> JsonAnswer:
         def leave(engine: Engine) -> Answer:
             engine.destroy_weights_update_group(body.group_name)
@@ -184,7 +186,7 @@ def routes(serving: Serving) -> APIRouter:
             lambda engine: engine.get_weights_by_name(body.name, body.truncate_size)
         )
 
-    @router.post("/weights_checker")
+    @router.post("/weights_checker", responses=CHANGED)
     async def weights_checker(body: CheckerBody) -> JsonAnswer:
         """A digest of all weights, to compare engines by. Nothing is generated meanwhile."""
 

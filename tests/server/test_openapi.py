@@ -1,0 +1,106 @@
+"""What the OpenAPI document says is what the server does, for requests made from it at random."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import APIOperation, Case, GenerationMode, checks
+
+from tests.helpers.text_model import save_text_model
+from tests.server.conftest import Live, run_server
+
+CHECKS = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.unsupported_method,
+]
+CHANGES_STATE = (
+    "/pause_generation", "/release_memory_occupation", "/begin_weight_update",
+    "/update_weights_from_tensor", "/update_weights_from_distributed", "/update_weights_from_ipc",
+)  # fmt: skip
+"""The engine may rest after one of these, whose requests are right more often than by accident."""
+
+WAITS_FOR_OTHERS = "/init_weights_update_group"  # it connects to the address that it is given
+
+bounded = settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory):
+    """Its context is so short that a request without limits ends soon."""
+    return save_text_model(tmp_path_factory.mktemp("short-model"), max_positions=48)
+
+
+@pytest.fixture(scope="module")
+def live(short_model):
+    with run_server(short_model, {}, {"model_name": "m", "max_batch": 8}) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def document(live):
+    return schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_answer_is_documented(live, document, mode):
+    """For requests as the document describes them, and for those it forbids."""
+    with live.client() as admin:
+        for operation in document.get_all_operations():
+            check(operation.ok(), mode, live, admin)
+
+
+def check(operation: APIOperation, mode: GenerationMode, live: Live, admin: httpx.Client) -> None:
+    if operation.path == WAITS_FOR_OTHERS and mode is GenerationMode.POSITIVE:
+        return
+
+    @bounded
+    @given(operation.as_strategy(generation_mode=mode))
+    def run(case: Case) -> None:
+        case.call_and_validate(checks=CHECKS, timeout=60)
+        if operation.path in CHANGES_STATE:
+            restore(live, admin)
+
+    try:
+        run()
+    except Unsatisfiable:  # nothing is forbidden there
+        assert mode is GenerationMode.NEGATIVE
+
+
+def restore(live: Live, admin: httpx.Client) -> None:
+    def post(path: str, **body: object) -> httpx.Response:
+        return admin.post(path, json=body)
+
+    post("/abandon_weight_update")
+    post("/resume_memory_occupation")
+    if live.serving.loop.call(lambda engine: engine.worker.weights.serves).result(60):
+        answer = post("/continue_generation")
+    else:
+        answer = post("/update_weights_from_disk", model_path=live.serving.model_path)
+        admin.post("/continue_generation")
+    assert answer.json()["success"], answer.text
+    assert live.serving.loop.call(lambda engine: engine.why_not).result(60) == ""
+
+
+def test_it_generates_as_before(live, short_model):
+    """After all of the above, which ran before."""
+    live.wait_until_idle()
+    sampling = {"max_new_tokens": 8, "seed": 3, "ignore_eos": True}
+    with live.client() as client:
+        one, other = (
+            client.post("/generate", json={"input_ids": [5, 6, 7], "sampling_params": sampling})
+            for _ in range(2)
+        )
+    assert one.status_code == 200, one.text
+    assert one.json()["output_ids"] == other.json()["output_ids"]
+    assert len(one.json()["output_ids"]) == 8
