@@ -84,6 +84,10 @@ TEST_PROCESSES ?= 2
 test: $(STAMP) $(MODEL)/config.json  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
+.PHONY: test-gpu
+test-gpu: $(STAMP)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
 # transformers and ray. verl is run from the wheel.
 VERL_VENV ?= build/venv-verl

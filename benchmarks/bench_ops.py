@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from attention_workload import Workload, make_plan
 from table import Row, finish, parser, row
 
 from rollout.ops.categorical import categorical
-from rollout.ops.paged_attention import AttentionPlan, paged_attention
+from rollout.ops.paged_attention import paged_attention
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 from rollout.ops.rotary import rotary_
 from rollout.ops.silu_mul import silu_mul
@@ -30,21 +30,6 @@ DTYPE = torch.bfloat16
 EPS = 1e-5
 
 Call = Callable[[], object]
-
-
-@dataclass(kw_only=True)
-class Workload:
-    """Rows of one step: each request has start keys, a run, and a chain of draft nodes."""
-
-    name: str
-    requests: int
-    start: int
-    run_len: int = 1
-    nodes: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.requests * (self.run_len + self.nodes)
 
 
 WORKLOADS = (
@@ -67,27 +52,6 @@ def best_microseconds(call: Call, seconds: float = 0.4) -> float:
         call()
         best = min(best, time.perf_counter() - start)
     return best * 1e6
-
-
-def make_plan(load: Workload) -> AttentionPlan:
-    """Requests side by side in the pool, slots of each in a random order."""
-    reserved = load.start + load.run_len + load.nodes
-    slots_BS = torch.stack([b * reserved + torch.randperm(reserved) for b in range(load.requests)])
-    slots_BS = slots_BS.int()
-    count = torch.arange(load.requests + 1, dtype=torch.int32)
-    context = load.start + load.run_len
-    return AttentionPlan(
-        req_to_token=slots_BS,
-        rows_B=count[:-1],
-        q_offsets_B1=count * (load.run_len + load.nodes),
-        starts_B=torch.full((load.requests,), load.start, dtype=torch.int32),
-        run_lens_B=torch.full((load.requests,), load.run_len, dtype=torch.int32),
-        node_offsets_B1=count * load.nodes,
-        node_masks_N=torch.tensor(
-            [2 ** (j + 2) - 1 for j in range(load.nodes)] * load.requests, dtype=torch.int64
-        ),
-        node_slots_N=slots_BS[:, context:].reshape(-1).contiguous(),
-    )
 
 
 def attention_calls(load: Workload) -> tuple[Call, Call]:

@@ -1,4 +1,7 @@
-"""What every benchmark ends with: rows `{name, value, unit, bar, ok}`, a table and a JSON file."""
+"""What every benchmark ends with: rows `{name, value, unit, bar, ok}`, a table and a JSON file.
+
+What could not be run here has neither a value nor an answer to `ok`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ class Row:
     """One figure. ``bar`` is the least (or, with ``at_most``, the largest) value that is good."""
 
     name: str
-    value: float
+    value: float | None
     unit: str
     bar: float | None = None
-    ok: bool = True
+    ok: bool | None = True
 
 
 def row(
@@ -27,6 +30,10 @@ def row(
 ) -> Row:
     good = bar is None or (value <= bar if at_most else value >= bar)
     return Row(name=name, value=round(value, 4), unit=unit, bar=bar, ok=good)
+
+
+def not_run(name: str, unit: str, bar: float | None = None) -> Row:
+    return Row(name=name, value=None, unit=unit, bar=bar, ok=None)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -39,9 +46,9 @@ def finish(title: str, rows: list[Row], json_path: Path | None) -> None:
     table = Table("name", "value", "unit", "bar", "", title=title)
     for entry in rows:
         bar = "" if entry.bar is None else f"{entry.bar:g}"
-        table.add_row(
-            entry.name, f"{entry.value:,.3f}", entry.unit, bar, "" if entry.ok else "missed"
-        )
+        value = "" if entry.value is None else f"{entry.value:,.3f}"
+        verdict = {True: "", False: "missed", None: "not run"}[entry.ok]
+        table.add_row(entry.name, value, entry.unit, bar, verdict)
     Console(width=110).print(table)
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)

@@ -158,6 +158,7 @@ class ModelRunner:
             node_offsets_B1=self._tensor(trees.offsets_B1.astype(np.int32)),
             node_masks_N=self._tensor(trees.masks_N.view(np.int64)),
             node_slots_N=self._tensor(_flat(node_slots, 0).astype(np.int32)),
+            longest=max((entry.end for entry in entries), default=0),
         )
 
     def _int32(self, values: list[int]) -> torch.Tensor:

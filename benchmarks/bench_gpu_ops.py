@@ -1,0 +1,296 @@
+"""Time of every GPU op at the shape of an 8B model, beside its floor and what torch has for it.
+
+    python benchmarks/bench_gpu_ops.py [--no-tests] [--json FILE]
+
+A floor is what an H200 needs at least: the bytes that have to move at 4.8 TB/s, or the arithmetic
+at 990 TFLOP/s in bf16, whichever takes longer. First the tests marked `gpu` are run. Calls are
+captured in a graph, each on buffers of its own, so that weights and keys come from memory and not
+from the cache. Where there is no GPU this says so and ends well: the rows are `not run`.
+
+Legend: T query rows, H heads, K kv heads, D head_dim, E hidden, F ffn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from attention_workload import Workload, make_plan
+from table import Row, finish, not_run, parser, row
+
+from rollout.ops.categorical import categorical
+from rollout.ops.matmul import matmul
+from rollout.ops.paged_attention import paged_attention
+from rollout.ops.rms_norm import add_rms_norm
+from rollout.ops.rotary import rotary_
+from rollout.ops.silu_mul import silu_mul
+from rollout.ops.store_kv import store_kv
+from rollout.ops.tree_accept import accept
+from rollout.ops.truncation import truncation_threshold
+
+BANDWIDTH, FLOPS = 4.8e12, 990e12
+LAYERS, E, H, K, D, FFN, V = 32, 4096, 32, 8, 128, 14336, 128256
+LINEARS = {"qkv": ((H + 2 * K) * D, E), "o": (E, E), "gate_up": (2 * FFN, E), "down": (E, FFN)}
+HEAD = {"head": (V, E)}
+CONTEXT = 4096
+DECODE = (1, 8, 32)
+ROWS = (*DECODE, 72, 128, 512, 2048, 8192)
+COLD = 400e6  # bytes: several times the L2 cache
+ATTENTION = (
+    *(Workload(name=f"decode {b}", requests=b, start=CONTEXT - 1) for b in (*DECODE, 64)),
+    Workload(name="decode 1 of 32k", requests=1, start=32767),
+    Workload(name="tree 8x(1+8)", requests=8, start=CONTEXT - 1, nodes=8),
+    Workload(name="prefill 2048", requests=1, start=0, run_len=2048),
+    Workload(name="prefill 2048 after 8192", requests=1, start=8192, run_len=2048),
+)
+
+Call = Callable[[], object]
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One op on one shape. Calls do the same on different buffers."""
+
+    name: str
+    ours: Sequence[Call]
+    theirs: Sequence[Call] = ()
+    num_bytes: float = 0.0
+    flop: float = 0.0
+    bar: float | None = None  # least floor / time
+
+    @property
+    def floor_us(self) -> float:
+        return max(self.num_bytes / BANDWIDTH, self.flop / FLOPS) * 1e6
+
+
+def microseconds(calls: Sequence[Call]) -> float:
+    """Of one call: the median over replays of a graph that makes them all."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in (*calls[:1], *calls):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[2:])
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def copies(num_bytes: float) -> int:
+    return int(min(24, max(2, COLD // num_bytes + 1)))
+
+
+def each(function: Callable[..., object], *columns: Sequence[object]) -> list[Call]:
+    return [lambda args=args: function(*args) for args in zip(*columns, strict=True)]
+
+
+def matmul_cases() -> Iterator[Case]:
+    for name, (outputs, inputs) in (LINEARS | HEAD).items():
+        weights = [normal(outputs, inputs) for _ in range(copies(2 * outputs * inputs))]
+        for rows in ROWS if name in LINEARS else (*DECODE, 72):
+            xs = [normal(rows, inputs) for _ in weights]
+            yield Case(
+                name=f"matmul {name} {rows} rows",
+                ours=each(matmul, xs, weights),
+                theirs=each(F.linear, xs, weights),
+                num_bytes=2 * (outputs * inputs + rows * (outputs + inputs)),
+                flop=2 * rows * outputs * inputs,
+                bar=0.7 if rows <= 32 else None,
+            )
+
+
+def attention_cases() -> Iterator[Case]:
+    return map(_attention_case, ATTENTION)
+
+
+def _attention_case(load: Workload) -> Case:
+    kv_bytes = 4 * load.requests * load.slots * K * D
+    plan, slots = make_plan(load, "cuda"), load.requests * load.slots
+    pools = [(normal(slots, K, D), normal(slots, K, D)) for _ in range(copies(kv_bytes))]
+    qs = [normal(load.rows, H, D) for _ in pools]
+    has_equal = not load.nodes and (load.start == 0 or load.run_len == 1)
+    keys = load.start + (load.run_len + 1) / 2 + load.nodes / 2
+    return Case(
+        name=f"attention {load.name}",
+        ours=each(lambda q, kv: paged_attention(q, *kv, plan, D**-0.5), qs, pools),
+        theirs=each(_sdpa(load), qs, pools) if has_equal else (),
+        num_bytes=kv_bytes + 4 * load.rows * H * D,
+        flop=4 * load.rows * keys * H * D,
+    )
+
+
+def _sdpa(load: Workload) -> Callable[..., object]:
+    """Torch's own, its keys gathered and contiguous."""
+
+    def call(q_THD: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]) -> object:
+        shape = (load.requests, load.slots, K, D)
+        k, v = (pool.view(shape).transpose(1, 2) for pool in pools)
+        q = q_THD.view(load.requests, load.run_len, H, D).transpose(1, 2)
+        causal = load.run_len > 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    return call
+
+
+def row_cases() -> Iterator[Case]:
+    angles = torch.rand(8192, D // 2, device="cuda")
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    for rows in (*DECODE, 72, 2048):
+        yield from _row_cases(rows, normal(E), cos_sin)
+
+
+def _row_cases(rows: int, weight: torch.Tensor, cos_sin: torch.Tensor) -> Iterator[Case]:
+    hidden, residuals = ([normal(rows, E) for _ in range(16)] for _ in range(2))
+    yield Case(
+        name=f"add_rms_norm {rows} rows",
+        ours=each(lambda x, r: add_rms_norm(x, r, weight, 1e-5), hidden, residuals),
+        theirs=each(lambda x, r: F.rms_norm(r.add_(x), (E,), weight, 1e-5), hidden, residuals),
+        num_bytes=8 * rows * E,
+    )
+    gates = [normal(rows, 2 * FFN) for _ in range(16)]
+    yield Case(
+        name=f"silu_mul {rows} rows",
+        ours=each(silu_mul, gates),
+        theirs=each(lambda x: F.silu(x[:, :FFN]) * x[:, FFN:], gates),
+        num_bytes=6 * rows * FFN,
+    )
+    fused = [normal(rows, H + 2 * K, D).split([H, K, K], dim=1) for _ in range(16)]
+    positions = torch.randint(8192, (rows,), device="cuda")
+    yield Case(
+        name=f"rotary {rows} rows",
+        ours=each(lambda qkv: rotary_(qkv[0], qkv[1], positions, cos_sin), fused),
+        num_bytes=4 * rows * (H + K) * D,
+    )
+    pools, slots = normal(2, 65536, K, D), torch.randperm(65536, device="cuda")[:rows]
+    yield Case(
+        name=f"store_kv {rows} rows",
+        ours=each(lambda qkv: store_kv(qkv[1], qkv[2], *pools, slots), fused),
+        num_bytes=8 * rows * K * D,
+    )
+
+
+def sampling_cases() -> Iterator[Case]:
+    for rows in (*DECODE, 72, 576):
+        yield from _sampling_cases(rows)
+    nodes = torch.arange(64 * 8, device="cuda")
+    counts = torch.arange(65, dtype=torch.int32, device="cuda")
+    tree = (
+        torch.zeros(64 * 9, dtype=torch.int64, device="cuda"), counts * 9,
+        torch.zeros_like(nodes).int(), (nodes % 8).int(), (1 << (nodes % 8 + 2)) - 1, counts * 8,
+    )  # fmt: skip
+    yield Case(name="tree_accept 64x8", ours=[lambda: accept(*tree)] * 8)
+
+
+def _sampling_cases(rows: int) -> Iterator[Case]:
+    logits = [normal(rows, V) * 3 for _ in range(4)]
+    temperature = torch.full((rows,), 0.7, device="cuda")
+    uniform = torch.rand(rows, dtype=torch.float64, device="cuda")
+    yield Case(
+        name=f"categorical {rows} rows",
+        ours=each(lambda x: categorical(x, temperature, uniform), logits),
+        theirs=each(lambda x: torch.multinomial(torch.softmax(x.float() / 0.7, -1), 1), logits),
+        num_bytes=2 * rows * V,
+    )
+    wide = [x.float() for x in logits]
+    k, p = torch.full((rows,), 50, device="cuda"), torch.full((rows,), 0.95, device="cuda")
+    yield Case(
+        name=f"truncation {rows} rows",
+        ours=each(lambda x: truncation_threshold(x, temperature, k, p, p * 0), wide),
+        theirs=each(lambda x: x.sort(dim=1, descending=True)[0].softmax(1).cumsum(1), wide),
+        num_bytes=4 * rows * V,
+    )
+
+
+def measure(cases: Iterator[Case], times: dict[str, tuple[float, float]]) -> Iterator[Row]:
+    """Rows; and by name the time of ours and of torch's, ours where it has none."""
+    for case in cases:
+        ours = microseconds(case.ours)
+        theirs = microseconds(case.theirs) if case.theirs else ours
+        times[case.name] = ours, theirs
+        yield row(case.name, ours, "us")
+        if case.floor_us:
+            yield row(f"{case.name}: floor / time", case.floor_us / ours, "ratio", case.bar)
+        if case.theirs:
+            yield row(f"{case.name}: time / torch", ours / theirs, "ratio")
+
+
+def step_us(
+    times: dict[str, tuple[float, float]], rows: int, attention: str, *, fast: bool
+) -> float:
+    """All ops of a step, drawing included: with torch's matrix products, or with ours."""
+    products = [times[f"matmul {name} {rows} rows"][fast] for name in LINEARS]
+    others = [f"{op} {rows} rows" for op in ("silu_mul", "rotary", "store_kv")]
+    others += [f"add_rms_norm {rows} rows"] * 2 + [f"attention {attention}"]
+    layer = sum(products) + sum(times[name][0] for name in others)
+    last = times[f"matmul head {rows} rows"][fast] + times[f"categorical {rows} rows"][0]
+    return LAYERS * layer + last
+
+
+def step_rows(times: dict[str, tuple[float, float]]) -> Iterator[Row]:
+    weights = LAYERS * sum(o * i for o, i in LINEARS.values()) + V * E
+    for rows in DECODE:
+        exact = step_us(times, rows, f"decode {rows}", fast=False)
+        fast = step_us(times, rows, f"decode {rows}", fast=True)
+        floor = (2 * weights + 4 * LAYERS * rows * CONTEXT * K * D) / BANDWIDTH * 1e6
+        yield row(f"ops of a step, {rows} requests", exact, "us")
+        yield row(f"ops of a step, {rows} requests: floor / time", floor / exact, "ratio", 0.7)
+        yield row(
+            f"ops of a step, {rows} requests: exact / fast",
+            exact / fast,
+            "ratio",
+            1.6,
+            at_most=True,
+        )
+    tree = step_us(times, 72, "tree 8x(1+8)", fast=False)
+    plain = step_us(times, 8, "decode 8", fast=False)
+    yield row("8 requests: 8 draft nodes each / none", tree / plain, "ratio", 1.15, at_most=True)
+
+
+def tests_row() -> Row:
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/ops", "tests/unit", "-q"]
+    failed = subprocess.run(command, check=False, timeout=560).returncode
+    return row("tests marked gpu: exit status", failed, "", 0, at_most=True)
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--no-tests", action="store_true", help="time only")
+    options = arguments.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing was run")
+        rows = [
+            not_run(f"ops of a step, {count} requests: floor / time", "ratio", 0.7)
+            for count in DECODE
+        ]
+        finish("GPU ops at the 8B shape", rows, options.json)
+        return
+    torch.manual_seed(0)
+    rows = [] if options.no_tests else [tests_row()]
+    times: dict[str, tuple[float, float]] = {}
+    with torch.inference_mode():
+        for cases in (matmul_cases, attention_cases, row_cases, sampling_cases):
+            rows += measure(cases(), times)
+        rows += step_rows(times)
+    finish(f"GPU ops at the 8B shape, {torch.cuda.get_device_name()}", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
