@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from typing import Any, Generic, Self, TypeVar
 from rollout.engine_protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.types import Prompt, Request, Rollout, SamplingParams
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Engine)
@@ -71,7 +74,7 @@ class EngineLoop(Generic[E]):
 
     A step that raises is a bug or a broken machine: every unfinished future gets an
     EngineStateError caused by what was raised, the engine drops their requests, and every later
-    call raises the same.
+    call raises the same. It is logged once, with its traceback.
     """
 
     def __init__(self, engine: E) -> None:
@@ -302,6 +305,7 @@ class EngineLoop(Generic[E]):
             ticket.future.set_exception(outcome)
 
     def _break(self, error: BaseException) -> None:
+        log.error("the engine loop is broken: nothing runs any more", exc_info=error)
         with self._changed:
             self._failure = error
             commands, self._commands = self._commands, deque()

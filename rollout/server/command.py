@@ -127,6 +127,8 @@ async def _until_stopped(server: _Server, serving: Serving, listener: socket.soc
         await asyncio.wait({draining})
         server.should_exit = True
     await running
+    if draining is not None and not draining.cancelled():
+        draining.result()
 
 
 def _say_ready(serving: Serving, listener: socket.socket) -> None:

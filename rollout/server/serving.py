@@ -253,7 +253,8 @@ class Serving:
         deadline = time.monotonic() + self.config.drain_seconds
         while self.num_unfinished and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
-        await asyncio.wrap_future(self.loop.abort_all())
+        if self.loop.num_unfinished:
+            await asyncio.wrap_future(self.loop.abort_all())
 
     def close(self) -> None:
         """Abort what is unfinished and end the engine's thread; the caller has the engine again."""

@@ -132,7 +132,7 @@ def test_a_reader_that_stalls_holds_up_nobody_and_is_let_go(live):
     live.wait_until_idle()
 
 
-def test_a_broken_engine_is_503_with_its_reason(open_server):
+def test_a_broken_engine_is_503_with_its_reason(open_server, caplog):
     live = open_server(breaks=True)
 
     def breaks(batch):
@@ -154,6 +154,9 @@ def test_a_broken_engine_is_503_with_its_reason(open_server):
             assert client.get(path).status_code == 503
     with pytest.raises(EngineStateError):
         live.serving.loop.require_open()
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "the machine is on fire" in str(record.exc_info[1])
+    assert record.exc_info[2] is not None
 
 
 def test_an_unexpected_error_shows_its_name_alone(open_server):
