@@ -212,7 +212,8 @@ def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
                 update(tensors)
             except RolloutError:
                 assert tensors is bad
-    assert len(ended) < len(requests), "they must still be running"
+    early = set(ended)  # drafts may finish one before the last update
+    assert len(early) < len(requests), "they must still be running"
     while engine.has_unfinished:
         ended |= {rollout.request_id: rollout for rollout in engine.step()}
     assert set(ended) == {request.request_id for request in requests}
@@ -221,5 +222,5 @@ def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
         assert len(rollout.token_ids) == PARAMS.max_new_tokens
         assert rollout.weight_versions == sorted(rollout.weight_versions)
         assert set(rollout.weight_versions) <= {0, 1, last}
-        assert rollout.weight_versions[-1] == last
+        assert rollout.request_id in early or rollout.weight_versions[-1] == last
     assert_serves(engine, other)
