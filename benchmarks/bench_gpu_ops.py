@@ -265,7 +265,8 @@ def step_rows(times: dict[str, tuple[float, float]]) -> Iterator[Row]:
 
 
 def tests_row() -> Row:
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/ops", "tests/unit", "-q"]
+    files = ("tests/ops", "tests/unit/test_row_invariance.py")
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *files]
     failed = subprocess.run(command, check=False, timeout=560).returncode
     return row("tests marked gpu: exit status", failed, "", 0, at_most=True)
 

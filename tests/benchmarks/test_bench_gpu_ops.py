@@ -1,0 +1,40 @@
+"""The benchmark of the GPU ops where there is none, and its sums by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import bench_gpu_ops
+import pytest
+import torch
+
+
+def test_without_a_gpu_nothing_is_judged(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_gpu_ops.py", "--json", str(tmp_path / "rows.json")])
+    bench_gpu_ops.main()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["value"], row["ok"], row["bar"]) for row in rows] == [(None, None, 0.7)] * 3
+    printed = capsys.readouterr().out
+    assert "no GPU here" in printed
+    assert printed.count("not run") == 3
+
+
+def test_a_floor_is_the_larger_of_bytes_and_arithmetic() -> None:
+    case = bench_gpu_ops.Case(name="", ours=(), num_bytes=4.8e6, flop=1.98e9)
+    assert case.floor_us == pytest.approx(2)
+    case = bench_gpu_ops.Case(name="", ours=(), num_bytes=14.4e6, flop=1.98e9)
+    assert case.floor_us == pytest.approx(3)
+
+
+def test_a_step_is_all_layers_and_the_head() -> None:
+    ops = ("silu_mul", "rotary", "store_kv", "add_rms_norm", "categorical")
+    products = (*bench_gpu_ops.LINEARS, "head")
+    times = {f"{op} 8 rows": (1.0, 1.0) for op in ops}
+    times |= {f"matmul {name} 8 rows": (3.0, 2.0) for name in products}
+    times["attention decode 8"] = (5.0, 9.0)
+    exact = bench_gpu_ops.step_us(times, 8, "decode 8", fast=False)
+    fast = bench_gpu_ops.step_us(times, 8, "decode 8", fast=True)
+    assert exact == bench_gpu_ops.LAYERS * (4 * 3 + 3 + 2 + 5) + 3 + 1
+    assert fast == bench_gpu_ops.LAYERS * (4 * 2 + 3 + 2 + 5) + 2 + 1
