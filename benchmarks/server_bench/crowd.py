@@ -17,6 +17,10 @@ class Outcome:
     answer: Answer | None  # None: there was neither an answer nor an end to the connection
 
     @property
+    def status(self) -> int | None:
+        return None if self.answer is None else self.answer.status
+
+    @property
     def trouble(self) -> str:
         """What the server did that it must not do; empty when it did well."""
         if self.answer is None:
