@@ -252,6 +252,9 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         self.scheduler.add(request)
         return request
 
+    def watch(self, request_id: int) -> None:
+        """Of an `Engine`. Nothing to do: here every step shows what each request has."""
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._ended) or self.scheduler.has_unfinished

@@ -258,6 +258,7 @@ class EngineLoop(Generic[E]):
         ticket.request_id = request.request_id
         self._queued[request.request_id] = ticket
         if on_tokens is not None:
+            self._engine.watch(request.request_id)
             self._listeners[request.request_id] = _Listener(request, on_tokens)
 
     def _abort(self, ticket: Ticket) -> None:

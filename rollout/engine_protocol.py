@@ -62,6 +62,13 @@ class Engine(Protocol):
         """The request's tokens, logprobs, versions and extras grow from `step` to `step`."""
         ...
 
+    def watch(self, request_id: int) -> None:
+        """Somebody looks at what the request has from step to step: called right after `submit`.
+
+        Where tokens come from afar, those of others may come late, at the latest when it ends.
+        """
+        ...
+
     @property
     def has_unfinished(self) -> bool: ...
 

@@ -107,6 +107,10 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._router.add(request.request_id, request.group)
         return request
 
+    def watch(self, request_id: int) -> None:
+        """Its tokens come every ``cluster.report_seconds``, those of others every second or so."""
+        self._flights[request_id].is_watched = True
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._ended or self._flights)

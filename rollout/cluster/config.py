@@ -26,7 +26,7 @@ class ClusterConfig:
     address: str | None = None
     namespace: str | None = None  # of Ray, for the actors' names; default: one of its own
     start_seconds: float = 600.0  # for a replica to be placed and to read its model
-    report_seconds: float = 0.05  # between two messages on what running requests have so far
+    report_seconds: float = 0.05  # between two messages on requests whose tokens are streamed
     share_corpus: bool = True  # what a replica commits, the others draft from
     share_seconds: float = 0.5  # between two rounds
     share_bytes: int = (

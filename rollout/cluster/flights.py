@@ -14,6 +14,7 @@ class Flight:
 
     request: Request  # grows with what is reported
     deaths: int = 0  # of replicas that had it
+    is_watched: bool = False  # somebody looks at its tokens as they come
     is_alone: bool = False  # its replica is given nothing else
 
     def submission(self) -> Submission:
@@ -28,6 +29,7 @@ class Flight:
             prompt_index=request.prompt_index,
             sample_index=request.sample_index,
             seed=request.seed,
+            is_watched=self.is_watched,
         )
 
     def grow(self, growth: Growth) -> None:

@@ -22,6 +22,7 @@ class Submission:
     prompt_index: int
     sample_index: int
     seed: int
+    is_watched: bool  # its tokens are wanted as they come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

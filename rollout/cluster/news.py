@@ -1,4 +1,5 @@
-"""What a replica has to report: tokens every few milliseconds, ends at once."""
+"""What a replica has to report: an end at once, tokens that are wanted every few milliseconds,
+everything else once a second."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from concurrent.futures import Future
+from functools import partial
 
 from rollout.cluster.messages import Ended, Growth, Report, Submission
 from rollout.cluster.totals import ClusterMetrics
@@ -13,7 +15,7 @@ from rollout.engine import RolloutEngine
 from rollout.engine_loop import EngineLoop, Ticket
 from rollout.types import FinishReason, Request, RequestStats, Rollout, TokenExtras
 
-_SECONDS_BETWEEN_STATUSES = 0.5
+_SECONDS_BETWEEN_STATUSES = 1.0
 
 
 class _Running:
@@ -61,24 +63,27 @@ class News:
         self._loop = loop
         self._seconds = seconds
         self._events = events
-        self._due = asyncio.Event()  # an end: at once
-        self._growing = asyncio.Event()  # tokens: every so many seconds
+        # The event loop's thread alone:
+        self._running: dict[int, _Running] = {}
         self._reported_at = 0.0
-        self._running: dict[int, _Running] = {}  # the event loop's
         self._serial = 0
-        self._owes_status = False
+        self._changed = asyncio.Event()
+        self._is_urgent = False  # a request has ended
+        self._is_awaited = False  # one whose tokens are wanted has new ones
+        self._has_changed = False  # something has, since the last status
         # The engine loop's thread alone:
         self._grown: dict[int, tuple[_Running, Request]] = {}
         self._ended: list[Ended] = []
-        self._status_at = 0.0  # read by the event loop too
+        self._status_at = 0.0
 
     def submit(self, submission: Submission) -> None:
         running = _Running(submission.request_id)
+        note = partial(self._note, urgent=False, awaited=submission.is_watched)
 
         def on_tokens(request: Request, first_new: int) -> None:
-            if not self._grown:
-                self._wake(self._growing)
-            self._grown[submission.request_id] = (running, request)
+            if submission.request_id not in self._grown:
+                self._grown[submission.request_id] = (running, request)
+                self._events.call_soon_threadsafe(note)
 
         running.ticket = self._loop.submit(
             submission.prompt_ids,
@@ -100,17 +105,14 @@ class News:
 
     def sync(self, serial: int) -> None:
         self._serial = serial
-        self._growing.set()
-        self._due.set()
+        self._note(urgent=True, awaited=False)
 
     async def report(self) -> Report:
-        with contextlib.suppress(TimeoutError):  # then it is for the status alone
-            await asyncio.wait_for(self._growing.wait(), self._seconds_to_status())
-        self._growing.clear()
-        rest = self._reported_at + self._seconds - time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._due.wait(), max(0.0, rest))
-        self._due.clear()
+        while (seconds := self._seconds_to_report()) is None or seconds > 0:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), seconds)
+        self._is_urgent = self._is_awaited = False
         serial = self._serial
         report = await asyncio.wrap_future(
             self._loop.call(lambda engine: self._collect(engine, serial))
@@ -118,14 +120,23 @@ class News:
         for ended in report.ended:
             del self._running[ended.growth.request_id]
         self._reported_at = time.monotonic()
-        self._owes_status = report.status is None
+        self._has_changed = report.status is None
         return report
 
-    def _seconds_to_status(self) -> float | None:
-        """None while nothing has happened since the last one."""
-        if not self._owes_status:
-            return None
-        return max(0.0, self._status_at + _SECONDS_BETWEEN_STATUSES - time.monotonic())
+    def _seconds_to_report(self) -> float | None:
+        """None: when something happens."""
+        if self._is_urgent:
+            return 0.0
+        since = time.monotonic() - self._reported_at
+        if self._is_awaited:
+            return self._seconds - since
+        return _SECONDS_BETWEEN_STATUSES - since if self._has_changed else None
+
+    def _note(self, *, urgent: bool, awaited: bool) -> None:
+        self._is_urgent |= urgent
+        self._is_awaited |= awaited
+        self._has_changed = True
+        self._changed.set()
 
     # On the engine loop's thread
 
@@ -150,8 +161,7 @@ class News:
                     stats=rollout.stats,
                 )
             )
-        self._wake(self._growing)
-        self._wake(self._due)
+        self._events.call_soon_threadsafe(lambda: self._note(urgent=True, awaited=False))
 
     def _collect(self, engine: RolloutEngine, serial: int) -> Report:
         grown, self._grown = self._grown, {}
@@ -177,9 +187,6 @@ class News:
             status=status,
             serial=serial,
         )
-
-    def _wake(self, event: asyncio.Event) -> None:
-        self._events.call_soon_threadsafe(event.set)
 
 
 def _refused(running: _Running, error: BaseException) -> Ended:

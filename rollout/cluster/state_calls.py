@@ -34,7 +34,7 @@ class StateCalls(ABC):
     _serial: int
 
     def status(self) -> EngineStatus:
-        """The replicas' latest, half a second old at most, and their sums."""
+        """The replicas' latest, a second old at most, and their sums."""
         self.members.attend(0.0)
         known = self._statuses
         some = next(iter(known.values()))

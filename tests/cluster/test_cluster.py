@@ -82,6 +82,7 @@ def test_a_request_goes_on_after_what_was_known_of_it(make_cluster, config):
     given = []
     cluster, pool = make_cluster(2, lambda replica, new: given.extend(new))
     request = cluster.submit([5, 6, 7], LONG)
+    cluster.watch(request.request_id)
     step_until(cluster, lambda: len(request.token_ids) >= 50)
     for replica in list(pool.living.values()):
         replica.kill()
@@ -144,6 +145,7 @@ def test_an_error_of_the_engine_is_the_callers(make_cluster):
 def test_an_aborted_request_ends_at_once_with_what_is_known(make_cluster):
     cluster, _ = make_cluster(2)
     queued = [cluster.submit([5, 6, i], LONG) for i in range(12)]
+    cluster.watch(queued[0].request_id)
     step_until(cluster, lambda: len(queued[0].token_ids) > 5)
     for request in queued:
         cluster.abort(request.request_id)
@@ -159,6 +161,7 @@ def test_an_aborted_request_ends_at_once_with_what_is_known(make_cluster):
 def test_pausing_with_abort_hands_out_every_token_there_is(make_cluster, config):
     cluster, _ = make_cluster(2)
     requests = [cluster.submit([5, 6, i], LONG, prompt_index=i) for i in range(12)]
+    cluster.watch(requests[0].request_id)
     step_until(cluster, lambda: len(requests[0].token_ids) > 5)
     cluster.pause_generation("abort")
     rollouts = cluster.take_ended()
