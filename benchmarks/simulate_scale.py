@@ -123,7 +123,7 @@ def main() -> None:
     arguments.add_argument("--trace", type=Path,
                            help="lengths: a trace (.npz) or a job's rollouts (.jsonl); default: a "
                            "fitted distribution")  # fmt: skip
-    arguments.add_argument("--replicas", type=int, nargs="+", default=[8, 32, 128, 512, 1024])
+    arguments.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 256, 1024])
     arguments.add_argument("--groups", type=int, default=16, help="per replica and step")
     arguments.add_argument("--samples", type=int, default=8, help="per group")
     arguments.add_argument("--seed", type=int, default=0)

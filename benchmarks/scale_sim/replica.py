@@ -20,7 +20,10 @@ class SimulatedReplica:
         """``seats``: requests that run together; others wait here."""
         self._hardware = hardware
         self._seats = seats
-        self._speculates = speculates
+        # By how many run.
+        self._accepted = [1.0] + [
+            accept_length(running, speculates=speculates) for running in range(1, seats + 1)
+        ]
         self._now = 0.0
         self._progress = 0.0  # tokens that a request running since the start would have
         self._contexts = 0.0  # tokens, of all that run
@@ -80,12 +83,12 @@ class SimulatedReplica:
 
     @property
     def _accept(self) -> float:
-        return accept_length(self.num_running, speculates=self._speculates)
+        return self._accepted[len(self._ends)]
 
     def _coefficients(self) -> tuple[float, float]:
         """Seconds of n steps are ``a * n**2 + b * n``."""
         kv = self._hardware.seconds_per_context_token
-        gain = self.num_running * self._accept
+        gain = len(self._ends) * self._accept
         return kv * gain / 2, self._hardware.base_seconds + kv * self._contexts
 
     def _seconds_to(self, progress: float) -> float:

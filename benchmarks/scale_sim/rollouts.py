@@ -31,7 +31,7 @@ class Workload:
     samples: int  # per group
     prompt_len: int = 512
     seats: int = 64  # per replica
-    num_steps: int = 4
+    num_steps: int = 3
     part: float = 0.9  # of a step's rollouts that end it, where partial
 
 
