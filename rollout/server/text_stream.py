@@ -7,8 +7,9 @@ from typing import Any
 
 _CONTEXT = 8  # tokens; see TokenText
 _LONGEST = 3 * _CONTEXT
+_CUT_CHARACTER = 3  # characters that one without its first byte may become
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_CLEANED = 4  # characters of " n't": what clean-up replaces begins with a space
+_LONGEST_BEGUN = 4  # characters of " n '", which clean-up makes into n't when a t follows
 
 
 class Detokenizer:
@@ -44,7 +45,7 @@ class Detokenizer:
             return 1
         if not self._cleans_up:
             return 0
-        tail = text[1 - _LONGEST_CLEANED :]
+        tail = text[-_LONGEST_BEGUN:]  # what clean-up replaces begins with a space
         space = tail.find(" ")
         return 0 if space < 0 else len(tail) - space
 
@@ -65,8 +66,8 @@ class TokenText:
     """The certain text of a growing sequence: each `push` gives what the new tokens made certain.
 
     The cost of a token does not depend on how many came before: only the last few are decoded. What
-    a token adds is the same after any text but for how that text begins (a decoder may strip its
-    first space, or meet the second half of a character), so both sides of a comparison begin at
+    a token adds is the same after any text, but for how that text begins (a decoder may strip its
+    first space, or meet the second half of a character). So both sides of a comparison begin at
     the same token, at least _CONTEXT before the first that is still uncertain.
     """
 
@@ -86,14 +87,21 @@ class TokenText:
         piece = text[self._given_len : certain_len]
         self._given_len = max(self._given_len, certain_len)
         if len(self._window) > _LONGEST:
-            self._shorten(len(text) - self._given_len)
+            self._shorten(text)
         return piece
 
-    def _shorten(self, uncertain_len: int) -> None:
-        """Uncertain characters are of the last three tokens at most: the context comes before."""
-        window = self._window[-_CONTEXT:]
-        given_len = len(self._detokenizer.decode(window)) - uncertain_len
-        if given_len > 0:  # else there is nothing to compare with yet
+    def _shorten(self, text: str) -> None:
+        """``text``: the window's. Uncertain characters are of its last three tokens at most."""
+        byte_ids = self._detokenizer.byte_ids
+        start = len(self._window) - _CONTEXT
+        while start > 0 and {self._window[start - 1], self._window[start]} <= byte_ids:
+            start -= 1  # a run is judged as a whole
+        window = self._window[start:]
+        shorter = self._detokenizer.decode(window)
+        given_len = len(shorter) - (len(text) - self._given_len)
+        # They differ at the beginning alone, unless clean-up takes spaces from a run of quotes, of
+        # which it takes every other one: then the run's beginning has to stay.
+        if given_len > 0 and text.endswith(shorter[_CUT_CHARACTER:]):
             self._window, self._given_len = window, given_len
 
 
