@@ -23,7 +23,7 @@ _CONTEXT = 64  # of requests without a limit of their own: they soon end
 def malformed_requests(model: Path, count: int, seed: int, threads: int) -> list[Row]:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # each is a warning to it
     engine = RolloutEngine.from_pretrained(
-        str(model), max_context_len=_CONTEXT, num_threads=threads
+        str(model), max_context_len=_CONTEXT, max_kv_tokens=8192, num_threads=threads
     )
     started = time.perf_counter()
     with served_here(engine, model, model_name="m", max_prompt_len=32) as (port, serving):

@@ -20,6 +20,7 @@ from .streaming_client import Stream, stream_generate
 
 CLIENTS = 500
 TOKENS = 16
+KV_TOKENS = 16_384
 _SLOW_EVERY, _GONE_EVERY = 20, 25
 _LOOKED_AT = 25  # of the clients' rollouts, one in so many is compared with offline's
 
@@ -33,7 +34,7 @@ class _Run:
 
 
 def many_clients(model: Path, threads: int) -> list[Row]:
-    server = ServedProcess(f"model.path={model}", "spec=ngram", f"num_threads={threads}")
+    server = ServedProcess(model, "ngram", threads, KV_TOKENS)
     try:
         run = asyncio.run(_run(server.port))
     finally:
@@ -97,7 +98,7 @@ async def _run(port: int) -> _Run:
 
 
 def _unlike_offline(model: Path, streams: list[Stream]) -> int:
-    engine = RolloutEngine.from_pretrained(str(model), spec="none")
+    engine = RolloutEngine.from_pretrained(str(model), spec="none", max_kv_tokens=KV_TOKENS)
     unlike = 0
     for number, stream in list(enumerate(streams))[1::_LOOKED_AT]:
         if stream.rollout is None:

@@ -19,6 +19,7 @@ from .streaming_client import stream_generate
 
 SAMPLES = 4
 TOKENS = 64
+KV_TOKENS = 16_384
 _LATENCY_ROUNDS = 20
 
 
@@ -35,7 +36,9 @@ class _Offline:
 
 
 def _offline(model: Path, spec: str, threads: int) -> _Offline:
-    engine = RolloutEngine.from_pretrained(str(model), spec=spec, num_threads=threads)
+    engine = RolloutEngine.from_pretrained(
+        str(model), spec=spec, num_threads=threads, max_kv_tokens=KV_TOKENS
+    )
     prompts = _prompts(engine)
     engine.generate(prompts[:1], SamplingParams(max_new_tokens=4))  # warm
     engine.flush_cache()
@@ -60,7 +63,7 @@ def overhead(model: Path, spec: str, threads: int) -> list[Row]:
     rows = [row("offline", offline.tokens / offline.seconds, "tokens/s")]
     ways = {"one call": _one_call, "a client per sample": _clients, "the same, streamed": _streams}
     for name, way in ways.items():
-        server = ServedProcess(f"model.path={model}", f"spec={spec}", f"num_threads={threads}")
+        server = ServedProcess(model, spec, threads, KV_TOKENS)
         try:
             latency = _latency(server.port, rollouts[0].prompt_ids)  # and warms it
             _flush(server.port)

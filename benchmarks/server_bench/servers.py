@@ -30,11 +30,15 @@ _START_SECONDS = 300.0
 class ServedProcess:
     """`specrollout serve` on a free port of this machine, without keys."""
 
-    def __init__(self, *overrides: str) -> None:
-        """``overrides``: of the configuration, as on a command line. Returns when it is ready."""
+    def __init__(self, model: Path, spec: str, threads: int, kv_tokens: int) -> None:
+        """Returns when it is ready."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
-        arguments = ["serve", f"server.port={self.port}", "server.log_level=warning", *overrides]
+        arguments = [
+            "serve", f"model.path={model}", f"spec={spec}", f"num_threads={threads}",
+            f"memory.max_kv_tokens={kv_tokens}", f"server.port={self.port}",
+            "server.log_level=warning",
+        ]  # fmt: skip
         self._process = subprocess.Popen([sys.executable, "-m", "rollout.cli", *arguments])
         deadline = time.monotonic() + _START_SECONDS
         while not self._answers():

@@ -4,6 +4,7 @@
 const KEY = "specrollout-key";
 const EVERY_MS = 1000;
 const KEPT_SECONDS = 300;
+const GAP_SECONDS = 5; // nothing is drawn between answers that are further apart
 const RATE_SECONDS = 5; // the tokens/s of the tile are those of so long
 const ACCEPT_SECONDS = 30;
 const STALE_SECONDS = 4;
@@ -127,7 +128,10 @@ function showHistory() {
     [to.time, ratio(to.generated - from.generated, to.time - from.time)]);
   const accepted = steps.map(({ from, to }) =>
     [to.time, ratio(to.generated - from.generated, to.forwards - from.forwards)]);
-  const of = (name) => samples.map((sample) => [sample.time, sample[name]]);
+  const of = (name) => samples.flatMap((sample, index) => {
+    const late = index > 0 && sample.time - samples[index - 1].time > GAP_SECONDS;
+    return [...(late ? [[sample.time, NaN]] : []), [sample.time, sample[name]]];
+  });
   overTime("rate-chart", begun, now, [{ label: "tokens/s", points: rates }]);
   overTime("requests-chart", begun, now,
     [{ label: "running", points: of("running") }, { label: "waiting", points: of("waiting") }]);

@@ -31,7 +31,7 @@ def routes(serving: Serving) -> APIRouter:
         return StatusBody(
             model=serving.model_name,
             uptime=time.time() - serving.started,
-            unfinished=serving.loop.num_unfinished,
+            unfinished=serving.num_unfinished,
             draining=serving.is_draining,
             age=known.age,
             engine=known.status,
