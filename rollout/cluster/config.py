@@ -29,9 +29,8 @@ class ClusterConfig:
     report_seconds: float = 0.05  # between two messages on requests whose tokens are streamed
     share_corpus: bool = True  # what a replica commits, the others draft from
     share_seconds: float = 0.5  # between two rounds
-    share_bytes: int = (
-        8 << 20
-    )  # of tokens that wait in a replica; beyond it whole rollouts are left
+    # Of tokens that wait in a replica; of more, whole rollouts are left out.
+    share_bytes: int = 8 << 20
     max_deaths: int = 5  # of a replica, one after the other without a rollout: then it gives up
     max_deaths_per_request: int = 3  # under a request, the last while it ran alone: then it fails
 

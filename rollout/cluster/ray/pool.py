@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import time
+import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +52,8 @@ class RayPool:
     ) -> None:
         """Raises InvalidInputError where ``cluster.address`` leads nowhere."""
         self._cluster = cluster
+        self._names = f"specrollout-{uuid.uuid4().hex[:8]}"  # of its actors, in Ray's namespace
+        self._lives = itertools.count()
         self._factory = factory
         self._instance = RayInstance(cluster)
         self._resources = replica_resources(
@@ -106,6 +110,7 @@ class RayPool:
         actor = (
             ray.remote(ReplicaActor)
             .options(
+                name=f"{self._names}-{name}-{next(self._lives)}",
                 num_cpus=resources.num_cpus,
                 num_gpus=resources.num_gpus,
                 max_restarts=0,

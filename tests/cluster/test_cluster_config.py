@@ -1,0 +1,62 @@
+"""How many replicas, with what each, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rollout.cluster.config import ClusterConfig, ClusterKind
+from rollout.cluster.opening import open_with
+from rollout.errors import InvalidInputError
+from tests.cluster.workload import ngram
+
+
+def test_without_ray_the_error_says_how_to_get_it(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rollout.cluster.ray.pool", None)  # as if it could not import
+    with pytest.raises(InvalidInputError, match=r"pip install 'specrollout\[ray\]'"):
+        open_with(config, ngram(), ClusterConfig(kind=ClusterKind.ray))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("replicas", 0),
+        ("num_cpus", 0),
+        ("num_gpus", -1),
+        ("start_seconds", 0),
+        ("report_seconds", 0),
+        ("max_deaths", 0),
+        ("max_deaths_per_request", 0),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(field, value):
+    with pytest.raises(InvalidInputError, match=f"cluster.{field}"):
+        ClusterConfig(kind=ClusterKind.ray, **{field: value})
+
+
+def test_more_than_one_replica_needs_ray():
+    with pytest.raises(InvalidInputError, match="cluster=ray"):
+        ClusterConfig(replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "there", "nodes", "expected"),
+    [
+        ({"replicas": 4}, "cpu", {"CPU": 16}, 1, (4, 0.0, 0.25)),
+        ({"replicas": 4}, "cpu", {"CPU": 2}, 1, (1, 0.0, 0.25)),
+        ({"replicas": 4}, "cpu", {"CPU": 64}, 2, (16, 0.0, 0.5)),
+        ({"replicas": 4, "num_cpus": 2}, "auto", {"CPU": 64, "GPU": 8}, 1, (2, 1.0, 1.0)),
+        ({"replicas": 4}, "auto", {"CPU": 64, "GPU": 2}, 1, (16, 0.0, 0.25)),
+        ({"replicas": 4}, "cuda", {"CPU": 64, "GPU": 2}, 1, (16, 1.0, 1.0)),
+        ({"replicas": 2, "num_gpus": 0.5}, "cuda", {"CPU": 8, "GPU": 1}, 1, (4, 0.5, 0.5)),
+        ({"replicas": 2, "num_gpus": 0}, "auto", {"CPU": 8, "GPU": 2}, 1, (4, 0.0, 0.5)),
+    ],
+)
+def test_each_replica_has_its_share(options, device, there, nodes, expected):
+    pytest.importorskip("ray")
+    from rollout.cluster.ray.resources import replica_resources
+
+    settings = ClusterConfig(kind=ClusterKind.ray, **options)
+    found = replica_resources(settings, device, there, nodes)
+    assert (found.num_cpus, found.num_gpus, found.memory_share) == expected
