@@ -24,6 +24,7 @@ _ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129,
 _ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
 _AFFORDABLE = 2**30  # multiply-adds of one product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
+_MOST_ON_A_GPU = 1024  # more have the same tiles, and outputs of gigabytes
 
 
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
@@ -48,6 +49,8 @@ def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
 
 def _minimum_rows(linear: Linear, max_rows: int) -> int:
     most = max(max_rows, LARGEST_PADDING)
+    if linear.device.type == "cuda":
+        most = min(most, _MOST_ON_A_GPU)
     probe = _cancelling_probe(linear)
     x_MI = _cancelling_rows(most, linear)
     y_MO = probe(x_MI)

@@ -49,5 +49,6 @@ def num_kv_slots(
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading and probing left with torch is free as well
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

@@ -45,6 +45,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
+@pytest.fixture(params=(torch.float16, torch.float32, torch.bfloat16), ids=str)
+def compared_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """For what is compared bitwise with itself many times: all dtypes where that is quick."""
+    if INTERPRETED and request.param is not torch.float16:
+        pytest.skip("the interpreter is slow")
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_empty() -> Iterator[None]:
     """As on the CPU; warnings only, as some of torch's own CUDA ops have no deterministic form."""

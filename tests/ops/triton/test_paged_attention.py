@@ -75,16 +75,16 @@ def test_paged_attention_is_the_reference(dtype, device, heads, kv_heads, head_d
     assert_is_reference(case_on(device, entries, heads, kv_heads, head_dim, dtype))
 
 
-def test_contexts_of_several_splits(dtype, device) -> None:
+def test_contexts_of_several_splits(compared_dtype, device) -> None:
     """One ends at a split's last key, one tree crosses into the next split."""
     entries = [Entry(1100, 2), Entry(511, 1), Entry(1020, 1, [0, 1, 2, 3, 4, 0])]
     for spread in (False, True):
         options = {"tile_queries": 4, "spread": spread}
-        assert_is_reference(case_on(device, entries, 4, 2, 16, dtype, **options))
+        assert_is_reference(case_on(device, entries, 4, 2, 16, compared_dtype, **options))
 
 
-def test_rows_do_not_depend_on_the_batch(dtype, device) -> None:
-    case = case_on(device, ENTRIES * MORE, 6, 3, 32, dtype)
+def test_rows_do_not_depend_on_the_batch(compared_dtype, device) -> None:
+    case = case_on(device, ENTRIES * MORE, 6, 3, 32, compared_dtype)
     together = case.run(padding=3)
     order = random.Random(0).sample(range(len(ENTRIES)), 3)
     for index, out in zip(order, case.run([case.requests[i] for i in order]), strict=True):
@@ -93,12 +93,12 @@ def test_rows_do_not_depend_on_the_batch(dtype, device) -> None:
         assert_bitwise(case.run([request])[0], out)
 
 
-def test_tiles_and_splits_change_no_bit(dtype, device) -> None:
+def test_tiles_and_splits_change_no_bit(compared_dtype, device) -> None:
     """Programs that walk all splits, programs of one split, tiles of one or many rows."""
     entries = [Entry(505, 12), Entry(520, 3, [0, 0, 1, 2]), Entry(600, 1)]
-    shape = (4, 1, 64, dtype)
+    shape = (4, 1, 64, compared_dtype)
     expected = case_on(device, entries, *shape).run()
-    most = tile_rows(dtype, 4) // 4
+    most = tile_rows(compared_dtype, 4) // 4
     for tile_queries in (3, most) if INTERPRETED else (1, 2, 3, most):
         for spread in (False, True):
             options = {"tile_queries": tile_queries, "spread": spread}
@@ -109,8 +109,8 @@ def test_tiles_and_splits_change_no_bit(dtype, device) -> None:
 
 
 @pytest.mark.parametrize(("start", "run_len"), [(0, 1), (61, 9), (505, 12)])
-def test_prefill_is_chunked_prefill_is_decode(dtype, device, start, run_len) -> None:
-    case = case_on(device, [Entry(start, run_len)], 3, 1, 64, dtype)
+def test_prefill_is_chunked_prefill_is_decode(compared_dtype, device, start, run_len) -> None:
+    case = case_on(device, [Entry(start, run_len)], 3, 1, 64, compared_dtype)
     request = case.requests[0]
     whole = case.run()[0]
     assert_bitwise(decode_one_by_one(case, request.q, request.slots, start), whole)
@@ -126,10 +126,10 @@ def test_prefill_is_chunked_prefill_is_decode(dtype, device, start, run_len) -> 
 @pytest.mark.parametrize(
     ("start", "run_len", "nodes"), [(0, 1, 8), (63, 1, 12), (90, 4, 20), (505, 3, 9)]
 )
-def test_a_path_of_a_tree_is_plain_decoding(dtype, device, start, run_len, nodes) -> None:
+def test_a_path_of_a_tree_is_plain_decoding(compared_dtype, device, start, run_len, nodes) -> None:
     """Trees that begin a block, end one, need two, and cross into another split."""
     entry = Entry(start, run_len, random_tree(random.Random(start), nodes))
-    case = case_on(device, [entry], 3, 1, 16, dtype)
+    case = case_on(device, [entry], 3, 1, 16, compared_dtype)
     request = case.requests[0]
     tree = case.run()[0]
     for leaf in (1, nodes // 2, nodes):
@@ -151,9 +151,9 @@ def test_a_chain_of_63_nodes(device) -> None:
     assert_bitwise(case.run([chain])[0], case.run()[0][1:])
 
 
-def test_the_last_rows_of_an_entry_alone_are_the_same(dtype, device) -> None:
+def test_the_last_rows_of_an_entry_alone_are_the_same(compared_dtype, device) -> None:
     """Keys and values of the rows before them are in the pools already. Some entries have none."""
-    case = case_on(device, ENTRIES, 4, 2, 32, dtype)
+    case = case_on(device, ENTRIES, 4, 2, 32, compared_dtype)
     whole = case.run()
     q, plan = batch(case.requests)
     kept = [0, 2, 1, 0, 6]
@@ -164,8 +164,8 @@ def test_the_last_rows_of_an_entry_alone_are_the_same(dtype, device) -> None:
     assert_bitwise(out, expected)
 
 
-def test_strided_views_of_fused_tensors(dtype, device) -> None:
-    case = case_on(device, ENTRIES[:3], 6, 2, 16, dtype)
+def test_strided_views_of_fused_tensors(compared_dtype, device) -> None:
+    case = case_on(device, ENTRIES[:3], 6, 2, 16, compared_dtype)
     q, plan = batch(case.requests)
     expected = case.op(q, case.k_pool, case.v_pool, plan, 0.25)
     qkv = torch.cat((q, torch.full((len(q), 4, 16), torch.nan, dtype=q.dtype)), dim=1)
