@@ -58,6 +58,10 @@ def test_paths_that_no_client_needs(root: Root, path: str) -> None:
     assert "without '..'" in refused(root, path)
 
 
+def test_half_a_surrogate_pair_is_in_no_path(root: Root) -> None:
+    assert "encode" in refused(root, "weights/\ud800")
+
+
 def test_elsewhere_is_refused_alike_whether_it_exists_or_not(root: Root, places: Path) -> None:
     elsewhere = [
         places / "rootless" / "secret",
