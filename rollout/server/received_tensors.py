@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +36,11 @@ _PICKLES = (b"\x80", b"PK\x03\x04")  # of any protocol since 2; torch.save's arc
 
 
 class ReceivedFile:
-    """A file that grows as bytes come, and goes with this object. On Linux it is in memory."""
+    """A file that grows as bytes come. On Linux it is in memory.
+
+    `close` gives it back at once; without it that waits for whoever still holds this object, the
+    traceback of an exception for one.
+    """
 
     def __init__(self, field: str) -> None:
         """``field``: what brought the bytes, for errors."""
@@ -43,11 +48,14 @@ class ReceivedFile:
         if sys.platform == "linux":
             self._descriptor = os.memfd_create("tensors")
             self.path = f"/proc/self/fd/{self._descriptor}"
-            weakref.finalize(self, os.close, self._descriptor)
+            self._close = weakref.finalize(self, os.close, self._descriptor)
         else:
             self._descriptor, self.path = tempfile.mkstemp()
-            weakref.finalize(self, os.unlink, self.path)
-            weakref.finalize(self, os.close, self._descriptor)
+            self._close = weakref.finalize(self, _remove, self._descriptor, self.path)
+
+    def close(self) -> None:
+        """Views of its tensors stay valid. A second call does nothing."""
+        self._close()
 
     def write(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -71,8 +79,8 @@ class ReceivedFile:
 class ReceivedTensors:
     """The tensors of one or several files, as a WeightSource. They are views of the files.
 
-    Raises InvalidInputError, naming the file's field, for what is no safetensors file, and for a
-    name that comes twice.
+    Read inside ``with`` they leave nothing behind. Raises InvalidInputError, naming the file's
+    field, for what is no safetensors file, and for a name that comes twice.
     """
 
     def __init__(self, files: Sequence[ReceivedFile]) -> None:
@@ -87,6 +95,13 @@ class ReceivedTensors:
             raise InvalidInputError(files[-1].field, twice, "must bring each tensor once")
         self._manifest = {name: spec for header in headers for name, spec in header.items()}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            file.close()
+
     def manifest(self) -> Manifest:
         return self._manifest
 
@@ -95,6 +110,11 @@ class ReceivedTensors:
             with safe_open(file.path, framework="pt", device="cpu") as opened:
                 for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                     yield name, opened.get_tensor(name)
+
+
+def _remove(descriptor: int, path: str) -> None:
+    os.close(descriptor)
+    os.unlink(path)
 
 
 def _header(file: ReceivedFile) -> dict[str, TensorSpec]:

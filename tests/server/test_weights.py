@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import os
 import pickle
@@ -354,11 +355,22 @@ def test_a_damaged_folder(client, root, second, first):
     assert output_ids(client) == first.output_ids
 
 
-def test_a_sender_that_leaves_in_the_middle_leaves_nothing(client, shared, first, second):
-    def memory_files() -> list[str]:
-        opened = Path("/proc/self/fd").iterdir()
-        return [link for link in map(_target, opened) if "memfd:tensors" in link]
+def test_what_came_is_given_back_at_once(client, first, second):
+    gc.disable()  # no traceback may hold it until somebody collects
+    try:
+        for content in (pickle.dumps(second.tensors), second.safetensors[:-9], b"", b"{}" * 99):
+            assert client.post(QUERY, content=content, headers=RAW).status_code == 400
+        encoded = base64.b64encode(second.safetensors).decode()
+        body = {"serialized_named_tensors": [encoded, "no base64"]}
+        assert client.post("/update_weights_from_tensor", json=body).status_code == 400
+        ok(client.post(QUERY, content=first.safetensors, headers=RAW))
+        wait_for(lambda: not memory_files())
+    finally:
+        gc.enable()
 
+
+def test_a_sender_that_leaves_in_the_middle_leaves_nothing(client, shared, first, second):
+    wait_for(lambda: not memory_files())
     host, port = shared.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sender:
         head = f"POST {QUERY} HTTP/1.1\r\nHost: {host}:{port}\r\n"
@@ -367,6 +379,11 @@ def test_a_sender_that_leaves_in_the_middle_leaves_nothing(client, shared, first
         wait_for(memory_files)
     wait_for(lambda: not memory_files())
     assert output_ids(client) == first.output_ids
+
+
+def memory_files() -> list[str]:
+    opened = Path("/proc/self/fd").iterdir()
+    return [link for link in map(_target, opened) if "memfd:tensors" in link]
 
 
 def _target(descriptor: Path) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
@@ -79,21 +80,15 @@ def routes(serving: Serving) -> APIRouter:
         """Safetensors bytes: in base64 as JSON, or the body itself, the options in the query."""
         try:
             body, tensors = await _received(request)
-            if body.load_format not in (None, "direct"):
-                raise InvalidInputError(
-                    "load_format", body.load_format,
-                    "must be left out, or direct: safetensors bytes say what they hold",
-                )  # fmt: skip
         except InvalidInputError as error:
             why_not = await serving.call(lambda engine: engine.why_not)
             return RefusedError(error, why_not).response
-        return await load(
-            body,
-            lambda engine, options: engine.update_weights_from_tensor(
-                tensors, load_format=body.load_format, **options
-            ),
-            tensors.manifest,
-        )
+
+        def take(engine: Engine, options: dict[str, Any]) -> None:
+            with tensors:
+                engine.update_weights_from_tensor(tensors, load_format=body.load_format, **options)
+
+        return await load(body, take, tensors.manifest)
 
     @router.post("/update_weights_from_disk", responses=CHANGED)
     async def update_weights_from_disk(body: DiskBody) -> JsonAnswer:
@@ -212,15 +207,36 @@ async def _received(request: Request) -> tuple[TensorFields, ReceivedTensors]:
     if kind in RAW_TYPES:
         fields = _query_fields(request)
         file = ReceivedFile("body")
-        async for chunk in request.stream():
-            file.write(chunk)
-        return fields, await asyncio.to_thread(ReceivedTensors, [file])
+        with _closed_on_error([file]):
+            async for chunk in request.stream():
+                file.write(chunk)
+            tensors = await asyncio.to_thread(ReceivedTensors, [file])
+            _check_load_format(fields)
+        return fields, tensors
     if kind != "application/json":
         raise HTTPException(
             415, f"the body must be one of application/json, {', '.join(RAW_TYPES)}"
         )
     body = await json_body(request, TensorBody)
-    return body, await asyncio.to_thread(_decoded, body.serialized_named_tensors)
+    return body, await asyncio.to_thread(_decoded, body)
+
+
+def _check_load_format(fields: TensorFields) -> None:
+    if fields.load_format not in (None, "direct"):
+        raise InvalidInputError(
+            "load_format", fields.load_format,
+            "must be left out, or direct: safetensors bytes say what they hold",
+        )  # fmt: skip
+
+
+@contextmanager
+def _closed_on_error(files: list[ReceivedFile]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
 
 
 def _query_fields(request: Request) -> TensorFields:
@@ -233,16 +249,19 @@ def _query_fields(request: Request) -> TensorFields:
         ) from None
 
 
-def _decoded(texts: list[str]) -> ReceivedTensors:
+def _decoded(body: TensorBody) -> ReceivedTensors:
     files: list[ReceivedFile] = []
-    for index, text in enumerate(dict.fromkeys(texts)):
-        file = ReceivedFile(f"serialized_named_tensors[{index}]")
-        try:
-            file.write(base64.b64decode(text, validate=True))
-        except (binascii.Error, ValueError) as error:
-            raise InvalidInputError(file.field, text, f"must be base64: {error}") from None
-        files.append(file)
-    return ReceivedTensors(files)
+    with _closed_on_error(files):
+        for index, text in enumerate(dict.fromkeys(body.serialized_named_tensors)):
+            file = ReceivedFile(f"serialized_named_tensors[{index}]")
+            files.append(file)
+            try:
+                file.write(base64.b64decode(text, validate=True))
+            except (binascii.Error, ValueError) as error:
+                raise InvalidInputError(file.field, text, f"must be base64: {error}") from None
+        tensors = ReceivedTensors(files)
+        _check_load_format(body)
+    return tensors
 
 
 def _announced(body: DistributedBody) -> Manifest | None:
