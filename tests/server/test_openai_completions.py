@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import openai
 import pytest
 
 from rollout import Rollout, RolloutEngine, SamplingParams
-from tests.server.conftest import Live
+from tests.server.conftest import Live, run_server
 from tests.server.openai_clients import client_of, joined_parts
 
 PROMPT = "one two three"
@@ -210,6 +211,29 @@ def test_a_prompt_can_be_scored_alone(live: Live, offline: RolloutEngine) -> Non
     assert alone.logprobs.token_logprobs == [None]
     assert answer.usage.completion_tokens == 0
     assert scored.finish_reason == "length"
+
+
+def test_a_model_without_a_tokenizer_answers_in_ids(tiny_model_path: Path) -> None:
+    with run_server(tiny_model_path, {"spec": "none"}, {}) as live:
+        asked = {
+            "model": live.serving.model_name,
+            "prompt": IDS,
+            "max_tokens": 4,
+            "logprobs": 1,
+            "seed": 1,
+            "extra_body": {"return_token_ids": True},
+        }
+        (choice,) = client_of(live).completions.create(**asked).choices
+        assert choice.text == ""
+        assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+        streamed = joined_parts(client_of(live).completions.create(**asked, stream=True))[0]
+        assert (streamed["text"], streamed["token_ids"]) == ("", choice.token_ids)
+        with pytest.raises(openai.BadRequestError, match="tokenizer"):
+            client_of(live).completions.create(**{**asked, "prompt": "one"})
+        with pytest.raises(openai.BadRequestError, match="tokenizer"):
+            client_of(live).chat.completions.create(
+                model=live.serving.model_name, messages=[{"role": "user", "content": "one"}]
+            )
 
 
 def test_models(live: Live) -> None:
