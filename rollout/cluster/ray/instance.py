@@ -38,7 +38,7 @@ def _connect(config: ClusterConfig) -> None:
     if config.address is None and not os.environ.get("RAY_ADDRESS"):
         try:
             ray.init("auto", **options)
-        except ConnectionError:
+        except (ConnectionError, RuntimeError):  # none, or one of another version of Ray
             _start(wanted, options)
         return
     if config.address == "local":

@@ -98,12 +98,14 @@ class RayPool:
 
     def close(self) -> None:
         seats, self._seats = self._seats, {}
-        closing = [seat.replica.actor.close.remote() for seat in seats.values()]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
-        for seat in seats.values():
-            seat.replica.kill()
-        self._instance.close()
+        try:
+            closing = [seat.replica.actor.close.remote() for seat in seats.values()]
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
+            for seat in seats.values():
+                seat.replica.kill()
+        finally:
+            self._instance.close()
 
     def _start(self, name: str) -> RayReplica:
         resources = self._resources
