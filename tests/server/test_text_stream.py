@@ -180,7 +180,7 @@ def test_a_space_waits_for_what_may_take_it_away() -> None:
     tokenizer = word_piece_tokenizer()
     ids = tokenizer.convert_tokens_to_ids(["do", "'", "m", "x", "n", "s"])
     text = TokenText(Detokenizer(tokenizer))
-    assert [text.push([id]) for id in ids] == ["do", "", "'m", "", " x", " n"]
+    assert [text.push([id]) for id in ids] == ["do", "", "'m", "", "", " x"]
 
 
 def test_a_stop_string_that_stopped_nothing_is_shown_with_the_next_token() -> None:
