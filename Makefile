@@ -68,12 +68,12 @@ TRAIN_DRAFT = $(BIN)/specrollout train-draft --model $(MODEL) \
   --rollouts $(DRAFT_TEXT)/temperature-*.jsonl --minutes $(DRAFT_MINUTES)
 
 .PHONY: demo-draft
-demo-draft: demo-draft-text  ## train the demo model's EAGLE-3 draft, with its text
+demo-draft: demo-draft-text $(PROMPTS)  ## train the demo model's EAGLE-3 draft, with its text
 	$(TRAIN_DRAFT) --kind eagle3 --output $(DRAFTS)/eagle3 \
 	  $(if $(wildcard $(DRAFTS)/eagle3/training.pt),--resume)
 
 .PHONY: demo-mtp
-demo-mtp: demo-draft-text  ## train a two-step MTP chain for it, on the same text
+demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on the same text
 	$(TRAIN_DRAFT) --kind mtp --output $(DRAFTS)/mtp \
 	  $(if $(wildcard $(DRAFTS)/mtp/training.pt),--resume)
 
@@ -135,7 +135,7 @@ fuzz: $(STAMP)  ## fuzz the corpus under sanitizers for FUZZ_SECONDS (600)
 	done
 
 .PHONY: bench
-bench: $(STAMP) $(MODEL)/config.json  ## all benchmarks, as tables; JSON in runs/bench
+bench: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## all benchmarks (demo-draft, demo-mtp first); JSON in runs/bench
 	mkdir -p runs/bench
 	for bench in benchmarks/bench_*.py; do \
 	  $(BIN)/python $$bench --json runs/bench/$$(basename $$bench .py).json || exit 1; \
