@@ -55,16 +55,21 @@ def save_text_model(folder: Path, *, max_positions: int = 128) -> Path:
     return folder
 
 
-def save_byte_model(folder: Path, *, max_positions: int = 128) -> Path:
-    """`save_tiny_llama` with a byte-level tokenizer of one token per byte: what it writes is full
-    of characters in pieces, and of pieces of none."""
-    alphabet = sorted(ByteLevel.alphabet())
-    names = ["<pad>", "</s>", *alphabet]
-    save_tiny_llama(folder, vocab_size=len(names), max_positions=max_positions)
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level, of one token per byte after two special ones."""
+    names = ["<pad>", "</s>", *sorted(ByteLevel.alphabet())]
     tokenizer = Tokenizer(BPE({name: index for index, name in enumerate(names)}, []))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:2]])
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer
+
+
+def save_byte_model(folder: Path, *, max_positions: int = 128) -> Path:
+    """`save_tiny_llama` with a byte-level tokenizer of one token per byte: what it writes is full
+    of characters in pieces, and of pieces of none."""
+    tokenizer = byte_tokenizer()
+    save_tiny_llama(folder, vocab_size=tokenizer.get_vocab_size(), max_positions=max_positions)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollout.encoding import PromptEncoder
 from rollout.requests import RequestFactory
 from rollout.server.text_stream import Detokenizer, TextStream, TokenText
 from rollout.types import SamplingParams
+from tests.helpers.text_model import byte_tokenizer
 
 TEXTS = (
     "Hello there, how are you?",
@@ -158,15 +159,25 @@ def test_stop_strings_are_never_shown(tokenizer: Any, data: st.DataObject) -> No
     assert "".join(pieces) + rest == text
 
 
-def test_only_an_unfinished_character_waits(demo_model_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
-    tokens = tokenizer("".join(TEXTS), add_special_tokens=False)["input_ids"]
-    assert any("\ufffd" in tokenizer.decode([token]) for token in tokens), "no split characters"
+def test_only_an_unfinished_character_waits() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="</s>")
+    tokens = tokenizer("".join(TEXTS))["input_ids"]
+    tokens += tokens[1::2]  # and what is no character
     text = TokenText(Detokenizer(tokenizer))
     shown = ""
     for end, token in enumerate(tokens, start=1):
         shown += text.push([token])
         assert shown == tokenizer.decode(tokens[:end]).removesuffix("\ufffd")
+
+
+@pytest.mark.parametrize("count", [40, 41])
+def test_clean_up_of_many_quotes_is_that_of_the_whole_run(count: int) -> None:
+    tokenizer = word_piece_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["do", *["'"] * count, "m", "x", "n't", "x"])
+    text = TokenText(Detokenizer(tokenizer))
+    shown = "".join(text.push([id]) for id in ids)
+    assert tokenizer.decode(ids).startswith(shown)
+    assert len(tokenizer.decode(ids)) - len(shown) < 5
 
 
 def test_an_invalid_byte_spoils_what_came_before_it_in_its_run() -> None:
@@ -191,25 +202,40 @@ def test_a_stop_string_that_stopped_nothing_is_shown_with_the_next_token() -> No
     assert text.finish("HelloSTOPn't") == ""
 
 
+class CountingDetokenizer(Detokenizer):
+    """Notes how many tokens each text was made from."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decoded: list[int] = []
+        super().__init__(tokenizer)
+        self.decoded.clear()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.decoded.append(len(token_ids))
+        return super().decode(token_ids)
+
+
 @pytest.mark.parametrize("repeated", ["a", "\ufffd", "é", "<eos>"])
-def test_a_token_costs_the_same_however_long_the_text(
-    tokenizer: Any, repeated: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_costs_the_same_however_long_the_text(tokenizer: Any, repeated: str) -> None:
     ids = {
         "<eos>": tokenizer.all_special_ids,
         "\ufffd": tokenizer.convert_tokens_to_ids(["Ġ", "è"]),  # a lone lead byte
     }.get(repeated) or tokenizer(repeated, add_special_tokens=False)["input_ids"]
     ids = [id for id in ids if id is not None]
-    detokenizer = Detokenizer(tokenizer)
-    decoded: list[int] = []
-    decode: Callable[[Sequence[int]], str] = detokenizer.decode
-
-    def counting(token_ids: Sequence[int]) -> str:
-        decoded.append(len(token_ids))
-        return decode(token_ids)
-
-    monkeypatch.setattr(detokenizer, "decode", counting)
+    detokenizer = CountingDetokenizer(tokenizer)
     text = TokenText(detokenizer)
     for index in range(600):
         text.push([ids[index % len(ids)]])
-    assert max(decoded, default=0) <= 32
+    assert max(detokenizer.decoded, default=0) <= 32
+
+
+def test_runs_of_bytes_cost_what_they_are_long() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    period = tokenizer.convert_tokens_to_ids(
+        ["P", *(f"<0x{byte:02X}>" for byte in "🙂🙂".encode())]
+    )
+    detokenizer = CountingDetokenizer(tokenizer)
+    text = TokenText(detokenizer)
+    shown = "".join(text.push([id]) for id in period * 40)
+    assert shown == "P🙂🙂" * 39 + "P"
+    assert max(detokenizer.decoded) <= 48
