@@ -24,6 +24,7 @@ from rollout.cluster.opening import open_engine
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
+from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig
 from rollout.server.serving import Serving
 
@@ -76,6 +77,7 @@ def serve(config: ServeConfig) -> None:
             server = _Server(
                 uvicorn.Config(
                     make_app(serving),
+                    http=BoundedHttp,
                     log_config=None,
                     access_log=config.server.access_log,
                     lifespan="off",

@@ -18,6 +18,7 @@ import uvicorn
 from rollout import RolloutEngine
 from rollout.config import ModelConfig
 from rollout.server.app import make_app
+from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.serving import Serving
 from tests.helpers.text_model import save_text_model
@@ -94,7 +95,9 @@ def run_server(
     serving = Serving(engine, config)
     listener = socket.create_server((config.server.host, 0))
     host, port = listener.getsockname()
-    uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(serving), log_config=None))
+    uvicorn_server = uvicorn.Server(
+        uvicorn.Config(make_app(serving), http=BoundedHttp, log_config=None)
+    )
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -1,0 +1,82 @@
+"""HTTP/1.1 from clients that may never finish a request: bounded in bytes and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MOST_BYTES = 64 * 1024
+_SECONDS = 30.0
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """Closes a connection that brings neither a request nor a part of a body in due time and size.
+
+    The parser keeps what it has of a header until all of it has come, however long it is, copies it
+    with every piece, and waits for the rest for ever; all that before a key can be asked for. From
+    a request's head to the end of its answer the client may take its time: those who were let in
+    may send weights over slow lines, and wait for tokens.
+    """
+
+    most_bytes = _MOST_BYTES  # of a head, or of what is between and after the chunks of a body
+    seconds = _SECONDS  # for a head; and for the rest of a body, once it has been answered
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unparsed_bytes = 0  # that came since the parser last had something to tell
+        self._in_message = False  # between the end of a head and that of the body
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._hurry()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._take_your_time()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._in_message and not self._answers:
+            self._hurry()
+        self._unparsed_bytes += len(data)
+        super().data_received(data)
+        if self._unparsed_bytes <= self.most_bytes or self.transport.is_closing():
+            return
+        if self._in_message or self._answers:  # nothing may come between the parts of an answer
+            self.transport.abort()
+        else:
+            self.send_400_response(f"Request header of more than {self.most_bytes} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._unparsed_bytes, self._in_message = 0, True
+        self._take_your_time()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed_bytes, self._in_message = 0, False
+        self._take_your_time()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if (self._in_message or self._unparsed_bytes) and not self.transport.is_closing():
+            self._hurry()
+
+    @property
+    def _answers(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _hurry(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def _take_your_time(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
