@@ -99,7 +99,7 @@ class PromptEncoder:
                 tokenize=False,
                 **(chat_template_kwargs or {}),
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
             raise InvalidInputError(
                 field, messages, f"must suit the chat template, which says: {error}"
             ) from error

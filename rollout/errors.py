@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_LONGEST_SHOWN = 120  # characters of a value in a message
+
 
 class RolloutError(Exception):
     """Root of every error this package raises on purpose."""
@@ -14,14 +16,22 @@ class InvalidInputError(RolloutError, ValueError):
         self.field = field
         self.value = value
         self.remedy = remedy
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{field}={shown}: {remedy}")
+        super().__init__(f"{field}={_shown(value)}: {remedy}")
 
     def __reduce__(self) -> tuple[type[InvalidInputError], tuple[str, object, str]]:
         """So that it crosses processes: exceptions are made again from their message alone."""
         return type(self), (self.field, self.value, self.remedy)
+
+
+def _shown(value: object) -> str:
+    """Short, and never an error of its own, however long or deep the value is."""
+    if isinstance(value, (str, bytes, list, tuple)):
+        value = value[:_LONGEST_SHOWN]  # of a long one not all is written to be thrown away
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; a list in lists
+        return f"({type(value).__name__})"
+    return shown if len(shown) <= _LONGEST_SHOWN else shown[: _LONGEST_SHOWN - 3] + "..."
 
 
 class UnsupportedModelError(RolloutError):

@@ -47,6 +47,7 @@ def refused(live: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:
         ("n", {"n": -1}),
         ("n", {"n": 10**9}),
         ("n", {"n": 1.5}),
+        ("n", {"n": 9 * 10**4299, "prompt": ["one", "two"]}),  # the product has a digit too many
         ("best_of", {"n": 1, "best_of": 2}),
         ("suffix", {"suffix": "end"}),
         ("max_tokens", {"max_tokens": 0}),
@@ -187,3 +188,14 @@ def test_a_full_queue_is_a_rate_limit(open_server: OpenServer, stream: bool) -> 
 def test_the_openapi_document_knows_these_calls(live: Live) -> None:
     document = httpx.get(f"{live.url}/openapi.json", timeout=TIMEOUT).json()
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= document["paths"].keys()
+
+
+def test_nesting_that_a_chat_template_cannot_follow_is_bad_input(live: Live) -> None:
+    deep: list[Any] = []
+    for _ in range(500):
+        deep = [deep]
+    for fields in (
+        {"messages": [{**MESSAGES[0], "note": deep}]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"note": deep}},
+    ):
+        assert refused(live, "chat/completions", fields)["param"] == "messages"
