@@ -28,6 +28,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.02  # of waits that nothing ends but looking again
 _MOST_STOPS = 64  # stop strings of a sample
 _LONGEST_STOP = 1024  # characters
+_MOST_STOP_TOKENS = 1024
 
 
 class Serving:
@@ -91,7 +92,8 @@ class Serving:
         self.require_batch(len(samples))
         for sample in samples:
             self.check_prompt_len(len(sample.prompt_ids) + len(sample.partial_ids))
-            self._check_params(sample.params)
+        for params in {id(sample.params): sample.params for sample in samples}.values():
+            self._check_params(params)
 
     def check_prompt_len(self, length: int) -> None:
         most = self.max_context_len - 1
@@ -101,6 +103,10 @@ class Serving:
             raise InvalidInputError("len(prompt)", length, f"must be 1 to {most} tokens")
 
     def _check_params(self, params: SamplingParams) -> None:
+        if len(params.stop_token_ids) > _MOST_STOP_TOKENS:  # every sample has a set of them
+            raise InvalidInputError(
+                "len(stop_token_ids)", len(params.stop_token_ids), f"at most {_MOST_STOP_TOKENS}"
+            )
         for name, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -9,6 +10,8 @@ import time
 import pytest
 
 from rollout.errors import EngineStateError
+from rollout.server.sglang.generate_body import GenerateBody, questions_of
+from rollout.server.sglang.sampling_body import SamplingBody
 from tests.helpers.http_raw import open_request, read_status
 
 LONG = {"temperature": 0.9, "max_new_tokens": 500, "ignore_eos": True}
@@ -72,6 +75,37 @@ def test_prompts_and_batches_have_limits(open_server):
         # Scored, not generated: the same.
         zero = {"max_new_tokens": 0}
         assert status(input_ids=[5] * 9, sampling=zero) == (422, "len(prompt)")
+
+
+def test_what_every_sample_of_a_call_holds_is_bounded(live):
+    """A body of megabytes must not become gigabytes by n."""
+    many = {"max_new_tokens": 1, "n": 1024}
+    with live.client() as client:
+
+        def refused(sampling, **body):
+            asked = {"input_ids": [5], "sampling_params": many | sampling, **body}
+            answer = client.post("/generate", json=asked)
+            assert answer.status_code == 422
+            return answer.json()["error"]["param"]
+
+        assert refused({}, rid="r" * 1025) == "rid"
+        assert refused({}, rid="r" * 1025, input_ids=[[5], [6]]) == "rid"
+        assert refused({"stop_token_ids": [5] * 1025}) == "len(stop_token_ids)"
+
+
+def test_prompts_that_ask_for_the_same_share_their_parameters(live):
+    async def ask():
+        body = GenerateBody(
+            input_ids=[[5], [6], [7]],
+            sampling_params=SamplingBody(seed=3),
+            return_logprob=True,
+            top_logprobs_num=[0, 0, 2],
+        )
+        return await questions_of(body, live.serving)
+
+    questions, _ = asyncio.run(ask())
+    assert questions[0].params is questions[1].params
+    assert [question.params.top_logprobs for question in questions] == [0, 0, 2]
 
 
 def test_a_full_queue_is_429_and_takes_all_of_a_call_or_none(open_server):

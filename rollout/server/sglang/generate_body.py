@@ -18,6 +18,7 @@ from rollout.types import Prompt, SamplingParams
 
 T = TypeVar("T")
 
+_LONGEST_RID = 1024  # characters; every sample of a call has a name of its own that begins with it
 _HARMLESS = frozenset(
     {
         # Where a request runs, and next to what:
@@ -108,12 +109,20 @@ async def questions_of(body: GenerateBody, serving: Serving) -> tuple[list[Quest
     tops = _each(body.top_logprobs_num, count, "top_logprobs_num", 0)
     rids = _rids(body.rid, count, is_single)
     seed = serving.fresh_seed()  # of all prompts that bring none: their indices tell them apart
+    known: dict[tuple[int, int], SamplingParams] = {}  # one for all prompts that ask for the same
+
+    def params_of(each: SamplingBody, top_logprobs: int) -> SamplingParams:
+        key = (id(each), top_logprobs)
+        if key not in known:
+            known[key] = each.to_params(
+                fresh_seed=lambda: seed,
+                max_context_len=serving.max_context_len,
+                top_logprobs=top_logprobs,
+            )
+        return known[key]
+
     params = [
-        each.to_params(
-            fresh_seed=lambda: seed,
-            max_context_len=serving.max_context_len,
-            top_logprobs=top if wanted else 0,
-        )
+        params_of(each, top if wanted else 0)
         for each, top, wanted in zip(sampling, tops, wants_logprob, strict=True)
     ]
     serving.require_batch(sum(each.n for each in params))
@@ -163,12 +172,12 @@ def _each(value: T | list[T] | None, count: int, field: str, default: T) -> list
 
 def _rids(rid: str | list[str] | None, count: int, is_single: bool) -> list[str]:
     base = uuid.uuid4().hex if rid is None else rid
+    for each in [base] if isinstance(base, str) else base:
+        if not 0 < len(each) <= _LONGEST_RID:
+            raise InvalidInputError("rid", each, f"must be 1 to {_LONGEST_RID} characters")
     if isinstance(base, str) and not is_single:
         return [f"{base}_{index}" for index in range(count)]
-    rids = _each(base, count, "rid", "")
-    if not all(rids):
-        raise InvalidInputError("rid", "", "must not be empty")
-    return rids
+    return _each(base, count, "rid", "")
 
 
 def _request_seed(sampling: SamplingBody, params: SamplingParams) -> int | None:
