@@ -21,6 +21,7 @@ import uvicorn
 from rollout import RolloutEngine
 from rollout.config import ModelConfig
 from rollout.server.app import make_app
+from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.serving import Serving
 
@@ -74,7 +75,9 @@ def served_here(engine: RolloutEngine, model: Path, **server: Any) -> Iterator[t
     config = ServeConfig(model=ModelConfig(path=str(model)), server=ServerConfig(port=0, **server))
     serving = Serving(engine, config)
     listener = socket.create_server(("127.0.0.1", 0))
-    uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(serving), log_config=None))
+    uvicorn_server = uvicorn.Server(
+        uvicorn.Config(make_app(serving), http=BoundedHttp, log_config=None)
+    )
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_MOST_BYTES = 64 * 1024
+_MOST_BYTES = 128 * 1024
 _SECONDS = 30.0
 
 
