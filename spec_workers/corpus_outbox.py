@@ -6,8 +6,10 @@ import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.corpus_delta import CorpusDelta
 from rollout.types import Request
@@ -15,11 +17,34 @@ from rollout.types import Request
 _TOKEN_BYTES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What is needed of a request; not its logprobs and whatever else was asked for."""
+
+    request_id: int
+    group: int
+    prompt_len: int
+    partial_len: int
+    tokens: NDArray[np.int32]
+    weight_versions: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        return cls(
+            request.request_id,
+            request.group,
+            request.prompt_len,
+            request.partial_len,
+            np.array(request.tokens, dtype=np.int32),
+            np.array(request.weight_versions, dtype=np.int64),
+        )
+
+
 @dataclass(slots=True)
 class _Sent:
     """A rollout, and how much of it is out."""
 
-    request: Request
+    request: Request | _Ended
     emitted: int = 0  # tokens that deltas had
     ended: bool = False
 
@@ -34,7 +59,7 @@ class _Sent:
 class CorpusOutbox:
     """Follows requests and hands out what they committed, each token once.
 
-    It goes by what the requests hold, so nothing is copied before it is taken. Bounded: what waits
+    It goes by what the requests hold, so nothing is copied while they run. Bounded: what waits
     is at most ``max_bytes`` of tokens; beyond that whole rollouts are dropped, the oldest first.
     """
 
@@ -61,7 +86,7 @@ class CorpusOutbox:
         sent = self._rollouts.get(request_id)
         if sent is None:
             return
-        sent.ended = True
+        sent.request, sent.ended = _Ended.of(request), True
         self._ended_bytes += sent.waiting_bytes
         if not sent.emitted and not sent.waiting_bytes:
             del self._rollouts[request_id]
@@ -110,7 +135,7 @@ def _delta(sender: int, number: int, rollouts: Iterable[_Sent]) -> CorpusDelta:
             key = (request.group, request.request_id if request.partial_len else -1)
             if key not in contexts:
                 contexts[key] = len(contexts)
-                context_tokens += request.tokens[: request.prompt_len]
+                context_tokens.extend(request.tokens[: request.prompt_len])
                 context_offsets.append(len(context_tokens))
             context = contexts[key]
         if sent.ended and not waiting:
@@ -119,7 +144,7 @@ def _delta(sender: int, number: int, rollouts: Iterable[_Sent]) -> CorpusDelta:
             ends = sent.ended and index == len(waiting) - 1
             own = context if start == 0 else -1
             pieces.append((request.request_id, own, start, version, ends))
-            tokens += request.tokens[request.prompt_len + start : request.prompt_len + end]
+            tokens.extend(request.tokens[request.prompt_len + start : request.prompt_len + end])
             offsets.append(len(tokens))
     ids, own_contexts, starts, versions, ends_B = zip(*pieces, strict=True) if pieces else [()] * 5
     return CorpusDelta(

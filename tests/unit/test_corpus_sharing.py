@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import fields, replace
 
 import numpy as np
@@ -265,6 +266,21 @@ def test_an_outbox_that_nobody_empties_drops_the_oldest_rollouts_whole() -> None
     for b, rollout in enumerate(delta.rollouts_B.tolist()):
         tokens = delta.tokens_N[delta.offsets_B1[b] : delta.offsets_B1[b + 1]]
         assert tokens.tolist() == replica.ended[rollout].token_ids
+
+
+def test_nothing_but_tokens_is_kept_of_what_ended() -> None:
+    outbox = CorpusOutbox(1 << 20)
+    request = make_request([3, 4, 5])
+    outbox.follow([request])
+    request.tokens += [6, 7]
+    request.weight_versions += [0, 1]
+    outbox.leave(request)
+    holders = [each for each in gc.get_referrers(request) if type(each).__name__ == "_Sent"]
+    assert holders == []
+    delta = outbox.take()
+    assert delta.tokens_N.tolist() == [6, 7]
+    assert delta.versions_B.tolist() == [0, 1]
+    assert delta.context_tokens_M.tolist() == [3, 4, 5]
 
 
 def test_a_running_rollout_that_was_dropped_stays_out() -> None:
