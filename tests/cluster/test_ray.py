@@ -13,6 +13,8 @@ pytest.importorskip("ray")
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_with
+from rollout.cluster.ray.pool import RayPool
+from rollout.cluster.replica import Opened
 from rollout.errors import CheckpointError, ClusterError
 from tests.cluster import broken_workers
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
@@ -73,3 +75,23 @@ def test_one_that_dies_too_often_ends_it_with_its_last_words(config):
 def test_an_engine_that_cannot_be_made_raises_its_own_error(config):
     with pytest.raises(CheckpointError, match="is no more"):
         open_with(config, broken_workers.refuses, settings(1))
+
+
+def test_what_cannot_be_sent_takes_no_turn(cluster):
+    """The replica would wait for it, and all that comes later with it."""
+    replica = next(iter(cluster.members.joined.values()))
+    with pytest.raises(TypeError, match="pickle"):
+        replica.call("learn_corpus_deltas", (each for each in []))
+    assert replica.call("weights_digest").result(60)
+
+
+def test_a_replica_that_opened_while_nobody_looked_is_not_late(config):
+    pool = RayPool(config, ngram(), settings(1, start_seconds=0.5))
+    try:
+        deadline = time.monotonic() + 120
+        while pool._answers.qsize() < 2:  # its residence, and its engine
+            time.sleep(0.1)
+            assert time.monotonic() < deadline
+        assert [type(event) for event in pool.events(1.0)] == [Opened]
+    finally:
+        pool.close()

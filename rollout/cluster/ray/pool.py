@@ -78,7 +78,6 @@ class RayPool:
     def events(self, timeout: float) -> list[Event]:
         if self._failure is not None:
             raise self._failure
-        self._give_up_on_late_starts()
         deadline = time.monotonic() + timeout
         events: list[Event] = []
         while not events and self._failure is None:
@@ -89,6 +88,8 @@ class RayPool:
             answers += [self._answers.get_nowait() for _ in range(self._answers.qsize())]
             for replica, value, error in answers:
                 events += self._events_of(replica, value, error)
+        if not events:  # all answers are known: nobody may have asked for long
+            self._give_up_on_late_starts()
         if not events and self._failure is not None:  # else those first: there are rollouts in them
             raise self._failure
         return events
@@ -181,7 +182,7 @@ class RayPool:
                     f"{needs}; free in Ray are {ray.available_resources()}.\n"
                     f"{last_lines(seat.residence)}"
                 )
-                raise self._failure
+                return
 
 
 def _config_of_each(config: EngineConfig, resources: ReplicaResources) -> EngineConfig:

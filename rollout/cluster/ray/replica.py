@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -21,16 +21,19 @@ class RayReplica:
         self.name = name
         self.actor = actor
         self.why_not = ""
-        self._turns = itertools.count()  # also taken from by threads that bring weights
+        # Threads that bring weights call too, and answers come on Ray's.
+        self._lock = threading.Lock()
+        self._next_turn = 0
+        self._answered = -1  # the latest turn that `why_not` is of
 
     def submit(self, submissions: Sequence[Submission]) -> None:
-        self.actor.submit.remote(next(self._turns), list(submissions))
+        self._send(self.actor.submit, list(submissions))
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        self.actor.abort.remote(next(self._turns), list(request_ids))
+        self._send(self.actor.abort, list(request_ids))
 
     def sync(self, serial: int) -> None:
-        self.actor.sync.remote(next(self._turns), serial)
+        self._send(self.actor.sync, serial)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         settled: Future[Any] = Future()
@@ -42,18 +45,31 @@ class RayReplica:
                 settled.set_exception(ReplicaDiedError(str(error)) if lost else cause_of(error))
                 return
             answer = answered.result()
-            self.why_not = answer.why_not
+            with self._lock:  # large answers may be overtaken by later ones
+                if turn > self._answered:
+                    self._answered, self.why_not = turn, answer.why_not
             if answer.error is not None:
                 settled.set_exception(answer.error)
             else:
                 settled.set_result(answer.value)
 
-        reference = self.actor.call.remote(next(self._turns), method, *args, **kwargs)
+        turn, reference = self._send(self.actor.call, method, *args, **kwargs)
         reference.future().add_done_callback(settle)
         return settled
 
     def kill(self) -> None:
         ray.kill(self.actor, no_restart=True)
+
+    def _send(self, method: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
+        """Its turn, which is taken only by what could be sent: the replica waits for each.
+
+        Raises what pickling the arguments does.
+        """
+        with self._lock:
+            turn = self._next_turn
+            reference = method.remote(turn, *args, **kwargs)
+            self._next_turn += 1
+        return turn, reference
 
 
 def cause_of(error: BaseException) -> BaseException:
