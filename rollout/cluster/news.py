@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from concurrent.futures import Future
 from functools import partial
 
@@ -13,6 +14,7 @@ from rollout.cluster.messages import Ended, Growth, Report, Submission
 from rollout.cluster.totals import ClusterMetrics
 from rollout.engine import RolloutEngine
 from rollout.engine_loop import EngineLoop, Ticket
+from rollout.errors import EngineStateError
 from rollout.types import FinishReason, Request, RequestStats, Rollout, TokenExtras
 
 _SECONDS_BETWEEN_STATUSES = 1.0
@@ -73,7 +75,7 @@ class News:
         self._has_changed = False  # something has, since the last status
         # The engine loop's thread alone:
         self._grown: dict[int, tuple[_Running, Request]] = {}
-        self._ended: list[Ended] = []
+        self._ended: deque[Ended] = deque()  # also appended to by who submits, if it ended already
         self._status_at = 0.0
 
     def submit(self, submission: Submission) -> None:
@@ -85,15 +87,19 @@ class News:
                 self._grown[submission.request_id] = (running, request)
                 self._events.call_soon_threadsafe(note)
 
-        running.ticket = self._loop.submit(
-            submission.prompt_ids,
-            submission.params,
-            request_seed=submission.seed,
-            partial_ids=submission.partial_ids,
-            prompt_index=submission.prompt_index,
-            sample_index=submission.sample_index,
-            on_tokens=on_tokens,
-        )
+        try:
+            running.ticket = self._loop.submit(
+                submission.prompt_ids,
+                submission.params,
+                request_seed=submission.seed,
+                partial_ids=submission.partial_ids,
+                prompt_index=submission.prompt_index,
+                sample_index=submission.sample_index,
+                on_tokens=on_tokens,
+            )
+        except EngineStateError:  # it is broken: so is the next report, which is heard of
+            self._note(urgent=True, awaited=False)
+            raise
         self._running[submission.request_id] = running
         running.ticket.future.add_done_callback(lambda future: self._end(running, future))
 
@@ -112,7 +118,7 @@ class News:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
-        self._is_urgent = self._is_awaited = False
+        self._is_urgent = self._is_awaited = self._has_changed = False
         serial = self._serial
         report = await asyncio.wrap_future(
             self._loop.call(lambda engine: self._collect(engine, serial))
@@ -120,7 +126,7 @@ class News:
         for ended in report.ended:
             del self._running[ended.growth.request_id]
         self._reported_at = time.monotonic()
-        self._has_changed = report.status is None
+        self._has_changed |= report.status is None
         return report
 
     def _seconds_to_report(self) -> float | None:
@@ -165,7 +171,7 @@ class News:
 
     def _collect(self, engine: RolloutEngine, serial: int) -> Report:
         grown, self._grown = self._grown, {}
-        ended, self._ended = self._ended, []
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
         status = None
         if time.monotonic() - self._status_at >= _SECONDS_BETWEEN_STATUSES:
             status = engine.status()
