@@ -59,6 +59,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._groups = {}
         self._sources = {}
         self._failed = {}
+        self._removed = set()
         self.facts: dict[str, ReplicaFacts] = {}
         try:
             while not self.members.all_joined:

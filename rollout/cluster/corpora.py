@@ -80,7 +80,7 @@ class CorpusExchange:
 
         def note(answer: Future[Any]) -> None:
             error = answer.exception()
-            self._has_corpus = error is None
+            self._has_corpus |= error is None  # the second time is refused
             if error is None or isinstance(error, InvalidInputError):  # its worker has no corpus
                 begun.set_result(None)
             else:
@@ -94,11 +94,13 @@ class CorpusCalls:
     """A part of RolloutCluster; its calls mean what those of `RolloutEngine` do.
 
     An external corpus is on every replica or on none: one that a replica cannot load is removed
-    from all, and listed as failed. A replica that starts loads those that there are.
+    from all, and listed as failed. A replica that starts loads those that there are, and gives up
+    configured ones that were removed.
     """
 
     members: Members
     _sources: dict[str, Mapping[str, Any]]  # of external corpora: arguments by name
+    _removed: set[str]  # of those configured, which replicas have as they start
     _failed: dict[str, ExternalCorpus]  # removed from all
 
     def add_external_corpus(
@@ -122,10 +124,11 @@ class CorpusCalls:
         self._failed.pop(name, None)
         self._add(name, source)
         while wait:
-            (own,) = (each for each in self.external_corpora() if each.name == name)
-            if own.state is ExternalState.PUBLISHED:
+            found = {each.name: each for each in self.external_corpora()}
+            own = found.get(name)  # None while no replica lives
+            if own is not None and own.state is ExternalState.PUBLISHED:
                 break
-            if own.state is ExternalState.FAILED:
+            if own is not None and own.state is ExternalState.FAILED:
                 del self._failed[name]
                 raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
             self.members.attend(WAIT_SECONDS)
@@ -135,11 +138,12 @@ class CorpusCalls:
         if self._failed.pop(name, None) is not None:
             return
         self.members.on_all("remove_external_corpus", name)
-        self._sources.pop(name, None)
+        self._forget(name)
 
     def external_corpora(self) -> list[ExternalCorpus]:
         """Published where it is on all replicas; its progress is the slowest one's."""
         by_replica = self.members.on_all("external_corpora")
+        self._complete(by_replica)
         by_name: dict[str, dict[str, ExternalCorpus]] = {}
         for replica, corpora in by_replica.items():
             for each in corpora:
@@ -177,18 +181,41 @@ class CorpusCalls:
                     each.call("remove_external_corpus", name).exception()
             raise refused[0]
         self._sources[name] = source
+        self._removed.discard(name)
+        self.members.tell_newcomers("add_external_corpus", name, **source)
 
     def _fail(self, name: str, replica: str, found: ExternalCorpus) -> None:
         log.error("external corpus %s is removed from all replicas: %s", name, found.error)
-        del self._sources[name]
         for each in self.members.joined.values():
             each.call("remove_external_corpus", name).exception()
+        self._forget(name)
         self._failed[name] = replace(found, error=f"on {replica}: {found.error}")
 
     def _bring_corpora(self, replica: Replica) -> None:
         """A joiner: they load while it runs."""
+        for name in self._removed:
+            replica.call("remove_external_corpus", name)
         for name, source in self._sources.items():
             replica.call("add_external_corpus", name, **source)
+
+    def _complete(self, by_replica: Mapping[str, list[ExternalCorpus]]) -> None:
+        """What a replica could not begin to load as it started it cannot now, or does."""
+        for replica, corpora in by_replica.items():
+            for name in self._sources.keys() - {each.name for each in corpora}:
+                living = self.members.joined.get(replica)
+                if living is None:
+                    continue
+                error = living.call("add_external_corpus", name, **self._sources[name]).exception()
+                if isinstance(error, InvalidInputError):
+                    self._fail(name, replica, ExternalCorpus(
+                        name=name, state=ExternalState.FAILED, num_tokens=0, num_bytes=0,
+                        progress=None, error=str(error),
+                    ))  # fmt: skip
+
+    def _forget(self, name: str) -> None:
+        if self._sources.pop(name, None) is None:
+            self._removed.add(name)
+        self.members.tell_newcomers("remove_external_corpus", name)
 
 
 def _merged(on: list[ExternalCorpus], num_replicas: int) -> ExternalCorpus:

@@ -10,11 +10,14 @@ from typing import Any, Protocol
 
 from rollout.cluster.messages import ReplicaFacts, Report
 from rollout.cluster.replica import Died, Event, Opened, Pool, Replica, ReplicaDiedError, Reported
+from rollout.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.01
 """The longest an idle caller waits for news before it looks around."""
+
+_MAX_TRIES = 3
 
 Joiner = Callable[[Replica], "Future[Any] | None"]
 
@@ -86,30 +89,45 @@ class Members:
     ) -> dict[str, Any]:
         """What an engine's method gives on each replica that has joined and lives, by name.
 
-        ``newcomers``: those not up to date yet are called too, and do not answer. Raises what the
-        first that failed raised, when all have answered.
+        Those that come while the dead are waited for are called too. ``newcomers``: so are those
+        not up to date yet, and do not answer. Raises what the first that failed raised, when all
+        have answered.
         """
-        if newcomers:
-            for newcomer in self._newcomers.values():
-                newcomer.answers.append(newcomer.replica.call(method, *args, **kwargs))
-        joined = dict(self._joined)
-        answers = {name: each.call(method, *args, **kwargs) for name, each in joined.items()}
         values: dict[str, Any] = {}
         failures: list[BaseException] = []
-        for name, answer in answers.items():
-            try:
-                values[name] = answer.result()
-            except ReplicaDiedError:
-                self.wait_until_gone(joined[name])
-            except Exception as error:
-                failures.append(error)
+        called: set[Replica] = set()
+        while True:
+            for newcomer in self._newcomers.values() if newcomers else ():
+                if newcomer.replica not in called:
+                    called.add(newcomer.replica)
+                    newcomer.answers.append(newcomer.replica.call(method, *args, **kwargs))
+            joined = [each for each in self._joined.values() if each not in called]
+            if not joined:
+                break
+            called.update(joined)
+            answers = [(each, each.call(method, *args, **kwargs)) for each in joined]
+            for replica, answer in answers:
+                try:
+                    values[replica.name] = answer.result()
+                except ReplicaDiedError:
+                    self.wait_until_gone(replica)
+                except Exception as error:
+                    failures.append(error)
         if failures:
             raise failures[0]
         return values
 
+    def tell_newcomers(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method on those that were brought up to date in part; how it ends is no matter."""
+        for newcomer in self._newcomers.values():
+            newcomer.replica.call(method, *args, **kwargs)
+
     def on_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What an engine's method gives on a replica; on another, if that one dies meanwhile."""
-        while True:
+        """What an engine's method gives on a replica; on another, if that one dies meanwhile.
+
+        Raises ClusterError where several die one after the other: the call may be what kills them.
+        """
+        for _ in range(_MAX_TRIES):
             while not self._joined:
                 self.attend(WAIT_SECONDS)
             replica = next(iter(self._joined.values()))
@@ -117,6 +135,7 @@ class Members:
                 return replica.call(method, *args, **kwargs).result()
             except ReplicaDiedError:
                 self.wait_until_gone(replica)
+        raise ClusterError(f"{_MAX_TRIES} replicas died while they ran {method}")
 
     def wait_until_gone(self, replica: Replica) -> None:
         """It died; the pool hears of it too. What it last said of itself counts no more then."""

@@ -205,3 +205,18 @@ def test_a_corpus_is_saved_by_one_and_loaded_by_all(make, tmp_path):
     held = [each.corpus_tokens for each in other.members.on_all("status").values()]
     assert held[0] == held[1] > 0
     assert "budget" in other.learned()
+
+
+def test_who_starts_meanwhile_has_what_was_added_and_not_what_was_removed(make):
+    cluster, pool = make(2)
+    cluster.add_external_corpus("old", documents=["one two three"], wait=True)
+    kill(cluster, pool, "replica-0")
+    while not cluster.members._newcomers:
+        cluster.members.attend(0.01)
+    assert "replica-0" not in cluster.members.joined
+    cluster.add_external_corpus("new", documents=["four five six"])
+    cluster.remove_external_corpus("old")
+    rejoined(cluster)
+    cluster.add_external_corpus("old", documents=["seven"], wait=True)
+    for corpora in cluster.members.on_all("external_corpora").values():
+        assert [each.name for each in corpora] == ["new", "old"]
