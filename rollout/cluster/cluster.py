@@ -18,6 +18,7 @@ from rollout.cluster.totals import ClusterMetrics, sum_of_metrics
 from rollout.cluster.weights import WeightCalls
 from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
+from rollout.errors import WeightUpdateError
 from rollout.requests import RequestFactory
 from rollout.scheduler.fitting import check_length
 from rollout.types import FinishReason, Prompt, Request, Rollout, SamplingParams, TokenExtras
@@ -43,7 +44,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self.members.on_join(self._bring_corpora)
         self.corpus_exchange = (
             CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
-            if cluster.share_corpus
+            if cluster.share_corpus and cluster.replicas > 1
             else None
         )
         self._router = Router(pool.names, config.scheduler.max_running)
@@ -64,17 +65,19 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         try:
             while not self.members.all_joined:
                 self.members.attend(WAIT_SECONDS)
+            folder = config.model.tokenizer or config.model.path
+            vocab_size = next(iter(self.facts.values())).vocab_size
+            self.encoder = PromptEncoder.from_pretrained(folder, vocab_size)
         except BaseException:
             pool.close()
             raise
         self._versions = next(iter(self._statuses.values())).weight_versions
+        self._last_version = self._versions["target"]
         some = next(iter(self.facts.values()))
-        folder = config.model.tokenizer or config.model.path
-        self.encoder = PromptEncoder.from_pretrained(folder, some.vocab_size)
         self._requests = RequestFactory(
-            self.encoder, some.vocab_size, some.eos_token_ids, self._check_fits
+            self.encoder, vocab_size, some.eos_token_ids, self._check_fits
         )
-        self.vocab_size = some.vocab_size
+        self.vocab_size = vocab_size
         self.max_context_len = some.max_context_len
         self.max_sequence_len = min(each.max_sequence_len for each in self.facts.values())
 
@@ -147,7 +150,10 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
-        return self.members.on_one("score_with_extras", prompt_ids, output_ids, params)
+        scored = self.members.on_one("score_with_extras", prompt_ids, output_ids, params)
+        if lost := self._weights_why_not():  # replicas that came later have the checkpoint's
+            raise WeightUpdateError(lost)
+        return scored
 
     def _check_fits(self, request: Request, field: str) -> None:
         check_length(len(request.tokens), self.max_context_len, self.max_sequence_len, field)
@@ -157,6 +163,8 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._ended.append(self._requests.rollout(flight.request))
 
     def _abort_all(self) -> None:
+        """They end with all tokens there are."""
+        self.sync()
         for request_id in list(self._flights):
             self.abort(request_id)
 
@@ -203,6 +211,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
             self._past = sum_of_metrics([self._past, buried])
         for request_id in reversed(self._router.leave(name)):
             self._try_again(self._flights[request_id], reason)
+        self._abandon_if_dead()
 
     def _try_again(self, flight: Flight, reason: str) -> None:
         """Whatever killed the replica, this request may have done it.

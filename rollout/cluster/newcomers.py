@@ -28,44 +28,51 @@ class WeightBringer:
     def __init__(self, members: Members) -> None:
         self._members = members
         self._is_held = False
-        self._bringing: set[Future[None]] = set()
         self._updated = False  # since the replicas read their checkpoint
         self.why_lost = ""
-        self._lock = threading.Lock()
-        self._waiting: list[Future[None]] = []  # of replicas that may not join yet; locked
+        self._lock = threading.Lock()  # held for:
+        self._bringing: set[Future[None]] = set()
+        self._waiting: list[Future[None]] = []  # of replicas that may not join yet
         members.on_join(self.bring)
 
     @property
     def is_busy(self) -> bool:
-        return any(not future.done() for future in self._bringing)
+        with self._lock:
+            return any(not future.done() for future in self._bringing)
 
     def hold(self) -> None:
-        """The weights are changing: nobody joins until `release`."""
+        """The weights are changing: nobody joins until `release`, whatever it was brought."""
         self._is_held = True
+        self._members.repeat_joins()
 
     def release(self) -> None:
         self._is_held = False
         self.try_again()
 
-    def note_update(self, options: UpdateOptions) -> None:
-        """It was committed."""
+    def note_commit(self) -> None:
+        """It begins: from now on the checkpoint's weights may not be those in use."""
         self._updated = True
+
+    def note_update(self, options: UpdateOptions) -> None:
+        """It was committed, and lives."""
         if not options.partial and options.selector in ("all", "target"):
             self.why_lost = ""
 
     def bring(self, replica: Replica) -> Future[None] | None:
         """A joiner; see `Members.on_join`."""
+        if self._is_held:
+            future: Future[None] = Future()
+            self._wait(future)
+            return future
         if not self._members.joined:
             self._note_loss()
             self._let_go()
             return None
-        if self.why_lost or not (self._is_held or self._updated):
+        if not self._updated:
             return None
-        future: Future[None] = Future()
-        if self._is_held:
-            self._wait(future)
-            return future
-        self._bringing = {each for each in self._bringing if not each.done()} | {future}
+        future = Future()
+        with self._lock:
+            self._bringing = {each for each in self._bringing if not each.done()} | {future}
         peer = next(iter(self._members.joined.values()))
         threading.Thread(
             target=self._copy, args=(peer, replica, future), name=f"weights of {replica.name}",
@@ -89,7 +96,7 @@ class WeightBringer:
             self._waiting.append(future)
 
     def _note_loss(self) -> None:
-        if self._is_held or self._updated:
+        if self._updated:
             self._updated = False
             self.why_lost = (
                 "every replica that had the updated weights died; send an update that names every "
@@ -103,8 +110,9 @@ class WeightBringer:
                 peer.call("read_weights", []).result()
             except (WeightUpdateError, EngineStateError) as error:  # torn, or given back
                 log.info("%s waits for weights: %s", replica.name, error)
-                self._bringing.discard(future)
-                self._wait(future)
+                with self._lock:
+                    self._bringing.discard(future)
+                    self._waiting.append(future)
                 return
             copy_weights(peer, replica)
         except Exception as error:
@@ -115,10 +123,10 @@ class WeightBringer:
 
 def copy_weights(source: Replica, receiver: Replica) -> None:
     """Part by part, bucket by bucket. Raises what either raises, IntegrityError if they differ."""
-    versions: Mapping[str, int] = source.call("status").result().weight_versions
+    versions, brought = (_versions(each) for each in (source, receiver))
     for part, version in versions.items():
-        if version == 0:
-            continue  # never updated
+        if version == brought[part]:
+            continue  # never updated, or brought before it began to join anew
         manifest = source.call("weights_manifest", part).result()
         receiver.call("begin_weight_update", manifest, selector=part, weight_version=version)
         for layout in layouts(manifest, CACHED_BUCKET_BYTES):
@@ -129,3 +137,7 @@ def copy_weights(source: Replica, receiver: Replica) -> None:
     ours, theirs = (digest.result() for digest in digests)
     if ours != theirs:
         raise IntegrityError(f"{receiver.name} has other weights than {source.name}, which it had")
+
+
+def _versions(replica: Replica) -> Mapping[str, int]:
+    return replica.call("status").result().weight_versions

@@ -94,9 +94,10 @@ class StateCalls(ABC):
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         self.members.on_all("pause_generation", mode, newcomers=True)
         self.is_paused = True
-        self.sync()
         if mode == PauseMode.ABORT:
             self._abort_all()
+        else:
+            self.sync()
 
     def continue_generation(self) -> None:
         self.is_paused = False
@@ -155,13 +156,17 @@ class StateCalls(ABC):
             tags = [tag for tag, kept in self._released.items() if kept is keeps]
             if tags:
                 replica.call("release_memory", tags, keeps)
-        answer = replica.call("status")
-        answer.add_done_callback(lambda done: self._note_status(replica.name, done))
-        return answer
+        noted: Future[None] = Future()
 
-    def _note_status(self, name: str, answer: Future[Any]) -> None:
-        if answer.exception() is None:
-            self._statuses[name] = answer.result()
+        def note(answer: Future[Any]) -> None:
+            if (error := answer.exception()) is not None:
+                noted.set_exception(error)
+                return
+            self._statuses[replica.name] = answer.result()
+            noted.set_result(None)
+
+        replica.call("status").add_done_callback(note)
+        return noted
 
     @abstractmethod
     def _weights_why_not(self) -> str: ...

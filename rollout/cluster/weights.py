@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Update:
     options: UpdateOptions
+    version: int | None  # of the target, where it is reached
+    replicas: frozenset[Replica]  # whose it is
     last_call: float = field(default_factory=time.monotonic)
 
 
@@ -41,13 +43,15 @@ class WeightCalls(ABC):
     Begin on all, load on all, then commit on all. What one refuses is abandoned on all: as they
     were if no byte has moved anywhere, else torn, all of them. Once one has committed, one that
     cannot is killed: it comes again and is brought up to date. So is one that dies meanwhile. No
-    replica joins during an update.
+    replica joins during an update; when all that have it died, it is abandoned. No number is given
+    to two policies, unless the caller does.
     """
 
     members: Members
     weight_bringer: WeightBringer
     _update: _Update | None
     _versions: Mapping[str, int]
+    _last_version: int  # of the target; also of a commit that was lost with its replicas
     _groups: dict[str, frozenset[Replica]]  # by name: who is in it
 
     @property
@@ -69,7 +73,11 @@ class WeightCalls(ABC):
             raise WeightUpdateError("an update is under way; end or abandon it first")
         self._wait_for_newcomers()
         self.weight_bringer.hold()
-        self._update = _Update(checked)
+        version = None
+        if checked.selector in ("all", "target"):
+            version = checked.weight_version or self._last_version + 1
+            options |= {"weight_version": version}
+        self._update = _Update(checked, version, frozenset(self.members.joined.values()))
         try:
             self._on_all("begin_weight_update", manifest, **options)
         except BaseException:
@@ -80,6 +88,9 @@ class WeightCalls(ABC):
         update = self._under_way()
         if update.options.abort_all_requests:
             self._abort_all()
+            self._under_way()
+        self.weight_bringer.note_commit()
+        self._last_version = update.version or self._last_version
         done, failed = self._ask_all("end_weight_update")
         if not done:
             reason = next(iter(failed.values()), WeightUpdateError("every replica died"))
@@ -91,8 +102,13 @@ class WeightCalls(ABC):
             )
             replica.kill()
             self.members.wait_until_gone(replica)
+        statuses, _ = self._outcomes({each: each.call("status") for each in done})
+        if not statuses:
+            reason = WeightUpdateError("every replica died that had committed it")
+            self.abandon_weight_update(str(reason))
+            raise reason
         self._update = None
-        self._versions = self.members.on_one("status").weight_versions
+        self._versions = next(iter(statuses.values())).weight_versions
         self.weight_bringer.note_update(update.options)
         self.weight_bringer.release()
 
@@ -244,7 +260,9 @@ class WeightCalls(ABC):
         if not is_part:
             self.begin_weight_update(manifest(), **options)
         try:
-            yield self._under_way()
+            update = self._under_way()
+            yield update
+            update.last_call = time.monotonic()  # however long it took
             if not is_part:
                 self.end_weight_update()
         except BaseException as error:
@@ -280,6 +298,11 @@ class WeightCalls(ABC):
         update = self._update
         if update is not None and time.monotonic() - update.last_call > update.options.timeout:
             self.abandon_weight_update(f"nothing came for {update.options.timeout:g} seconds")
+
+    def _abandon_if_dead(self) -> None:
+        """Else those that start would wait for its end."""
+        if self._update is not None and not self._living():
+            self.abandon_weight_update("every replica died")
 
     def _wait_for_newcomers(self) -> None:
         """Until somebody can be updated, and nobody is being brought the weights there are."""
@@ -339,7 +362,10 @@ class WeightCalls(ABC):
         return done, failed
 
     def _living(self) -> list[Replica]:
-        return list(self.members.joined.values())
+        """During an update those that have it."""
+        joined = self.members.joined.values()
+        update = self._update
+        return [each for each in joined if update is None or each in update.replicas]
 
     @abstractmethod
     def _abort_all(self) -> None: ...

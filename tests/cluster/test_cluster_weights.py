@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -385,3 +386,82 @@ def test_requests_in_flight_go_on_with_the_new_weights(make, tensors):
     rollouts = cluster.take_ended()
     assert [each.finish_reason.value for each in rollouts] == ["abort"] * 4
     assert not cluster.has_unfinished
+
+
+def test_replicas_that_come_during_the_update_that_heals_wait_for_its_end(make, tensors, wanted):
+    cluster, pool = make(2)
+    cluster.update_weights_from_tensor(tensors[0])
+    for replica in list(pool.living.values()):
+        replica.kill()
+    deadline = time.monotonic() + 60
+    while not cluster.weight_bringer.why_lost or not cluster.members.joined:
+        cluster.members.attend(0.01)
+        assert time.monotonic() < deadline
+    some = next(iter(cluster.members.joined))
+    (late,) = set(pool.names) - {some}
+    pool.living[late].kill()  # so that it starts after the update began
+    names = list(tensors[1])
+    cluster.begin_weight_update()
+    cluster.update_weights_from_tensor({name: tensors[1][name] for name in names[:3]})
+    for _ in range(100):
+        cluster.members.attend(0.01)
+    cluster.update_weights_from_tensor({name: tensors[1][name] for name in names[3:]})
+    cluster.end_weight_update()
+    rejoined(cluster)
+    assert cluster.weights_digest() == wanted[1]["digest"]
+    assert cluster.weight_version == 2  # no policy shares its number with the one that was lost
+    statuses = cluster.members.on_all("status").values()
+    assert [each.weight_versions for each in statuses] == [{"target": 2}] * 2
+
+
+def test_an_update_whose_replicas_all_die_once_they_committed_has_failed(make, tensors):
+    cluster, pool = make(2)
+    for replica in pool.living.values():
+        Interceptor(
+            replica,
+            "status",
+            lambda n: [each.kill() for each in list(pool.living.values())] and None,
+        )
+    with pytest.raises(WeightUpdateError, match="every replica died"):
+        cluster.update_weights_from_tensor(tensors[0])
+    cluster.submit(PROMPTS[0], PARAMS)
+    rejoin_deadline = time.monotonic() + 60
+    while not cluster.members.all_joined:
+        cluster.members.attend(0.01)
+        assert time.monotonic() < rejoin_deadline
+    assert "every replica that had the updated weights died" in cluster.why_not
+    with pytest.raises(WeightUpdateError, match="every tensor of the target"):
+        cluster.score_with_extras(PROMPTS[0], [5, 6])
+
+
+def test_an_update_is_not_silent_while_it_loads(make, tensors, monkeypatch):
+    cluster, _ = make(1)
+    now = [0.0]
+
+    def share(value):
+        now[0] += 400
+        return value
+
+    monkeypatch.setattr("rollout.cluster.weights.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(cluster.members, "share", share)
+    cluster.begin_weight_update(timeout=300.0)
+    cluster.update_weights_from_tensor(tensors[0])
+    cluster.end_weight_update()
+    cluster.update_weights_from_tensor(tensors[1])
+    assert cluster.weight_version == 2
+
+
+def test_a_newcomer_that_begins_to_join_anew_is_not_brought_the_same_twice(make, tensors, wanted):
+    cluster, pool = make(2)
+    cluster.update_weights_from_tensor(tensors[0])
+    kill(cluster, pool, "replica-0")
+    born = len(pool.lives)
+    asked = []
+    while "replica-0" not in cluster.members.joined:
+        if not asked and cluster.weight_bringer.is_busy:
+            asked.append(cluster.weight_bringer.try_again())
+        cluster.members.attend(0.01)
+    assert asked
+    assert len(pool.lives) == born  # none was refused and started anew
+    assert cluster.weights_digest() == wanted[0]["digest"]
+    assert cluster.corpus_exchange._has_corpus
