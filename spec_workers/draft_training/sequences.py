@@ -53,8 +53,10 @@ def read_rollouts(
     file cannot be read, a row lacks its tokens or a token is none of the vocabulary.
     """
     found: list[TokenSequence] = []
+    num_rows = 0
     for path in paths:
         for where, row in _rows(path, field):
+            num_rows += 1
             prompt_ids, token_ids = (_tokens(row, name, where, field) for name in _COLUMNS)
             if not prompt_ids:
                 raise InvalidInputError(field, where, "has an empty prompt")
@@ -71,7 +73,9 @@ def read_rollouts(
                 found.append(TokenSequence(token_ids_L=ids_L, first_root=len(prompt_ids) - 1))
     if not found:
         raise InvalidInputError(
-            field, [str(path) for path in paths], "hold no rollout of two tokens"
+            field,
+            ", ".join(map(str, paths)),
+            "hold no rollout" + (" of two tokens" if num_rows else ""),
         )
     return found
 
@@ -107,6 +111,8 @@ def _rows(path: Path, field: str) -> Iterator[tuple[str, dict]]:
                         field, f"{path}, line {number}", f"is not JSON: {error}"
                     ) from None
                 yield f"{path}, line {number}", row
+    except UnicodeDecodeError:
+        raise InvalidInputError(field, str(path), "is not JSONL text") from None
     except OSError as error:
         raise InvalidInputError(field, str(path), f"cannot be read: {error.strerror}") from None
 

@@ -406,6 +406,16 @@ def test_rollouts_that_cannot_be_used(row, says, target_path, tmp_path, capsys):
     assert "--rollouts" in capsys.readouterr().err
 
 
+def test_files_that_are_no_rollouts(tmp_path):
+    path = tmp_path / "rollouts.parquet"
+    path.write_bytes(b"PAR1\xff\xfe\x00")
+    with pytest.raises(InvalidInputError, match=r"parquet': is not JSONL text"):
+        read_rollouts([path], VOCAB, 512)
+    path.write_bytes(b"")
+    with pytest.raises(InvalidInputError, match=r"rollouts='[^\[]*': hold no rollout$"):
+        read_rollouts([path], VOCAB, 512)
+
+
 def test_the_loss_and_its_gradients_are_those_of_plain_cross_entropy():
     generator = torch.Generator().manual_seed(0)
     hidden, head = (
