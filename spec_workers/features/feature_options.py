@@ -35,6 +35,8 @@ class FeatureRingOptions:
     def of(cls, options: Mapping[str, Any] | None) -> Self:
         """Raises InvalidInputError, also for an option there is not."""
         known = [field.name for field in fields(cls)]
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidInputError(_FIELD, options, f"must be a mapping of {', '.join(known)}")
         for name, value in (options or {}).items():
             if name not in known:
                 raise InvalidInputError(

@@ -197,6 +197,7 @@ def test_nan_is_not_recorded(tiny_model_path):
         ({"num_bytes": 1.5}, r"feature_ring\.num_bytes"),
         ({"dtype": "int8"}, r"feature_ring\.dtype"),
         ({"every": 0}, r"feature_ring\.every"),
+        (5, r"feature_ring=5: must be a mapping of num_bytes"),
         ({"bytes": 1}, r"there are num_bytes, dtype, every"),
     ],
 )
