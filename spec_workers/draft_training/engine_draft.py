@@ -35,7 +35,7 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
     """
     model = engine.worker.weights.parts.get("draft")
     if not isinstance(model, Eagle3Model) or model.spec.family is not DraftFamily.EAGLE3:
-        raise InvalidInputError("engine", engine.weight_versions, "must run an EAGLE-3 draft")
+        raise InvalidInputError("engine", type(engine.worker).__name__, "must run an EAGLE-3 draft")
     if model.reorders_head:
         raise InvalidInputError(
             "spec.draft_path", "d2t", "must ascend: write the draft's vocabulary in token order"
