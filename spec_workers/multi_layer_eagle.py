@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollout.config import EngineConfig
+from rollout.errors import CheckpointError
 from rollout.models.loader import Progress
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
@@ -106,7 +107,14 @@ def open_chain(
     if num_steps is not None:
         check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
     target_spec = ModelSpec.read(Path(config.model.path), config.model.max_context_len)
-    chain = MtpChain.find(Path(draft_path or config.model.path), target_spec)
+    try:
+        chain = MtpChain.find(Path(draft_path or config.model.path), target_spec)
+    except CheckpointError as error:
+        if draft_path:
+            raise
+        raise CheckpointError(
+            f"{error}; for a chain in a folder of its own, give spec.draft_path"
+        ) from None
     depth = chain.spec.num_steps if num_steps is None else num_steps
     check_topk(topk, depth)
     target = TargetWorker(

@@ -80,9 +80,9 @@ class ModelSpec:
         return _spec(config, extra_eos, max_context_len)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, whose: str = "a model folder") -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; a model folder needs one")
+        raise CheckpointError(f"{path}: no such file; {whose} needs one")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

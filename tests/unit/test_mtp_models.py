@@ -4,14 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollout import RolloutEngine
 from rollout.config import DType
 from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.eagle.loader import read_eagle_spec
 from rollout.models.features import Features, Taps
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.mtp.names import is_mtp_tensor
 from rollout.models.spec import ModelSpec
 from tests.helpers.dense_attention import DenseAttention, logits_of
+from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import LAYERS, VOCAB, E, names_of, plain_step, save_tiny_mtp
 
@@ -218,6 +221,27 @@ def test_a_separate_chain_is_for_one_target(tmp_path):
     add(chain, {"d2t": torch.arange(30).flip(0) * 2})
     with pytest.raises(CheckpointError, match="must ascend"):
         MtpChain.find(chain, spec).load(load_model(target, DType.auto, CPU))
+
+
+def test_folders_of_another_kind_are_told(tmp_path):
+    target, chain = save_tiny_mtp(tmp_path, "separate", num_layers=7)
+    spec = ModelSpec.read(target)
+    eagle = save_tiny_eagle3(tmp_path / "eagle3", target)
+    with pytest.raises(CheckpointError, match=r"eagle3: is an EAGLE draft: spec=eagle"):
+        MtpChain.find(eagle, spec)
+    with pytest.raises(CheckpointError, match=r": is an MTP chain: spec=mtp"):
+        read_eagle_spec(chain, spec)
+    (tmp_path / "empty").mkdir()
+    for read in (MtpChain.find, read_eagle_spec):
+        with pytest.raises(CheckpointError, match="no such file; a draft's folder needs one"):
+            read(tmp_path / "empty", spec)
+
+
+@pytest.mark.parametrize("name", ["mtp", "hybrid"])
+def test_a_draft_path_that_was_forgotten(name, tmp_path):
+    plain = save_tiny_llama(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no MTP chain.*give spec\.draft_path"):
+        RolloutEngine.from_pretrained(plain, spec=name)
 
 
 def test_mimo_is_a_qwen2_with_a_chain(tmp_path):

@@ -23,6 +23,7 @@ from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options
 from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
 from rollout.models.eagle.vocabulary import target_token_ids
 from rollout.models.features import Features
+from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec, read_json
 
 _COMPARED_ROWS = 4096
@@ -100,7 +101,9 @@ def _naming(folder: Path) -> Iterator[None]:
 def _opened(folder: Path, target: ModelSpec) -> _Folder:
     if not folder.is_dir():
         raise CheckpointError(f"draft {str(folder)!r}: no such folder")
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", "a draft's folder")
+    if is_separate_chain(folder):
+        raise CheckpointError(f"{folder}: is an MTP chain: spec=mtp")
     checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
     with _naming(folder):
         layout = eagle_layout(config, checkpoint.tensors)

@@ -14,6 +14,7 @@ from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.draft_model import DraftFamily, DraftSpec
+from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
 from rollout.models.eagle.vocabulary import target_token_ids
 from rollout.models.mtp.layout import IN_TARGET, SEPARATE, MtpLayout, StepNames, find_layout
 from rollout.models.mtp.step import ChainTensors, MtpStep
@@ -24,7 +25,8 @@ _VOCABULARY_TABLE = "d2t"
 
 def is_separate_chain(folder: Path) -> bool:
     """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
-    return read_json(folder / "config.json").get("architectures") == [SEPARATE.title]
+    config = read_json(folder / "config.json", "a draft's folder")
+    return config.get("architectures") == [SEPARATE.title]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +45,14 @@ class MtpChain:
         Raises CheckpointError where there is no chain or it is not one for this target,
         UnsupportedModelError, naming it, for what is not implemented in a chain.
         """
-        config = read_json(folder / "config.json")
+        config = read_json(folder / "config.json", "a draft's folder")
         is_separate = is_separate_chain(folder)
-        checkpoint = Checkpoint(folder, tables=(_VOCABULARY_TABLE,))
+        checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
         layouts = (SEPARATE,) if is_separate else IN_TARGET
         found = find_layout(layouts, checkpoint.tensors, target.num_layers)
         if found is None:
+            if not is_separate and is_eagle_draft(config, checkpoint.tensors):
+                raise CheckpointError(f"{folder}: is an EAGLE draft: spec=eagle")
             known = ", ".join(layout.title for layout in layouts)
             raise CheckpointError(
                 f"{folder}: no MTP chain among its tensors; known layouts are those of {known}"
