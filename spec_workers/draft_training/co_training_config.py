@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rollout.errors import InvalidInputError
@@ -26,14 +27,22 @@ class CoTrainingConfig:
     seed: int = 0  # of the order of training
 
     def __post_init__(self) -> None:
-        least = {"batch_rows": 1, "max_len": 8, "max_bytes": 1, "held_out_every": 2,
-                 "most_held_out": 1, "min_gain": 0, "max_refusals": 1, "max_replay": 0}  # fmt: skip
-        for name, value in least.items():
-            if not getattr(self, name) >= value:
-                raise InvalidInputError(name, getattr(self, name), f"must be >= {value}")
-        for name in ("seconds", "steps"):
+        for name, least in (
+            ("batch_rows", 1), ("max_len", 8), ("max_bytes", 1), ("held_out_every", 2),
+            ("most_held_out", 1), ("max_refusals", 1), ("steps", 1),
+        ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidInputError(name, value, "must be > 0, or None")
+            if value is None and name == "steps":
+                continue
+            if type(value) is not int or value < least:
+                raise InvalidInputError(name, value, f"must be an integer >= {least}")
+        if not 0 <= self.min_gain < math.inf:
+            raise InvalidInputError("min_gain", self.min_gain, "must be >= 0 and finite")
+        for name in ("max_replay", "seconds"):
+            value = getattr(self, name)
+            if value is None and name == "seconds":
+                continue
+            if not 0 < value < math.inf:
+                raise InvalidInputError(name, value, "must be > 0 and finite")
         if self.seconds is None and self.steps is None:
             raise InvalidInputError("seconds", None, "must be given where steps is not")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rollout.errors import InvalidInputError
@@ -16,7 +17,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "warmup_steps"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(name, getattr(self, name), "must be >= 1")
-        if not self.learning_rate > 0:
-            raise InvalidInputError("learning_rate", self.learning_rate, "must be > 0")
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidInputError(name, value, "must be an integer >= 1")
+        if not 0 < self.learning_rate < math.inf:
+            raise InvalidInputError("learning_rate", self.learning_rate, "must be > 0 and finite")

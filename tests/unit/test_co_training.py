@@ -240,6 +240,28 @@ def test_what_cannot_be_trained_is_refused(setting, tmp_path):
         CoTrainer(drafting_engine(setting.target, normed), CONFIG)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"steps": 2.5},
+        {"batch_rows": 1.5},
+        {"max_replay": 0},
+        {"max_replay": float("inf")},
+        {"seconds": float("inf")},
+        {"min_gain": float("nan")},
+    ],
+)
+def test_wrong_settings_are_named(values):
+    with pytest.raises(InvalidInputError, match=next(iter(values))):
+        CoTrainingConfig(**values)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_learning_rate_is_positive_and_finite(rate):
+    with pytest.raises(InvalidInputError, match="learning_rate"):
+        TrainingConfig(learning_rate=rate)
+
+
 # The judgement, by itself
 
 
