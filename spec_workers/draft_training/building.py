@@ -45,6 +45,21 @@ class DraftShape:
             if value is not None and value < 1:
                 raise InvalidInputError(name, value, "must be >= 1")
 
+    def check_for(self, target: ModelSpec) -> None:
+        """Raises InvalidInputError for a shape the target's does not allow."""
+        kv_heads = self.num_kv_heads or target.num_heads
+        if target.num_heads % kv_heads:
+            raise InvalidInputError(
+                "num_kv_heads", kv_heads, f"must divide the target's {target.num_heads} query heads"
+            )
+        layers = _feature_layers(target)
+        if self.kind is DraftKind.eagle3 and layers != sorted(set(layers)):
+            raise InvalidInputError(
+                "model",
+                f"{target.num_layers} layers",
+                "an EAGLE-3 draft needs a target of 7 layers or more",
+            )
+
 
 def new_draft(
     shape: DraftShape,
@@ -58,13 +73,9 @@ def new_draft(
     Raises InvalidInputError for a shape the target's does not allow.
     """
     spec = model.spec
-    kv_heads = shape.num_kv_heads or spec.num_heads
-    if spec.num_heads % kv_heads:
-        raise InvalidInputError(
-            "num_kv_heads", kv_heads, f"must divide the target's {spec.num_heads} query heads"
-        )
+    shape.check_for(spec)
     config = dict(target_config) | {
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": shape.num_kv_heads or spec.num_heads,
         "intermediate_size": shape.ffn_size or spec.ffn_size,
         "num_attention_heads": spec.num_heads,
         "head_dim": spec.head_dim,
@@ -72,15 +83,16 @@ def new_draft(
     if shape.kind is DraftKind.mtp:
         config["num_nextn_predict_layers"] = shape.chain_length
     else:
-        layers = (2, spec.num_layers // 2, spec.num_layers - 3)
-        if list(layers) != sorted(set(layers)):
-            raise InvalidInputError(
-                "model", spec.num_layers, "an EAGLE-3 draft needs a target of 7 layers or more"
-            )
-        config["eagle_aux_hidden_state_layer_ids"] = list(layers)
+        config["eagle_aux_hidden_state_layer_ids"] = _feature_layers(spec)
     draft = _network(shape.kind, config, vocabulary, model.embed)
     initialise(draft, model, seed)
     return draft
+
+
+def stored_kind(config: Mapping[str, Any]) -> DraftKind | None:
+    """By a draft's config.json; None: of no kind that can be trained."""
+    names = config.get("architectures")
+    return next((kind for kind in DraftKind if names == [_NAMES[kind]]), None)
 
 
 def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
@@ -88,8 +100,8 @@ def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
 
     Raises CheckpointError for a folder that is incomplete or holds another kind of draft.
     """
-    config = read_json(folder / CONFIG)
-    kind = next((kind for kind in DraftKind if config.get("architectures") == [_NAMES[kind]]), None)
+    config = read_json(folder / CONFIG, "a draft's folder")
+    kind = stored_kind(config)
     checkpoint = Checkpoint(folder, tables=_TABLES)
     if kind is None or "d2t" not in checkpoint.tensors:
         raise CheckpointError(
@@ -116,6 +128,11 @@ def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
 
 
 _NAMES = {DraftKind.eagle3: "LlamaForCausalLMEagle3", DraftKind.mtp: "SpecrolloutMTP"}
+
+
+def _feature_layers(target: ModelSpec) -> list[int]:
+    """Whose inputs a new EAGLE-3 draft reads: low, middle and high, as its authors choose."""
+    return [2, target.num_layers // 2, target.num_layers - 3]
 
 
 def _network(

@@ -112,10 +112,11 @@ class TrainingRun:
         """Until the time is over or ``is_stopped``; in both cases everything is saved."""
         log = TrainingLog(self._folder / LOG, resumed_steps=self._trainer.steps)
         began = self._clock() - self._seconds
-        checked = self._seconds
         try:
             if not self._trainer.steps:
                 self._check(log)
+                self._seconds = self._clock() - began
+            checked = self._seconds
             while self._seconds < self._options.seconds:
                 if is_stopped():
                     break

@@ -381,7 +381,66 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
     monkeypatch.setattr(command, "plot_training", without_matplotlib)
     finishing = [*arguments, "--resume", "--minutes", "0.0001"]
     assert _subcommand(train_draft, finishing) == 0
-    assert "accept length" in capsys.readouterr().out
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert "accept length" in shown
+    assert "no time left of --minutes 0.0001: give more" in shown
+    assert "wrote" not in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--seed", "9" * 23], "--seed="),
+        (["--num-steps", "0"], "--num-steps=0"),
+        (["--learning-rate", "inf"], "--learning-rate=inf"),
+        (["--chain-length", "0"], "--chain-length=0"),
+        (["--num-kv-heads", "3"], "--num-kv-heads=3"),
+        (["--device", "gpu"], "--device='gpu'"),
+        (["--model", "nowhere"], "--model='nowhere': no such folder"),
+        (["--resume"], "holds no training.pt: leave --resume out"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_loaded(
+    options, says, target_path, rollouts_path, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("loaded"))
+    output = tmp_path / "draft"
+    arguments = ["--model", target_path, "--rollouts", rollouts_path, "--output", output]
+    assert _subcommand(SUBCOMMANDS["train-draft"], [*map(str, arguments), *options]) == (
+        EXIT_BAD_INPUT
+    )
+    assert says in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_rollouts_of_one_prompt(target_path, tmp_path, capsys):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt_ids": [1], "token_ids": [4, 5, 6]}\n' * 5)
+    arguments = ["--model", target_path, "--rollouts", path, "--output", tmp_path / "draft"]
+    assert _subcommand(SUBCOMMANDS["train-draft"], list(map(str, arguments))) == EXIT_BAD_INPUT
+    assert "one.jsonl': one prompt only: nothing is left" in capsys.readouterr().err
+    assert not (tmp_path / "draft").exists()
+
+
+def test_the_first_check_takes_time_too(target, target_path, rollouts, tmp_path, monkeypatch):
+    trainer = make_trainer("eagle3", target, target_path, rollouts)
+    train, held_out = (
+        TargetFeatures(target, trainer.features, each, 10_000)
+        for each in split_by_prompt(rollouts, 4, seed=1)
+    )
+    measure, checks = trainer.held_out_accept_length, []
+
+    def slow(sequences):
+        checks.append(trainer.steps)
+        return measure(sequences)
+
+    monkeypatch.setattr(trainer, "held_out_accept_length", slow)
+    run = TrainingRun(
+        trainer, train, held_out, tmp_path, RunOptions(seconds=5.0, batch_guesses=100),
+        clock=lambda: float(trainer.steps + 3 * len(checks)),
+    )  # fmt: skip
+    run.train(lambda: False, lambda progress: None)
+    assert trainer.steps == 2
 
 
 @pytest.mark.parametrize(

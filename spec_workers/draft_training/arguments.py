@@ -1,0 +1,170 @@
+"""The options of `specrollout train-draft`, checked before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollout.config import DType
+from rollout.errors import InvalidInputError
+from rollout.models.spec import ModelSpec, read_json
+from spec_workers.draft_training.building import DraftKind, DraftShape, stored_kind
+from spec_workers.draft_training.checkpoint import CONFIG
+from spec_workers.draft_training.sequences import SHORTEST
+from spec_workers.draft_training.training_run import STATE
+
+
+def train_draft_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specrollout train-draft",
+        description="Train a draft on recorded rollouts of a model, so that spec=eagle or "
+        "spec=mtp can use it. The folder then holds the draft (config.json, "
+        "model.safetensors), training.jsonl and training.png, and what --resume needs. The "
+        "draft kept is that of the best accept length on held-out rollouts. Ctrl-C saves and "
+        "stops.",
+    )
+
+    def add(name: str, help: str, **options: Any) -> None:
+        if options.get("default") is not None:
+            help += "; default: %(default)s"
+        if "type" in options:
+            options.setdefault("metavar", "N")
+        parser.add_argument(name, help=help, **options)
+
+    add("--model", "the target's folder", type=Path, required=True, metavar="FOLDER")
+    add(
+        "--rollouts",
+        "JSONL files of the offline job, written with output.prompt_ids=true",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+    )
+    add("--output", "where the draft goes", type=Path, required=True, metavar="FOLDER")
+    add(
+        "--kind", "a tree's network, or a chain of steps", choices=list(DraftKind), default="eagle3"
+    )
+    add(
+        "--minutes",
+        "of training, features and checks included, and the runs that it resumes",
+        type=float,
+        default=20.0,
+    )
+    add(
+        "--held-out",
+        "rollouts to measure on, of prompts that are not trained on; default: all rollouts of some "
+        "of the prompts",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+    )
+    add("--resume", "go on with an unfinished run of the same arguments", action="store_true")
+    add(
+        "--draft-vocab-size", "tokens the draft can name: the most frequent", type=int, default=8192
+    )
+    add("--chain-length", "steps of an MTP chain", type=int, default=2)
+    add("--num-kv-heads", "of the draft; default: its query heads", type=int)
+    add("--ffn-size", "of the draft; default: the target's", type=int)
+    add("--num-steps", "guesses in a row that are unrolled", type=int, default=3)
+    add("--learning-rate", "of AdamW", type=float, default=2e-3)
+    add("--batch-guesses", "of an optimizer step", type=int, default=1024)
+    add("--check-minutes", "between two checks on held-out rollouts", type=float, default=3.0)
+    add(
+        "--max-len",
+        "tokens of a rollout that are used, its prompt's included",
+        type=int,
+        default=1024,
+    )
+    add("--features-gib", "memory for the target's hidden states", type=float, default=4.0)
+    add("--dtype", "of the target", choices=[each.value for each in DType], default="auto")
+    add("--float32", "products of the draft in float32, not bfloat16", action="store_true")
+    add("--device", "auto, cpu or cuda[:n]", default="auto")
+    add("--threads", "CPU threads; default: torch's", type=int)
+    add("--seed", "of what is random: first weights, the order of rollouts", type=int, default=0)
+    return parser
+
+
+def check_options(given: argparse.Namespace) -> None:
+    """What the parts that get the values do not check. Raises InvalidInputError."""
+    if not given.model.is_dir():
+        raise InvalidInputError("--model", str(given.model), "no such folder")
+    for name in ("minutes", "check_minutes"):
+        if not 0 < getattr(given, name) < math.inf:
+            raise InvalidInputError(_flag(name), getattr(given, name), "must be > 0 minutes")
+    for name, least in (
+        ("batch_guesses", 1), ("draft_vocab_size", 2), ("max_len", SHORTEST), ("threads", 1),
+    ):  # fmt: skip
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise InvalidInputError(_flag(name), value, f"must be >= {least}")
+    if not 0 <= given.features_gib < math.inf:
+        raise InvalidInputError("--features-gib", given.features_gib, "must be >= 0")
+    if not 0 <= given.seed < 2**63:
+        raise InvalidInputError("--seed", given.seed, "must be in [0, 2**63 - 1]")
+    if given.output.exists() and not given.output.is_dir():
+        raise InvalidInputError("--output", str(given.output), "cannot be made: it is a file")
+    holds_run = (given.output / STATE).exists()
+    if holds_run and not given.resume:
+        raise InvalidInputError(
+            "--output", str(given.output), "holds a run: go on with it by --resume, or give another"
+        )
+    if given.resume and not holds_run:
+        raise InvalidInputError(
+            "--output", str(given.output), f"holds no {STATE}: leave --resume out to begin anew"
+        )
+
+
+def shape_of(given: argparse.Namespace, target: ModelSpec) -> DraftShape:
+    """Raises InvalidInputError unless it fits the target and, resumed, is what the folder holds."""
+    shape = DraftShape(
+        kind=DraftKind(given.kind),
+        chain_length=given.chain_length,
+        num_kv_heads=given.num_kv_heads,
+        ffn_size=given.ffn_size,
+    )
+    shape.check_for(target)
+    if given.resume:
+        config = read_json(given.output / CONFIG, "a draft's folder")
+        _check_held(given, shape, target, config)
+    return shape
+
+
+def _check_held(
+    given: argparse.Namespace, shape: DraftShape, target: ModelSpec, config: Mapping[str, Any]
+) -> None:
+    """What is asked for is what the folder holds, by its config.json."""
+    if stored_kind(config) is not shape.kind:
+        raise InvalidInputError("kind", given.kind, f"is not what {given.output} holds")
+    asked = {
+        "draft_vocab_size": min(given.draft_vocab_size, target.vocab_size),
+        "num_kv_heads": shape.num_kv_heads or target.num_heads,
+        "ffn_size": shape.ffn_size or target.ffn_size,
+    }
+    stored = {"num_kv_heads": "num_key_value_heads", "ffn_size": "intermediate_size"}
+    if shape.kind is DraftKind.mtp:
+        asked["chain_length"] = shape.chain_length
+        stored["chain_length"] = "num_nextn_predict_layers"
+    for name, value in asked.items():
+        held = config.get(stored.get(name, name))
+        if value != held:
+            raise InvalidInputError(
+                name, value, f"{given.output} holds a draft of {held}: give that to resume"
+            )
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Errors about a field name the option that sets it."""
+    try:
+        yield
+    except InvalidInputError as error:
+        name = _flag(error.field.rpartition(".")[2])
+        raise InvalidInputError(name, error.value, error.remedy) from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
