@@ -78,10 +78,19 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.held_out < 1:
         parser.error(f"--held-out {args.held_out}: must be at least 1")
-    if (args.draft is None) is (args.spec == "eagle"):
-        parser.error(f"--draft {args.draft}: goes with --spec eagle")
-    if args.co_train is not None and args.spec != "eagle":
-        parser.error("--co-train: goes with --spec eagle")
+    for name in ("co_train", "draft_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.spec == "eagle" and args.draft is None:
+        parser.error("--spec eagle: needs --draft FOLDER")
+    for name in ("draft", "co_train"):
+        if args.spec != "eagle" and getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')}: goes with --spec eagle")
+    if args.spec == "none" and args.draft_tokens is not None:
+        parser.error("--draft-tokens: --spec none drafts nothing")
+    if args.draft is not None and not Path(args.draft, "config.json").is_file():
+        parser.error(f"--draft {args.draft}: no draft there")
     return args
 
 

@@ -179,6 +179,28 @@ def test_a_tree_gives_the_logprobs_and_gradients_of_its_sequences(tiny_model_pat
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--spec eagle", "--spec eagle: needs --draft FOLDER"),
+        ("--spec eagle --draft nope", "--draft nope: no draft there"),
+        ("--draft nope", "--draft: goes with --spec eagle"),
+        ("--spec eagle --draft nope --co-train -1", "--co-train -1: must be at least 1"),
+        ("--co-train 0", "--co-train 0: must be at least 1"),
+        ("--co-train 1", "--co-train: goes with --spec eagle"),
+        ("--draft-tokens 0", "--draft-tokens 0: must be at least 1"),
+        ("--spec none --draft-tokens 2", "--draft-tokens: --spec none drafts nothing"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, says, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    parse_arguments = runpy.run_path(str(EXAMPLES / "grpo_deepspeed.py"))["parse_arguments"]
+    monkeypatch.setattr(sys, "argv", ["grpo_deepspeed.py", *arguments.split()])
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.timeout(300)
 def test_a_draft_that_follows_does_not_change_the_run(logs, model, tmp_path):
     draft = save_tiny_eagle3(tmp_path / "draft", model)
