@@ -1,8 +1,8 @@
 """Neural drafts: accept length, what they add to the corpus, and that they never slow a step down.
 
-Held-out prompts are the demo's; no demo draft is trained on them. Drafts that are not there are
-made by `make demo-draft` and `make demo-mtp`. The part "co-training" trains policy and draft for
-some minutes.
+Held-out prompts are the demo's; no demo draft is trained on them. Make the drafts first, with
+`make demo-draft` and `make demo-mtp`. The part "co-training" trains policy and draft for some
+minutes.
 
     python benchmarks/bench_eagle.py --draft drafts/eagle3 --mtp drafts/mtp
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from eagle_bench.accept_length import accept_length_rows
@@ -27,6 +28,8 @@ from table import Row, finish, parser
 MAX_TOKENS = 128
 NUM_PROBLEMS = 4
 """Of the epochs, in each of which every one is decoded several times."""
+SETTINGS = settings(MAX_TOKENS)
+PARTS = ("accept length", "epochs", "co-training", *(f"speed, {each.name}" for each in SETTINGS))
 
 
 def folders(options: argparse.Namespace) -> Folders:
@@ -53,28 +56,34 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
     """By name, in order; --only picks among the names."""
     found, prompts = folders(options), held_out_prompts(options.prompts, options.num_prompts)
     problems = held_out_prompts(options.prompts, NUM_PROBLEMS, with_answers=True)
-    return {
-        "accept length": partial(accept_length_rows, found, prompts, MAX_TOKENS),
-        "epochs": partial(epoch_rows, found, problems, MAX_TOKENS, 0.7),
-        "co-training": partial(co_training_rows, found),
-        **{
-            f"speed, {setting.name}": partial(speed_rows, found, setting, prompts, options.repeats)
-            for setting in settings(MAX_TOKENS)
-        },
-    }
+    runs: list[Callable[[], list[Row]]] = [
+        partial(accept_length_rows, found, prompts, MAX_TOKENS),
+        partial(epoch_rows, found, problems, MAX_TOKENS, 0.7),
+        partial(co_training_rows, found),
+        *(partial(speed_rows, found, each, prompts, options.repeats) for each in SETTINGS),
+    ]
+    return dict(zip(PARTS, runs, strict=True))
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.formatter_class = argparse.RawDescriptionHelpFormatter
-    arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
-    arguments.add_argument("--draft", default="drafts/eagle3", help="an EAGLE-3 draft, or none")
-    arguments.add_argument("--mtp", default="drafts/mtp", help="an MTP chain, or none")
-    arguments.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS)
-    arguments.add_argument("--num-prompts", type=int, default=18)
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--repeats", type=int, default=2, help="races the median is taken of")
-    arguments.add_argument("--only", default="", help="run the parts whose name contains this")
+
+    def add(name: str, help: str, **settings: Any) -> None:
+        arguments.add_argument(name, help=help + "; default: %(default)s", **settings)
+
+    add("--model", "the target", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
+    add("--draft", "an EAGLE-3 draft, or none", default="drafts/eagle3")
+    add("--mtp", "an MTP chain, or none", default="drafts/mtp")
+    add("--prompts", "held-out ones, JSON lines", type=Path, default=DEFAULT_PROMPTS)
+    add("--num-prompts", "of them", type=int, default=18)
+    add("--threads", "CPU threads", type=int, default=2)
+    add("--repeats", "races the median is taken of", type=int, default=2)
+    arguments.add_argument(
+        "--only",
+        default="",
+        help=f"run the parts whose name contains this; default: all: {'; '.join(PARTS)}",
+    )
     options = arguments.parse_args()
     for name in ("num_prompts", "repeats", "threads"):
         if getattr(options, name) < 1:
@@ -86,7 +95,7 @@ def main() -> None:
         arguments.error(str(error))
     chosen = {name: part for name, part in known.items() if options.only in name}
     if not chosen:
-        arguments.error(f"--only={options.only!r}: must be part of one of: {'; '.join(known)}")
+        arguments.error(f"--only={options.only!r}: must be part of one of: {'; '.join(PARTS)}")
     rows: list[Row] = []
     for name, part in chosen.items():
         started = time.perf_counter()

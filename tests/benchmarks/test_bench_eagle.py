@@ -68,6 +68,15 @@ def test_what_is_missing_is_said_with_what_makes_it(folders, tmp_path):
         held_out_prompts(tmp_path / "prompts.jsonl", 3)
 
 
+def test_help_names_the_parts_and_the_defaults(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_eagle.py", "--help"])
+    with pytest.raises(SystemExit):
+        bench_eagle.main()
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (*bench_eagle.PARTS, "drafts/eagle3", "drafts/mtp", "default: 18"):
+        assert part in shown
+
+
 def test_tasks_take_turns_among_the_held_out(tmp_path):
     path = Path(tmp_path) / "prompts.jsonl"
     tasks = ["sums", "sums", "sums", "open", "tales", "tales"]
