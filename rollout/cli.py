@@ -64,7 +64,10 @@ def main() -> None:
 
 def register_config_schema() -> None:
     """Types and checks for conf/config.yaml, under the name by which its defaults list asks."""
-    ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="specrollout")
+    schema = OmegaConf.structured(RunConfig)
+    # Each spec has options of its own: factory_of() knows them, and names those there are.
+    OmegaConf.set_struct(schema.spec, False)
+    ConfigStore.instance().store(name="run_schema", node=schema, provider="specrollout")
 
 
 def _with_model_path(argument: str) -> str:

@@ -118,9 +118,15 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         composed(override)
 
 
-@pytest.mark.parametrize(
-    "override", ["sampling.n=abc", "samplng.n=3", "data.on_error=shrug", "spec.nonsense=1"]
-)
+@pytest.mark.parametrize("spec", ["eagle", "hybrid", "mtp", "ngram", "none"])
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_options_a_spec_has_not_are_named(spec: str, plus: str) -> None:
+    config = composed(f"spec={spec}", f"{plus}spec.draftpath=x")
+    with pytest.raises(InvalidInputError, match=r"spec.draftpath='x': spec_workers.* knows "):
+        factory_of(config.spec)
+
+
+@pytest.mark.parametrize("override", ["sampling.n=abc", "samplng.n=3", "data.on_error=shrug"])
 def test_wrong_names_and_types_do_not_compose(override: str) -> None:
     with pytest.raises(HydraException):
         composed(override)

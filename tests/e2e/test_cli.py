@@ -145,6 +145,7 @@ def test_help_and_cfg(specrollout: Command) -> None:
         ("data.path=nowhere.jsonl", 2, "data.path='nowhere.jsonl': there is no such file"),
         ("data.path=???", 2, "data.path=None: must be given"),
         ("+spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
+        ("spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
         ("memory.kv_bytes=1", 1, "memory.kv_bytes=1"),
         ("model.path=nowhere", 1, "nowhere"),
         ("samplng.n=3", 1, "samplng"),
