@@ -191,10 +191,11 @@ def test_pausing_with_abort_hands_out_every_token_there_is(make_cluster, config)
 def test_a_paused_cluster_goes_on_where_it_was_whoever_died(make_cluster, expected, mode):
     cluster, pool = make_cluster(2)
     submit_all(cluster)
+    ended = {}
     for _ in range(3):
-        cluster.step()
+        ended |= {key(each): content(each) for each in cluster.step()}
     cluster.pause_generation(mode)
-    ended = {key(each): content(each) for each in cluster.take_ended()}
+    ended |= {key(each): content(each) for each in cluster.take_ended()}
     pool.living["replica-0"].kill()
     deadline = time.monotonic() + 60
     while len(cluster.members.joined) == 2 or not cluster.members.all_joined:
