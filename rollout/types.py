@@ -231,6 +231,20 @@ class Request:
 
 
 @dataclass(kw_only=True, slots=True)
+class ScheduledStates:
+    """State slots of one entry: where it begins, and room for what the step computes.
+
+    The source is left alone: commit makes the slot of the last accepted node the request's, and
+    frees the source and the others.
+    """
+
+    source: int  # scheduler: of the state after [0, start); 0: of no tokens
+    run_end: int  # scheduler: for the state after the run
+    nodes: np.ndarray  # scheduler: int32, one for each of the entry's draft_slots
+    checkpoints: dict[int, int]  # scheduler: for the state after so many tokens, inside the run
+
+
+@dataclass(kw_only=True, slots=True)
 class Scheduled:
     """One request's part in one step: a causal run of committed tokens, then draft nodes.
 
@@ -243,6 +257,7 @@ class Scheduled:
     run_len: int  # scheduler: >= 1; req_to_token holds the slots of [0, start + run_len)
     draft_slots: np.ndarray  # scheduler: int32 KV slots reserved for draft nodes, maybe none
     expected_remaining: float = 0.0  # scheduler: tokens it is expected to emit yet
+    states: ScheduledStates | None = None  # scheduler; None: the target has no recurrent layers
 
     @property
     def end(self) -> int:

@@ -103,7 +103,7 @@ class TargetWorker:
         )
         self._chunk_len = min(scheduler.chunk_len, scheduler.max_step_tokens)
         self.kv_pool = KvPool(
-            num_layers=spec.num_layers,
+            num_layers=len(spec.attention_layers),
             num_slots=num_slots,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,

@@ -27,7 +27,7 @@ def num_kv_slots(
     Raises OutOfMemoryError when not even two tokens fit.
     """
     slot_bytes = draft_slot_bytes + KvPool.bytes_per_slot(
-        num_layers=spec.num_layers,
+        num_layers=len(spec.attention_layers),
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,

@@ -1,6 +1,7 @@
 """What the engine asks of a language model.
 
-Legend: T query rows, R sampled rows, E hidden, H query heads, K kv heads, D head dim, V vocabulary.
+Legend: T query rows, R sampled rows, E hidden, H query heads, K kv heads, D head dim, V vocabulary;
+of linear attention C channels, W taps, H key heads of K, G value heads of V; X experts per token.
 """
 
 from __future__ import annotations
@@ -21,10 +22,46 @@ class LayerAttention(Protocol):
     def run(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
     ) -> torch.Tensor:
-        """Attend from every row, in layer ``layer``. Returns [T, H, D] in the dtype of q.
+        """Attend from every row. Returns [T, H, D] in the dtype of q.
+
+        ``layer`` counts the layers that attend, from 0.
 
         The inputs are rotated already and may be strided views.
         """
+        ...
+
+
+class LayerStates(Protocol):
+    """One step's recurrent states, handed to ``forward`` of models with linear-attention layers.
+
+    ``layer`` counts those layers alone, from 0. Every row reads the state of the row before it on
+    its own path and no other; which slots that are, the model does not know.
+    """
+
+    def convolve(
+        self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``ops.causal_conv`` over the layer's convolution states: [T, C] in the dtype of x."""
+        ...
+
+    def delta_rule(
+        self,
+        layer: int,
+        q_THK: torch.Tensor,
+        k_THK: torch.Tensor,
+        v_TGV: torch.Tensor,
+        log_decay_TG: torch.Tensor,
+        beta_TG: torch.Tensor,
+    ) -> torch.Tensor:
+        """``ops.gated_delta_rule`` over the layer's recurrent states: [T, G, V], dtype of v."""
+        ...
+
+
+class RouteRecorder(Protocol):
+    """Keeps which experts each row of a step went to."""
+
+    def record(self, layer: int, experts_TX: torch.Tensor) -> None:
+        """``layer`` counts the sparse layers from 0; int [T, X], the most probable expert first."""
         ...
 
 
@@ -41,10 +78,14 @@ class CausalLM(Protocol):
         positions_T: torch.Tensor,
         attention: LayerAttention,
         taps: Taps | None = None,
+        *,
+        states: LayerStates | None = None,
+        routes: RouteRecorder | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, E], final norm applied, in the model's dtype; T may be zero.
 
-        ``taps``, where given, is shown the hidden states on the way.
+        ``taps``, where given, is shown the hidden states on the way, ``routes`` the experts chosen.
+        ``states`` is needed where ``spec.linear_attention`` is set, and unused elsewhere.
         """
         ...
 

@@ -14,7 +14,7 @@ import torch
 from rollout.layers.destination import Destination, with_alias
 from rollout.layers.linear import Linear
 from rollout.layers.rope import cos_sin_table
-from rollout.models.causal_lm import LayerAttention
+from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.features import Taps
 from rollout.models.own_weights import OwnWeights
@@ -75,6 +75,9 @@ class Llama(OwnWeights):
         positions_T: torch.Tensor,
         attention: LayerAttention,
         taps: Taps | None = None,
+        *,
+        states: LayerStates | None = None,
+        routes: RouteRecorder | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, E] after the final norm. Each norm is done where its residual is."""
         eps = self.spec.rms_norm_eps

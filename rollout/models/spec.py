@@ -12,6 +12,7 @@ import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.layers.rope import RopeSpec
+from rollout.models.layer_spec import ExpertsSpec, LinearAttentionSpec
 from rollout.models.rope_config import context_limit, rope_spec
 
 _DTYPES = {
@@ -58,6 +59,14 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype | None  # None: config.json does not say
     num_mtp_layers: int = 0  # after its own, that predict tokens beyond the next
+    linear_attention: LinearAttentionSpec | None = None  # None: every layer is full attention
+    experts: ExpertsSpec | None = None  # None: every MLP is dense
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values."""
+        linear = () if self.linear_attention is None else self.linear_attention.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in linear)
 
     @staticmethod
     def read(folder: Path, max_context_len: int | None = None) -> ModelSpec:
