@@ -21,9 +21,17 @@ class DType(enum.StrEnum):
     float16 = "float16"
 
 
+class LoadFormat(enum.StrEnum):
+    """Where an engine's first weights come from. Names as vLLM and SGLang have them."""
+
+    safetensors = "safetensors"  # the model folder
+    dummy = "dummy"  # nowhere: a trainer sends all of them before the first token
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str  # a folder with config.json and safetensors
+    load_format: LoadFormat = LoadFormat.safetensors  # dummy needs config.json alone
     tokenizer: str | None = None  # a folder; default: the model's own
     dtype: DType = DType.auto
     device: str = "auto"  # cuda if there is one, else cpu
@@ -36,6 +44,14 @@ class ModelConfig:
             except ValueError:
                 names = ", ".join(d.value for d in DType)
                 raise InvalidInputError("model.dtype", self.dtype, f"one of {names}") from None
+        if not isinstance(self.load_format, LoadFormat):
+            try:
+                self.load_format = LoadFormat(self.load_format)
+            except ValueError:
+                names = ", ".join(LoadFormat)
+                raise InvalidInputError(
+                    "model.load_format", self.load_format, f"one of {names}"
+                ) from None
         if self.max_context_len is not None and self.max_context_len < 2:
             raise InvalidInputError("model.max_context_len", self.max_context_len, "must be >= 2")
 

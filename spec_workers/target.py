@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, LoadFormat
 from rollout.device_name import device_name
 from rollout.errors import OutOfMemoryError
 from rollout.layers.row_invariance import make_row_invariant
@@ -68,6 +68,7 @@ class TargetWorker:
             config.model.dtype,
             device,
             config.model.max_context_len,
+            load_format=config.model.load_format,
             progress=progress,
         )
         spec = self.model.spec
@@ -80,6 +81,8 @@ class TargetWorker:
                 is_mtp_tensor, num_layers=spec.num_layers, num_mtp_layers=spec.num_mtp_layers
             ),
         )
+        if config.model.load_format is LoadFormat.dummy:
+            self.weights.tear(["target"], "model.load_format=dummy loads none")
         scheduler = config.scheduler
         self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1

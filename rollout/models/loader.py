@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rollout.config import DType
+from rollout.config import DType, LoadFormat
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.layers.destination import mismatches
 from rollout.models.causal_lm import CausalLM
@@ -27,6 +27,7 @@ def load_model(
     device: torch.device,
     max_context_len: int | None = None,
     *,
+    load_format: LoadFormat = LoadFormat.safetensors,
     packing: bool = True,
     progress: Progress | None = None,
 ) -> CausalLM:
@@ -34,6 +35,7 @@ def load_model(
 
     Tensors go one by one from the mapped file to their place, converted on the way: there is no
     second copy of the model. ``packing=False`` keeps weights at stable addresses on the CPU too.
+    With ``LoadFormat.dummy`` no tensor is read and every weight is zero.
 
     Raises CheckpointError for an incomplete, damaged or mismatching folder, UnsupportedModelError
     for a model not implemented here, InvalidInputError for a ``max_context_len`` out of reach.
@@ -42,15 +44,25 @@ def load_model(
     if not folder.is_dir():
         raise CheckpointError(f"model.path={str(path)!r}: no such folder")
     spec = ModelSpec.read(folder, max_context_len)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder) if load_format is LoadFormat.safetensors else None
+    stored = spec.dtype or (torch.bfloat16 if checkpoint is None else checkpoint.dtype)
     model = MODEL_CLASSES[spec.architecture](
-        spec,
-        dtype=resolve_dtype(dtype, spec.dtype or checkpoint.dtype, device),
-        device=device,
-        packing=packing,
+        spec, dtype=resolve_dtype(dtype, stored, device), device=device, packing=packing
     )
-    read_into(model, checkpoint, progress)
+    if checkpoint is None:
+        _fill_with_zeros(model)
+    else:
+        read_into(model, checkpoint, progress)
     return model
+
+
+def _fill_with_zeros(model: CausalLM) -> None:
+    """What is left uninitialised may be NaN, and slow to calculate with."""
+    zero = torch.zeros((), dtype=model.dtype, device=model.device)
+    for destination in model.destinations().values():
+        if destination.required:
+            destination.write(zero.expand(destination.shape))
+    model.finish_loading()
 
 
 def resolve_device(name: str) -> torch.device:

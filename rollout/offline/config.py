@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.cluster.config import ClusterConfig
-from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.errors import InvalidInputError
 from rollout.types import SamplingParams
 
@@ -86,6 +86,14 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     exact: bool = True
     num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model.load_format is LoadFormat.dummy:
+            raise InvalidInputError(
+                "model.load_format",
+                self.model.load_format.value,
+                "must be safetensors: nobody sends weights to a dataset job",
+            )
 
     @property
     def engine(self) -> EngineConfig:
