@@ -1,0 +1,143 @@
+"""Recorded rollouts through the whole engine, over a model of random weights of any size.
+
+The tokens are forced to the recorded ones, so accept lengths are real; the model runs as it would,
+so the time is real too. Rollouts of one step of the trace run together, 64 at a time unless
+--active says more, and after each step the policy changes. Every figure stands beside the least
+time that the device allows.
+
+    python benchmarks/bench_replay.py --trace rollouts.npz --shape 8b --shape 32b --active 64 256
+
+Without --trace a made-up one is replayed; without a GPU the shape is `tiny` unless one is named,
+which shows that it runs and says nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from replay_bench.roofline import Ceilings
+from replay_bench.run import Replayed, replay
+from replay_bench.shapes import SHAPES, write_config, write_draft
+from table import Row, finish, parser, row
+from traces import Trace, load_traces
+
+WARMUP_SHARE = 0.02
+"""How far below 1.0x a ratio of two runs of the same work may come by noise."""
+
+
+def spec_options(spec: str, nodes: int, draft: Path) -> dict[str, Any]:
+    if spec == "none":
+        return {}
+    options: dict[str, Any] = {"num_draft_tokens": nodes}
+    return options | ({"draft_path": str(draft)} if spec == "hybrid" else {})
+
+
+def compare(name: str, results: dict[str, Replayed], bars: bool) -> list[Row]:
+    """``bars``: whether those of an H200 apply: 1.9x at 64 running, nowhere under 1.0x."""
+    plain = results["none"]
+    rows = []
+    for spec, result in results.items():
+        total = result.total
+        label = f"{name}, {spec}"
+        rows.append(row(f"{label}: tokens", total.tokens / total.seconds, "tokens/s"))
+        rows.append(row(f"{label}: floor / time", total.floor_seconds / total.seconds, "ratio"))
+        if spec == "none":
+            continue
+        rows.append(row(f"{label}: accept length", total.accept_length, "tokens"))
+        speedup = plain.total.seconds / total.seconds
+        rows.append(row(f"{label}: speedup", speedup, "x", 1.9 if bars else None))
+        waves = zip(plain.by_wave, result.by_wave, strict=True)
+        worst = min(before.seconds / after.seconds for before, after in waves)
+        bar = 1.0 - WARMUP_SHARE if bars else None
+        rows.append(row(f"{label}: worst step of the trace", worst, "x", bar))
+        for running, spent in sorted(
+            result.by_running.items(), key=lambda item: int(item[0].split()[0])
+        ):
+            before = plain.by_running.get(running)
+            if before is not None and spent.tokens and before.tokens:
+                ratio = before.seconds / before.tokens / (spent.seconds / spent.tokens)
+                rows.append(row(f"{label}: {running}, time per token", ratio, "x"))
+    return rows
+
+
+def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int) -> list[Row]:
+    shape = SHAPES[shape_name]
+    device = torch.device(options.device)
+    largest = max(int(tokens.max()) for tokens in (*trace.prompts, *trace.responses))
+    if largest >= shape.vocab_size:
+        raise SystemExit(f"{trace.name}: token {largest} is beyond shape {shape_name}'s vocabulary")
+    ceilings = Ceilings.of(device)
+    overrides = {"device": options.device, "dtype": "bfloat16", "exact": not options.fast}
+    if device.type == "cpu":
+        overrides["kv_bytes"] = 1 << 30
+    results: dict[str, Replayed] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model, draft = Path(folder) / "model", Path(folder) / "draft"
+        write_config(model, shape)
+        if "hybrid" in options.spec:
+            write_draft(draft, shape)
+        for spec in dict.fromkeys(["none", *options.spec]):
+            started = time.perf_counter()
+            results[spec] = replay(
+                model,
+                shape,
+                trace,
+                spec=spec,
+                spec_options=spec_options(spec, options.nodes, draft),
+                active=active,
+                num_waves=options.steps,
+                ceilings=ceilings,
+                hit_rate=options.draft_hit,
+                overrides=overrides,
+            )
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            print(
+                f"{shape_name} {active} {spec}: {time.perf_counter() - started:.0f} s", flush=True
+            )
+    name = f"{trace.name}, {shape_name}, {active} active"
+    bars = shape_name == "8b" and active == 64 and "H200" in ceilings.name and bool(options.trace)
+    return compare(name, results, bars)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
+    on_gpu = torch.cuda.is_available()
+    arguments.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
+    arguments.add_argument("--shape", choices=SHAPES, action="append", default=[])
+    arguments.add_argument("--active", type=int, nargs="+", default=[64], help="rollouts at once")
+    arguments.add_argument("--spec", nargs="+", default=["ngram", "hybrid"])
+    arguments.add_argument("--nodes", type=int, default=8, help="most draft nodes per request")
+    arguments.add_argument("--steps", type=int, help="of the trace; default: all, 2 on a CPU")
+    arguments.add_argument("--fast", action="store_true", help="exact=false")
+    arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    arguments.add_argument(
+        "--draft-hit",
+        type=float,
+        default=0.6,
+        help="share of positions at which hybrid's draft is told the recorded token",
+    )
+    options = arguments.parse_args()
+    if not 0 <= options.draft_hit <= 1 or math.isnan(options.draft_hit):
+        arguments.error(f"--draft-hit={options.draft_hit}: must be in [0, 1]")
+    if options.steps is None and not on_gpu:
+        options.steps = 2
+    rows: list[Row] = []
+    for trace in load_traces(options.trace):
+        for shape in options.shape or (["8b"] if on_gpu else ["tiny"]):
+            for active in options.active:
+                rows += run(options, trace, shape, active)
+    finish(f"replay on {options.device}", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

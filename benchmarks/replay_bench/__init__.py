@@ -1,0 +1,1 @@
+"""Recorded rollouts forced through a real engine over a model of random weights."""

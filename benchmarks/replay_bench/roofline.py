@@ -1,0 +1,65 @@
+"""The least time a forward can take: bytes over bandwidth, or arithmetic over its rate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from replay_bench.shapes import Shape
+
+_BFLOAT16 = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """Of a device, in units per second."""
+
+    name: str
+    bytes_per_second: float
+    flop_per_second: float
+
+    @staticmethod
+    def of(device: torch.device) -> Ceilings:
+        """Of an H200 what its maker states; of any other GPU and of a CPU what was measured now,
+        by a copy and by a product of 2,048 rows."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        if "H200" in name:
+            return Ceilings(name=name, bytes_per_second=4.8e12, flop_per_second=990e12)
+        return Ceilings(
+            name=name, bytes_per_second=_measure_copy(device), flop_per_second=_measure(device)
+        )
+
+    def forward_ms(self, shape: Shape, rows: int, sampled: int, kv_tokens: int) -> float:
+        """Of ``rows`` query rows that read ``kv_tokens`` keys and values in each layer."""
+        head = shape.vocab_size * shape.hidden_size
+        body = shape.product_parameters - head
+        weights = body + (head if sampled else 0)
+        kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_tokens
+        flop = 2 * (rows * body + sampled * head)
+        moved = _BFLOAT16 * (weights + kv)
+        return 1e3 * max(moved / self.bytes_per_second, flop / self.flop_per_second)
+
+
+def _measure_copy(device: torch.device) -> float:
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def _measure(device: torch.device) -> float:
+    left, right = (torch.ones(2048, 2048, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * 2048**3 / _seconds(lambda: left @ right, device)
+
+
+def _seconds(call, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+    """The best of a few."""
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best

@@ -1,0 +1,162 @@
+"""One engine's way through a trace, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from traces import Trace
+
+from replay_bench.forced import Recording, force_draft, force_target
+from replay_bench.roofline import Ceilings
+from replay_bench.shapes import Shape, send_random_weights
+from rollout import RolloutEngine, SamplingParams
+from spec_workers.neural.eagle_drafter import EagleDrafter
+
+
+@dataclass(slots=True)
+class Spent:
+    """Of some of the steps."""
+
+    seconds: float = 0.0
+    floor_seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    forwards: int = 0  # requests sampled from, over the steps
+
+    def add(self, seconds: float, floor_seconds: float, tokens: int, forwards: int) -> None:
+        self.seconds += seconds
+        self.floor_seconds += floor_seconds
+        self.tokens += tokens
+        self.steps += 1
+        self.forwards += forwards
+
+    @property
+    def accept_length(self) -> float:
+        return self.tokens / self.forwards if self.forwards else 0.0
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay took."""
+
+    by_wave: list[Spent] = field(default_factory=list)
+    by_running: dict[str, Spent] = field(default_factory=dict)  # most requests running at once
+    total: Spent = field(default_factory=Spent)
+
+
+def waves(trace: Trace, active: int, limit: int | None) -> list[list[int]]:
+    """Responses that run together: the trace's steps, joined until there are ``active`` of them."""
+    found: list[list[int]] = [[]]
+    for step in trace.steps:
+        if len(found[-1]) >= active:
+            found.append([])
+        found[-1] += step
+    return found[:limit]
+
+
+def replay(
+    folder: Path,
+    shape: Shape,
+    trace: Trace,
+    *,
+    spec: str,
+    spec_options: dict[str, Any],
+    active: int,
+    num_waves: int | None,
+    ceilings: Ceilings,
+    hit_rate: float,
+    overrides: dict[str, Any],
+) -> Replayed:
+    """Rollouts of each wave are checked to be the recorded ones.
+
+    Raises RuntimeError where one is not.
+    """
+    engine = RolloutEngine.from_pretrained(
+        str(folder), spec, spec_options=spec_options, load_format="dummy", max_running=active,
+        max_step_tokens=max(2048, active), chunk_len=2048, **overrides,
+    )  # fmt: skip
+    worker: Any = engine.worker
+    send_random_weights(engine, worker.target.model.destinations())
+    recording = Recording(trace)
+    force_target(worker.target, recording)
+    if isinstance(drafter := getattr(worker, "drafter", None), EagleDrafter):
+        force_draft(drafter._guesser, recording, hit_rate)
+    result = Replayed()
+    chosen = waves(trace, active, num_waves)
+    _run(engine, trace, chosen[0][: min(8, len(chosen[0]))])  # kernels compile, pages are touched
+    for number, wave in enumerate(chosen):
+        spent = Spent()
+        for step in _steps(engine, trace, wave):
+            floor = ceilings.forward_ms(shape, step.rows, step.sampled, step.kv_tokens) / 1e3
+            name = _running_name(step.running)
+            for kept in (spent, result.total, result.by_running.setdefault(name, Spent())):
+                kept.add(step.seconds, floor, step.tokens, step.forwards)
+        result.by_wave.append(spent)
+        _new_policy(engine, number)
+    engine.check_integrity()
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    seconds: float
+    running: int
+    rows: int
+    sampled: int  # rows of logits
+    kv_tokens: int
+    tokens: int
+    forwards: int
+
+
+def _steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[_Step]:
+    for response in wave:
+        prompt = int(trace.prompt_of_R[response])
+        length = len(trace.responses[response])
+        engine.submit(
+            trace.prompts[prompt].tolist(),
+            SamplingParams(max_new_tokens=length, ignore_eos=True),
+            prompt_index=prompt,
+            sample_index=response,
+        )
+    while engine.has_unfinished:
+        started = time.perf_counter()
+        ended = engine.step()
+        seconds = time.perf_counter() - started
+        for rollout in ended:
+            if rollout.token_ids != trace.responses[rollout.sample_index].tolist():
+                raise RuntimeError(f"response {rollout.sample_index} is not the recorded one")
+        last = engine.last_step
+        yield _Step(
+            seconds=seconds,
+            running=last.running,
+            rows=last.query_tokens,
+            sampled=last.sampling + last.drafted,
+            kv_tokens=last.kv_used,
+            tokens=last.generated_tokens,
+            forwards=last.sampling,
+        )
+
+
+def _run(engine: RolloutEngine, trace: Trace, wave: list[int]) -> None:
+    for _ in _steps(engine, trace, wave):
+        pass
+
+
+def _new_policy(engine: RolloutEngine, number: int) -> None:
+    """Drafts see that the policy moved; one norm is sent again, which changes nothing."""
+    worker: Any = engine.worker
+    norm = worker.target.model.destinations()["model.norm.weight"]
+    tensors = [("model.norm.weight", norm.read())]
+    engine.update_weights_from_tensor(tensors, weight_version=number + 2, partial=True)
+
+
+def _running_name(running: int) -> str:
+    """Powers of four: 1, 2 to 4, 5 to 16, 17 to 64, ..."""
+    last = 1
+    while running > last:
+        last *= 4
+    return "1 running" if last == 1 else f"{last // 4 + 1} to {last} running"

@@ -1,0 +1,87 @@
+"""A replay through the engine says what was recorded, whatever drafts."""
+
+from __future__ import annotations
+
+import bench_replay
+import numpy as np
+import pytest
+import torch
+from replay_bench.roofline import Ceilings
+from replay_bench.run import replay, waves
+from replay_bench.shapes import Shape, write_config, write_draft
+from traces import Trace
+
+SHAPE = Shape(
+    hidden_size=32, num_layers=7, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
+    vocab_size=300,
+)  # fmt: skip
+CEILINGS = Ceilings(name="", bytes_per_second=1e9, flop_per_second=1e12)
+
+
+@pytest.fixture
+def trace() -> Trace:
+    """Two steps of four responses to two prompts; each repeats a phrase of its prompt."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, 9).astype(np.int32) for _ in range(2)]
+    responses = [np.tile(prompts[r % 2], 3)[: 12 + r].copy() for r in range(8)]
+    return Trace(
+        name="small",
+        prompts=prompts,
+        responses=responses,
+        prompt_of_R=np.arange(8) % 2,
+        epoch_of_R=np.arange(8) // 4,
+        temperature_of_R=np.full(8, np.nan),
+        steps=[[0, 1, 2, 3], [4, 5, 6, 7]],
+    )
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram", "hybrid"])
+def test_every_rollout_is_the_recorded_one(tmp_path, trace, spec) -> None:
+    draft = write_draft(tmp_path / "draft", SHAPE)
+    options = bench_replay.spec_options(spec, 4, draft)
+    if spec != "none":
+        options |= {"budget": "fixed", "calibration_seconds": 0.0}
+    result = replay(
+        write_config(tmp_path / "model", SHAPE), SHAPE, trace,
+        spec=spec, spec_options=options, active=4, num_waves=None, ceilings=CEILINGS, hit_rate=1.0,
+        overrides={"device": "cpu", "dtype": "float32", "kv_bytes": 1 << 22},
+    )  # fmt: skip
+    assert result.total.tokens == trace.num_tokens
+    assert [spent.tokens for spent in result.by_wave] == [54, 70]
+    assert sum(spent.steps for spent in result.by_running.values()) == result.total.steps
+    if spec == "none":
+        assert result.total.accept_length == 1
+    else:
+        assert result.total.accept_length > 1.5
+
+
+def test_what_is_not_recorded_is_an_error(tmp_path, trace, monkeypatch) -> None:
+    monkeypatch.setattr("replay_bench.run.force_target", lambda *_: None)
+    with pytest.raises(RuntimeError, match="not the recorded one"):
+        replay(
+            write_config(tmp_path / "model", SHAPE), SHAPE, trace,
+            spec="none", spec_options={}, active=4, num_waves=1, ceilings=CEILINGS, hit_rate=1.0,
+            overrides={"device": "cpu", "dtype": "float32", "kv_bytes": 1 << 22},
+        )  # fmt: skip
+
+
+def test_steps_of_the_trace_are_joined_until_enough_run(trace) -> None:
+    assert waves(trace, 4, None) == trace.steps
+    assert waves(trace, 5, None) == [list(range(8))]
+    assert waves(trace, 1, 1) == trace.steps[:1]
+
+
+def test_the_floor_of_a_forward_by_hand() -> None:
+    weights = SHAPE.num_layers * (2 * 3 * 16 + 3 * 48) * 32 + 300 * 32
+    kv = 2 * 7 * 1 * 16 * 100
+    assert CEILINGS.forward_ms(SHAPE, 4, 2, 100) == pytest.approx(1e3 * 2 * (weights + kv) / 1e9)
+    many = CEILINGS.forward_ms(SHAPE, 10**6, 2, 0)
+    flop = 2 * (10**6 * (weights - 9600) + 2 * 9600)
+    assert many == pytest.approx(1e3 * flop / 1e12)
+
+
+def test_measured_ceilings_are_rates() -> None:
+    ceilings = Ceilings.of(torch.device("cpu"))
+    assert ceilings.name == "CPU"
+    assert ceilings.bytes_per_second > 1e8
+    assert ceilings.flop_per_second > 1e8
