@@ -1,11 +1,13 @@
-"""Plain decoding against transformers' generate: same model, dtype, prompts and token counts.
+"""Plain decoding against transformers: same model, dtype, prompts and token counts.
 
 Our engine samples first, lengths as they fall; transformers then generates exactly as many tokens
-for each prompt, waiting in each batch for its longest row, as its users must.
+for each prompt: by `generate`, waiting in each batch for its longest row, as its users must, and by
+its continuous batching, which does not wait. The latter runs on a GPU, or with --continuous.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,39 @@ from workloads import OPEN_PROMPTS, chat, reasoning_prompts
 from rollout import Rollout, RolloutEngine, SamplingParams
 
 
-def load_transformers(path: Path, dtype: torch.dtype) -> Any:
+def load_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+
+
+def continuous_seconds(model: Any, rollouts: list[Rollout], temperature: float) -> float:
+    """Seconds transformers' continuous batching takes for the same, its start not counted.
+
+    Raises RuntimeError where it ends before it has answered.
+    """
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        do_sample=True, temperature=temperature, top_k=0, eos_token_id=-1, pad_token_id=0
+    )
+    counts = {f"request-{index}": len(rollout.token_ids) for index, rollout in enumerate(rollouts)}
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
+        started = time.perf_counter()
+        for name, rollout in zip(counts, rollouts, strict=True):
+            manager.add_request(
+                rollout.prompt_ids, request_id=name, max_new_tokens=len(rollout.token_ids)
+            )
+        while counts:
+            result = manager.get_result(timeout=1)
+            if result is None:
+                if not manager.is_running():
+                    raise RuntimeError(f"continuous batching stopped with {len(counts)} to go")
+            elif result.is_finished():
+                emitted = len(result.generated_tokens)
+                if emitted != counts.pop(result.request_id):
+                    raise RuntimeError(f"continuous batching emitted {emitted} tokens, or failed")
+        return time.perf_counter() - started
 
 
 @torch.inference_mode()
@@ -29,11 +60,12 @@ def transformers_seconds(model: Any, rollouts: list[Rollout], temperature: float
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     width = max(len(r.prompt_ids) for r in rollouts)
+    device = model.device
     ids = torch.tensor([[0] * (width - len(r.prompt_ids)) + r.prompt_ids for r in rollouts])
     mask = torch.tensor(
         [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in rollouts]
     )
-    lengths = torch.tensor([len(r.token_ids) for r in rollouts])
+    lengths = torch.tensor([len(r.token_ids) for r in rollouts], device=device)
 
     class EnoughTokens(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -41,8 +73,8 @@ def transformers_seconds(model: Any, rollouts: list[Rollout], temperature: float
 
     started = time.perf_counter()
     model.generate(
-        ids,
-        attention_mask=mask,
+        ids.to(device),
+        attention_mask=mask.to(device),
         do_sample=True,
         temperature=temperature,
         top_k=0,
@@ -51,6 +83,8 @@ def transformers_seconds(model: Any, rollouts: list[Rollout], temperature: float
         max_new_tokens=int(lengths.max()),
         stopping_criteria=StoppingCriteriaList([EnoughTokens()]),
     )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - started
 
 
@@ -66,12 +100,14 @@ def compare(
     params: SamplingParams,
     *,
     batch_sizes: tuple[int, ...],
-    bar: float,
+    bar: float | None,
     repeats: int,
+    continuous: bool,
 ) -> list[Row]:
-    """Best of ``repeats`` on both sides; for transformers the best of ``batch_sizes``."""
+    """Best of ``repeats`` on all sides; for `generate` the best of ``batch_sizes``."""
     ours: list[float] = []
     theirs: list[float] = []
+    continuously: list[float] = []
     rollouts: list[Rollout] = []
     for _ in range(repeats):
         engine.flush_cache()
@@ -81,12 +117,20 @@ def compare(
         for size in batch_sizes:
             parts = batches(rollouts, size)
             theirs.append(sum(transformers_seconds(model, p, params.temperature) for p in parts))
+        if continuous:
+            continuously.append(continuous_seconds(model, rollouts, params.temperature))
     tokens = sum(len(r.token_ids) for r in rollouts)
-    return [
+    rows = [
         row(f"{name}: specrollout", tokens / min(ours), "tokens/s"),
         row(f"{name}: transformers", tokens / min(theirs), "tokens/s"),
         row(f"{name}: ratio", min(theirs) / min(ours), "x", bar),
     ]
+    if continuously:
+        rows += [
+            row(f"{name}: continuous batching", tokens / min(continuously), "tokens/s"),
+            row(f"{name}: ratio to it", min(continuously) / min(ours), "x"),
+        ]
+    return rows
 
 
 def main() -> None:
@@ -94,14 +138,30 @@ def main() -> None:
     arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--repeats", type=int, default=2)
+    on_gpu = torch.cuda.is_available()
+    arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    arguments.add_argument("--fast", action="store_true", help="ours with exact=false")
+    arguments.add_argument(
+        "--continuous",
+        action=argparse.BooleanOptionalAction,
+        default=on_gpu,
+        help="transformers' continuous batching too; it is made for GPUs",
+    )
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
 
     started = time.perf_counter()
-    engine = RolloutEngine.from_pretrained(options.model, spec="none", max_running=64)
+    engine = RolloutEngine.from_pretrained(
+        options.model,
+        spec="none",
+        max_running=64,
+        device=options.device,
+        exact=not options.fast,
+    )
     loaded = time.perf_counter() - started
-    dtype = engine.worker.model_dtype
-    model = load_transformers(options.model, dtype)
+    dtype, device = engine.worker.model_dtype, engine.worker.model_device
+    model = load_transformers(options.model, dtype, device)
+    bars = {1: 1.3, 8: 1.3, 32: 1.5, 64: 2.0} if device.type == "cpu" and not options.fast else {}
     open_prompts = [chat(text) for text in OPEN_PROMPTS]
     tasks = reasoning_prompts(24)
     engine.generate(open_prompts[:2], SamplingParams(max_new_tokens=8))  # warm
@@ -111,20 +171,21 @@ def main() -> None:
         params = SamplingParams(temperature=1.0, max_new_tokens=128, seed=1)
         rows += compare(
             f"batch {size}", engine, model, prompts, params,
-            batch_sizes=(size,), bar=1.5 if size == 32 else 1.3, repeats=options.repeats,
+            batch_sizes=(size,), bar=bars.get(size), repeats=options.repeats,
+            continuous=options.continuous,
         )  # fmt: skip
     group = [*open_prompts[:4], *tasks[:4]]
     params = SamplingParams(temperature=1.0, max_new_tokens=256, seed=2, n=8)
     rows += compare(
         "8 prompts x 8 samples", engine, model, group, params,
-        batch_sizes=(8, 64), bar=2.0, repeats=1,
+        batch_sizes=(8, 64), bar=bars.get(64), repeats=1, continuous=options.continuous,
     )  # fmt: skip
     metrics = engine.metrics()
     rows += [
         row("engine time to first rollout", metrics.first_rollout_seconds or 0.0, "s"),
         row("peak memory, transformers' copy included", metrics.peak_memory_bytes / 2**20, "MiB"),
     ]
-    finish(f"generate, {dtype}, {options.threads} threads", rows, options.json)
+    finish(f"generate, {dtype}, {options.device}, {options.threads} threads", rows, options.json)
 
 
 if __name__ == "__main__":
