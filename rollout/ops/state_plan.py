@@ -5,7 +5,9 @@ Legend: B entries, T query rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,14 @@ from rollout.errors import InvalidInputError
 
 NO_STATE = 0
 """As a source: the state of no tokens, all zeros. As a target: nowhere. Never handed out."""
+
+
+class StateRow(NamedTuple):
+    """One row of a step, as a plain recurrence goes through them."""
+
+    row: int
+    before: int | None  # slot of the state it continues, or NO_STATE; None: that of the row before
+    target: int
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -44,3 +54,14 @@ class StatePlan:
                 raise InvalidInputError(
                     f"StatePlan.{name}", tensor.stride(), "must be adjacent in memory"
                 )
+
+    def rows(self) -> Iterator[StateRow]:
+        """All rows but padding, in order. Waits for the device the plan is on."""
+        offsets, sources = self.q_offsets_B1.tolist(), self.sources_B.tolist()
+        parents, targets = self.parents_T.tolist(), self.targets_T.tolist()
+        for entry, source in enumerate(sources):
+            for row in range(offsets[entry], offsets[entry + 1]):
+                parent = parents[row]
+                before = source if parent < 0 else targets[parent]
+                continues = parent >= 0 and parent == row - 1
+                yield StateRow(row, None if continues else before, targets[row])

@@ -8,29 +8,36 @@ from rollout.ops import gpu
 from rollout.ops.rms_norm import native, reference
 
 
-def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight_E: torch.Tensor, eps: float, unit_offset: bool = False
+) -> torch.Tensor:
     """``x * rsqrt(mean(x^2) + eps)`` rounded to x.dtype, times weight, rounded again.
 
-    x: [..., E], rows may be strided but their elements are adjacent; weight_E has x's dtype.
-    Returns a new contiguous tensor of x's shape and dtype.
+    With ``unit_offset``, as Qwen3-Next and Gemma have it, all in float32, times ``1 + weight``, and
+    rounded once. x: [..., E], rows may be strided but their elements are adjacent; weight_E has x's
+    dtype. Returns a new contiguous tensor of x's shape and dtype.
     """
     if gpu.supports(x, weight_E):
         from rollout.ops.rms_norm import triton
 
-        return triton.rms_norm(x, weight_E, eps)
-    if native.supports(x, weight_E):
+        return triton.rms_norm(x, weight_E, eps, unit_offset)
+    if not unit_offset and native.supports(x, weight_E):
         return native.rms_norm(x, weight_E, eps)
-    return reference.rms_norm(x, weight_E, eps)
+    return reference.rms_norm(x, weight_E, eps, unit_offset)
 
 
 def add_rms_norm(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    x_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     """``residual += x`` in place, rounded; returns ``rms_norm(residual)``. All of one dtype."""
     if gpu.supports(x_TE, residual_TE, weight_E):
         from rollout.ops.rms_norm import triton
 
-        return triton.add_rms_norm(x_TE, residual_TE, weight_E, eps)
-    if native.supports(x_TE, residual_TE, weight_E):
+        return triton.add_rms_norm(x_TE, residual_TE, weight_E, eps, unit_offset)
+    if not unit_offset and native.supports(x_TE, residual_TE, weight_E):
         return native.add_rms_norm(x_TE, residual_TE, weight_E, eps)
-    return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
+    return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps, unit_offset)

@@ -9,9 +9,11 @@ import triton.language as tl
 _WARP_ELEMENTS = 512  # of a row: more of them and another warp shares it
 
 
-def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight_E: torch.Tensor, eps: float, unit_offset: bool = False
+) -> torch.Tensor:
     if x.dim() not in (2, 3):
-        return rms_norm(x.reshape(-1, x.shape[-1]), weight_E, eps).view(x.shape)
+        return rms_norm(x.reshape(-1, x.shape[-1]), weight_E, eps, unit_offset).view(x.shape)
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = x.shape[-1]
@@ -19,13 +21,18 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(x.shape[0] * heads,)](
             x, weight_E, out, x.stride(0), head_stride, heads, width, eps,
-            BLOCK=block, num_warps=_num_warps(block), enable_fp_fusion=False,
+            UNIT_OFFSET=unit_offset, BLOCK=block, num_warps=_num_warps(block),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
 def add_rms_norm(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    x_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     out_TE = torch.empty_like(residual_TE, memory_format=torch.contiguous_format)
     rows, width = x_TE.shape
@@ -33,7 +40,8 @@ def add_rms_norm(
         block = triton.next_power_of_2(width)
         _add_rms_norm_kernel[(rows,)](
             x_TE, residual_TE, weight_E, out_TE, x_TE.stride(0), residual_TE.stride(0), width, eps,
-            BLOCK=block, num_warps=_num_warps(block), enable_fp_fusion=False,
+            UNIT_OFFSET=unit_offset, BLOCK=block, num_warps=_num_warps(block),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out_TE
 
@@ -43,29 +51,35 @@ def _num_warps(block: int) -> int:
 
 
 @triton.jit
-def _normed(x, weight, width, eps):
+def _normed(x, weight, width, eps, UNIT_OFFSET: tl.constexpr):
     """One row, float32; what lies past the width is zero. Rounded where the reference rounds."""
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    return (x * scale).to(weight.dtype) * weight
+    if UNIT_OFFSET:
+        normed = (x * scale * (1.0 + weight.to(tl.float32))).to(weight.dtype)
+    else:
+        normed = (x * scale).to(weight.dtype) * weight
+    return normed
 
 
 @triton.jit(do_not_specialize=["heads"])
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, row_stride, head_stride, heads, width, eps, BLOCK: tl.constexpr
-):
+    x_ptr, weight_ptr, out_ptr, row_stride, head_stride, heads, width, eps,
+    UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     start = index // heads * row_stride + index % heads * head_stride
     x = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside)
-    tl.store(out_ptr + index * width + column, _normed(x, weight, width, eps), mask=inside)
+    normed = _normed(x, weight, width, eps, UNIT_OFFSET)
+    tl.store(out_ptr + index * width + column, normed, mask=inside)
 
 
 @triton.jit
 def _add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, width, eps,
-    BLOCK: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -76,5 +90,5 @@ def _add_rms_norm_kernel(
     residual = (residual.to(tl.float32) + x.to(tl.float32)).to(residual.dtype)
     tl.store(residual_ptr + column, residual, mask=inside)
     weight = tl.load(weight_ptr + column, mask=inside)
-    normed = _normed(residual.to(tl.float32), weight, width, eps)
+    normed = _normed(residual.to(tl.float32), weight, width, eps, UNIT_OFFSET)
     tl.store(out_ptr + row * width + column, normed, mask=inside)

@@ -1,0 +1,28 @@
+"""The short convolution before a recurrent layer.
+
+Legend: T rows, C channels, W taps, w = W - 1, S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.causal_conv import reference
+from rollout.ops.state_plan import StatePlan
+
+
+def causal_conv(
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    states_SCw: torch.Tensor,
+    plan: StatePlan,
+) -> torch.Tensor:
+    """``silu(bias + sum over taps of weight * input)``, summed in float32, oldest first.
+
+    A row's inputs are x of the row and of the w rows before it on its path, those of earlier steps
+    from its entry's source. The state after a row, its last w inputs, oldest first, is written to
+    the row's target. x_TC: rows may be strided, elements are adjacent; all of one dtype, rounded
+    once. Rows of padding come out as zeros. Returns a new contiguous [T, C].
+    """
+    return reference.causal_conv(x_TC, weight_CW, bias_C, states_SCw, plan)

@@ -1,0 +1,18 @@
+"""RMS normalisation with a gate after it. T rows, G heads, V dims of a head."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.gated_rms_norm import reference
+
+
+def gated_rms_norm(
+    x_TGV: torch.Tensor, gate_TGV: torch.Tensor, weight_V: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """``rms_norm(x, weight, eps)`` of every head, times ``silu(gate)`` in float32, rounded again.
+
+    All of one dtype; strided views are fine where elements of a head are adjacent. Returns a new
+    contiguous [T, G, V].
+    """
+    return reference.gated_rms_norm(x_TGV, gate_TGV, weight_V, eps)

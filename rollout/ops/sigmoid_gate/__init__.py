@@ -1,0 +1,15 @@
+"""The gate on what attention has gathered. T rows, H heads, D head_dim."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops.sigmoid_gate import reference
+
+
+def sigmoid_gate_(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """``x *= sigmoid(gate)`` in place, in float32 with one rounding.
+
+    x, gate: [T, D] or [T, H, D] of one dtype; strided where their last elements are adjacent.
+    """
+    reference.sigmoid_gate_(x, gate)
