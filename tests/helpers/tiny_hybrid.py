@@ -1,0 +1,103 @@
+"""Random Qwen3-Next and Qwen3.5 models small enough for a test, as transformers saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+LAYER_TYPES = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
+
+
+def save_tiny_hybrid(folder: Path, family: str = "qwen3_5", **options: object) -> Path:
+    """Write `tiny_hybrid` as a checkpoint; ``options`` are its."""
+    tiny_hybrid(family, **options).save_pretrained(folder)
+    return folder
+
+
+def tiny_hybrid(
+    family: str = "qwen3_5",
+    *,
+    vocab_size: int = 97,
+    layer_types: tuple[str, ...] = LAYER_TYPES,
+    experts: bool = False,
+    max_positions: int = 512,
+    sharpness: float = 6.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = False,
+) -> PreTrainedModel:
+    """``family``: qwen3_5 or qwen3_next. ``experts``: sparse layers, in Qwen3-Next all but one.
+
+    ``sharpness`` scales the head: larger means fewer likely tokens, so that drafts are accepted. A
+    ``tied`` model's head is its embedding, and ``sharpness`` is not looked at.
+    """
+    values: dict[str, object] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 48,
+        "num_hidden_layers": len(layer_types),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": max_positions,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": list(layer_types),
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+        "dtype": dtype,
+    }
+    sparse = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    }
+    match family, experts:
+        case "qwen3_next", _:
+            values |= sparse | {"intermediate_size": 80}
+            values["mlp_only_layers"] = [1] if experts else list(range(len(layer_types)))
+            model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**values))
+        case "qwen3_5", False:
+            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values, intermediate_size=80))
+        case "qwen3_5", True:
+            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values, **sparse))
+        case _:
+            raise ValueError(family)
+    randomise(model, sharpness=sharpness, seed=seed)
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, *, sharpness: float = 6.0, seed: int = 0) -> None:
+    """Values that make every part of a model count; of the same names, the same values."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        values = torch.randn(parameter.shape, generator=generator)
+        fan_in = parameter.shape[-1] ** 0.5
+        if name.endswith("embed_tokens.weight"):
+            scale = 1.0 / fan_in if model.config.tie_word_embeddings else 1.0
+            parameter.copy_(values * scale)
+        elif name == "lm_head.weight":
+            parameter.copy_(values * sharpness / fan_in)
+        elif name.endswith("linear_attn.norm.weight"):
+            parameter.copy_(1 + 0.2 * values)
+        elif name.endswith("A_log"):
+            parameter.copy_(values - 1)  # a memory of some tokens
+        elif parameter.dim() == 1:  # zero-centred norms, dt_bias
+            parameter.copy_(0.2 * values)
+        else:
+            parameter.copy_(values / fan_in)
