@@ -9,6 +9,9 @@ row, by position:
     [allocated_len, ...)         nobody's; what the table says there means nothing
 
 Only tokens whose KV has been computed enter the prefix cache.
+
+Where the target has recurrent layers, `StateSlots` does the same for states, and a cached prefix is
+of use only as far as a state was kept.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ import numpy as np
 from rollout.errors import IntegrityError
 from rollout.memory.prefix_cache import Node, PrefixCache
 from rollout.memory.req_to_token import ReqToToken
-from rollout.memory.slots import SlotAllocator
+from rollout.memory.slots import NULL_SLOT, SlotAllocator
+from rollout.memory.state_checkpoints import CheckpointedSlots
+from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
+from rollout.types import Scheduled, ScheduledStates
 
 
 @dataclass(slots=True)
@@ -54,11 +60,22 @@ class CacheMemory:
     """Bundles the pools and moves slots between them."""
 
     def __init__(
-        self, num_slots: int, max_rows: int, max_context_len: int, prefix_cache: bool
+        self,
+        num_slots: int,
+        max_rows: int,
+        max_context_len: int,
+        prefix_cache: bool,
+        states: StateSizes | None = None,
     ) -> None:
+        """``states``: None for a target without recurrent layers."""
         self.slots = SlotAllocator(num_slots)
         self.req_to_token = ReqToToken(max_rows, max_context_len)
-        self.prefix_cache = PrefixCache(self.slots)
+        self.states = None if states is None else StateSlots(states, num_slots)
+        self.prefix_cache = PrefixCache(
+            self.slots
+            if self.states is None
+            else CheckpointedSlots(self.slots, self.states.checkpoints)
+        )
         self.shares_prefixes = prefix_cache
         self.counters = MemoryCounters()
         # Counts up when what a row's table already says of computed positions changes.
@@ -84,7 +101,9 @@ class CacheMemory:
 
     def cached_len(self, tokens: np.ndarray) -> int:
         """How many tokens admit() would find cached now: at most all but the last. int32 in."""
-        return self.prefix_cache.match_len(tokens[:-1])
+        if self.states is None:
+            return self.prefix_cache.match_len(tokens[:-1])
+        return self.states.checkpoints.deepest(self.prefix_cache.match_slots(tokens[:-1]))
 
     def shared_len(self, row: int) -> int:
         """Positions of the row whose slots are the prefix cache's, and may be others' too."""
@@ -95,9 +114,14 @@ class CacheMemory:
 
         ``tokens``: int32, all of the request's. At least the last is left to run, since its logits
         are wanted. None, and nothing changed, unless the other tokens' slots and ``headroom`` more
-        can be had besides.
+        can be had besides, and the states of one request more.
         """
-        slots, node = self.prefix_cache.match(tokens[:-1])
+        prefix = tokens[:-1]
+        if self.states is not None:
+            if not self.states.has_seat:
+                return None
+            prefix = prefix[: self.cached_len(tokens)]
+        slots, node = self.prefix_cache.match(prefix)
         self.prefix_cache.lock(node)
         cached_len = len(slots)
         if len(tokens) - cached_len + headroom > self.obtainable:
@@ -107,6 +131,8 @@ class CacheMemory:
         self.req_to_token.table[row, :cached_len] = slots
         self.row_versions[row] += 1
         self._rows[row] = _Row(node=node, shared_len=cached_len, allocated_len=cached_len)
+        if self.states is not None:
+            self.states.open(row, cached_len, int(slots[-1]) if cached_len else NULL_SLOT)
         self.counters.looked_up += len(tokens)
         self.counters.hit += cached_len
         return row, cached_len
@@ -142,12 +168,50 @@ class CacheMemory:
             self._draft_slots[end - count : end] for count, end in zip(counts, ends, strict=True)
         ]
 
+    def caches(self, row: int) -> bool:
+        """Whether what is computed for the row is shared with later requests."""
+        return self.shares_prefixes and not self._rows[row].stale
+
+    def state_run(self, row: int, start: int, end: int, prompt_len: int) -> StateRun:
+        """A run [start, end) of the row, as far as states are concerned."""
+        if self.states is None or not self.caches(row):
+            return StateRun(row=row, start=start, end=end)
+        wanted = self.states.worth_keeping(start, end, prompt_len)
+        return StateRun(row=row, start=start, end=end, checkpoints=wanted)
+
+    def node_room(self, runs: Sequence[StateRun]) -> int:
+        """Draft nodes for which slots can be had in a step of these runs."""
+        if self.states is None:
+            return self.obtainable
+        return min(self.obtainable, self.states.node_room(runs))
+
+    def reserve_states(
+        self, runs: Sequence[StateRun], counts: Sequence[int]
+    ) -> Sequence[ScheduledStates | None]:
+        """Slots for the states of one step: each run's, and of counts[i] draft nodes of run i.
+
+        They stay reserved until end_step(). None for each where the target has no states.
+        """
+        return [None] * len(runs) if self.states is None else self.states.reserve(runs, counts)
+
+    def commit(self, entry: Scheduled, path: Sequence[int]) -> None:
+        """Move an entry's KV and state along its accepted path: tree nodes, in order.
+
+        Called by the worker, once per entry and step. The KV is where the row's table says from
+        then on; the state counts once the step is booked, and until then what it began with stays.
+        """
+        if path:
+            accepted = entry.draft_slots[[node - 1 for node in path]]
+            self.commit_path(entry.request.row, entry.end, accepted)
+        if self.states is not None:
+            self.states.commit(entry, path)
+
     def commit_path(self, row: int, end: int, accepted_slots: np.ndarray) -> None:
         """Accept draft nodes: their KV becomes the row's at positions [end, end + a).
 
         ``end``: where the entry's run ended. ``accepted_slots``: int32[a], reserved slots of the
-        nodes on the accepted path, in order. Called by the worker, at most once per entry and
-        step; nothing is copied but slot ids.
+        nodes on the accepted path, in order. At most once per entry and step; nothing is copied
+        but slot ids.
         """
         state = self._rows[row]
         assert state.allocated_len == end, f"run ended at {end}, slots at {state.allocated_len}"
@@ -155,12 +219,18 @@ class CacheMemory:
         self.req_to_token.table[row, end : state.allocated_len] = accepted_slots
         self._accepted[accepted_slots] = True
 
-    def end_step(self) -> None:
-        """Free the reserved draft slots that no commit_path() took. May be called again."""
+    def end_step(self, booked: bool = False) -> None:
+        """Free the reserved draft slots that no commit_path() took. May be called again.
+
+        ``booked``: requests go on from what commit() made theirs. Else the step is to be run again,
+        and their states are what it began with.
+        """
         accepted = self._accepted[self._draft_slots]
         self._accepted[self._draft_slots] = False
         self.slots.free(self._draft_slots[~accepted])
         self._draft_slots = self._draft_slots[:0]
+        if self.states is not None:
+            self.states.end_step(booked)
 
     def share(self, row: int, tokens: Sequence[int]) -> None:
         """Let other requests use the KV of the row's first ``tokens``, all of them computed.
@@ -176,14 +246,20 @@ class CacheMemory:
         self.req_to_token.table[row, : len(tokens)] = self.prefix_cache.path_slots(node)
         self.row_versions[row] += 1
         state.node, state.shared_len = node, len(tokens)
+        if self.states is not None:
+            self.states.keep(row, self.prefix_cache.path_slots(node))
 
     def release(self, row: int, tokens: Sequence[int]) -> None:
-        """Take the row back. The KV of its first ``tokens``, all computed, stays cached."""
-        state = self._rows.pop(row)
+        """Take the row back. The KV of its first ``tokens``, all computed, stays cached, and so do
+        its states."""
+        state, node = self._rows[row], None
         owned_from = state.shared_len
-        if self.shares_prefixes and not state.stale and len(tokens) > owned_from:
-            self._hand_over(row, state, tokens)
+        if self.caches(row) and len(tokens) >= owned_from:
+            node = self._hand_over(row, state, tokens) if len(tokens) > owned_from else state.node
             owned_from = len(tokens)
+        del self._rows[row]
+        if self.states is not None:
+            self.states.close(row, None if node is None else self.prefix_cache.path_slots(node))
         self.slots.free(self.req_to_token.table[row, owned_from : state.allocated_len])
         self.prefix_cache.unlock(state.node)
         self.req_to_token.free_row(row)
@@ -195,6 +271,8 @@ class CacheMemory:
         in them is shared with later requests.
         """
         self.prefix_cache.reset()
+        if self.states is not None:
+            self.states.reset()
         for state in self._rows.values():
             state.stale = True
 
@@ -207,6 +285,9 @@ class CacheMemory:
             if not np.array_equal(shared, self.prefix_cache.path_slots(state.node)):
                 raise IntegrityError(f"row {row}'s shared prefix is not the prefix cache's")
         self.slots.check_integrity(self._held_slots())
+        if self.states is not None:
+            cached = [np.empty(0, dtype=np.int32), *self.prefix_cache.held_slots()]
+            self.states.check_integrity(np.concatenate(cached))
 
     def _held_slots(self) -> Iterator[np.ndarray]:
         yield from self.prefix_cache.held_slots()

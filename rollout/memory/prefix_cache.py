@@ -12,11 +12,17 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from rollout.errors import IntegrityError
-from rollout.memory.slots import SlotAllocator
+
+
+class FreedSlots(Protocol):
+    """Where slots go when the tree gives them up: int32."""
+
+    def free(self, slots: np.ndarray) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +42,7 @@ class Node:
 class PrefixCache:
     """Owns the slots of its nodes; gives them back to ``slots`` on eviction and reset."""
 
-    def __init__(self, slots: SlotAllocator) -> None:
+    def __init__(self, slots: FreedSlots) -> None:
         self._slots = slots
         self._clock = 0
         self._serial = itertools.count()
@@ -57,6 +63,11 @@ class PrefixCache:
     def match_len(self, tokens: np.ndarray) -> int:
         """Length of the longest cached prefix of ``tokens``, int32. Changes nothing."""
         return self._descend(tokens)[2]
+
+    def match_slots(self, tokens: np.ndarray) -> np.ndarray:
+        """The slots of the longest cached prefix of ``tokens``, int32[m]. Changes nothing."""
+        node, _, depth = self._descend(tokens)
+        return self.path_slots(node)[:depth]
 
     def match(self, tokens: np.ndarray) -> tuple[np.ndarray, Node]:
         """The slots of the longest cached prefix, int32[m], and the node it ends at.

@@ -12,6 +12,7 @@ import numpy as np
 
 from rollout.config import SchedulerConfig
 from rollout.memory.cache import CacheMemory
+from rollout.memory.state_slots import StateRun
 from rollout.scheduler.fitting import check_length
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.waiting import Ticket, WaitingQueue
@@ -120,14 +121,13 @@ class Scheduler:
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Book what a step gave: append tokens, advance KV lengths. Returns the finished requests.
 
-        The worker has already moved accepted drafts' slots (CacheMemory.commit_path).
+        The worker has already moved accepted drafts' slots (CacheMemory.commit).
         """
-        self.memory.end_step()
+        self.memory.end_step(booked=True)
         finished = []
         for entry, output in zip(batch.entries, result.entries, strict=True):
             request = entry.request
             self._append(request, output, result.weight_version)
-            prompt_was_computed = request.computed_len >= request.prompt_len
             # A request that stopped inside its accepted path has KV beyond its last token.
             computed_len = min(entry.end + len(output.path), len(request.tokens))
             request.computed_len = computed_len
@@ -135,8 +135,8 @@ class Scheduler:
                 self._observe_length(request)
                 self._finish(request)
                 finished.append(request)
-            elif not prompt_was_computed and computed_len >= request.prompt_len:
-                self.memory.share(request.row, request.tokens[: request.prompt_len])
+            elif shared_len := _newly_shared(entry):
+                self.memory.share(request.row, request.tokens[:shared_len])
         if finished:
             self._running = [r for r in self._running if r.finish_reason is None]
         return finished
@@ -230,11 +230,13 @@ class Scheduler:
         """Add draft slots to the runs that are sampled from, evenly where they are scarce."""
         most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
         wanted = [self._draft_room(request, run_len, most) for request, run_len in runs.items()]
-        room = min(self.memory.obtainable, self.memory.slots.num_slots // DRAFT_SHARE)
+        state_runs = [self._state_run(request, run_len) for request, run_len in runs.items()]
+        room = min(self.memory.node_room(state_runs), self.memory.slots.num_slots // DRAFT_SHARE)
         if sum(wanted) > room:
             share = room // sum(count > 0 for count in wanted)
             wanted = [min(count, share) for count in wanted]
         drafts = self.memory.reserve_drafts(wanted)
+        states = self.memory.reserve_states(state_runs, wanted)
         return [
             Scheduled(
                 request=request,
@@ -242,9 +244,16 @@ class Scheduler:
                 run_len=run_len,
                 draft_slots=slots,
                 expected_remaining=self._expected_remaining(request),
+                states=own_states,
             )
-            for (request, run_len), slots in zip(runs.items(), drafts, strict=True)
+            for (request, run_len), slots, own_states in zip(
+                runs.items(), drafts, states, strict=True
+            )
         ]
+
+    def _state_run(self, request: Request, run_len: int) -> StateRun:
+        start = request.computed_len
+        return self.memory.state_run(request.row, start, start + run_len, request.prompt_len)
 
     def _draft_room(self, request: Request, run_len: int, most: int) -> int:
         """Draft nodes a run can use: no more than tokens it may still emit besides the target's."""
@@ -299,6 +308,15 @@ class Scheduler:
     def _ticket(self, request: Request, first: bool) -> Ticket:
         prompt = self._prompts[request.request_id]
         return Ticket(request=request, tokens=_int32(request.tokens), prompt=prompt, first=first)
+
+
+def _newly_shared(entry: Scheduled) -> int:
+    """Tokens others may share from now on: the prompt once it is computed, and what states were
+    kept of. 0: no more than before."""
+    request = entry.request
+    is_prompt_new = entry.start < request.prompt_len <= request.computed_len
+    kept = max(entry.states.checkpoints, default=0) if entry.states is not None else 0
+    return max(kept, request.prompt_len if is_prompt_new else 0)
 
 
 def _nothing_expected(request: Request) -> float:

@@ -1,4 +1,5 @@
-"""The scheduler against a worker that knows, slot by slot, which prefix the KV there belongs to.
+"""The scheduler against a worker that knows, slot by slot, which prefix the KV and the recurrent
+states there belong to.
 
 The fake model's next token is a function of the whole prefix and the request's seed, so what a
 request must emit is known beforehand, whatever runs beside it. Each step the worker writes its KV,
@@ -15,6 +16,7 @@ import pytest
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
+from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.waiting import MAX_OVERTAKEN
 from rollout.types import (
@@ -79,6 +81,10 @@ class FakeWorker:
         self.expected: dict[int, Expected] = {}
         self.kv = np.zeros(memory.slots.num_slots + 1, dtype=np.int64)
         self.kv_version = np.zeros(memory.slots.num_slots + 1, dtype=np.int64)
+        # Likewise of state slots; what is after no tokens has the key of none.
+        num_states = memory.states.slots.num_slots if memory.states else 0
+        self.states = np.full(num_states + 1, GARBAGE, dtype=np.int64)
+        self.state_version = np.zeros(num_states + 1, dtype=np.int64)
         self.version = 0
         self.oldest_allowed: dict[int, int] = {}  # version at admission, by request_id
         self.fails = False
@@ -90,10 +96,10 @@ class FakeWorker:
             self.write(entry, result.path)
         for entry, result in zip(batch.entries, results, strict=True):
             self.read(entry)
-            if result.path:
-                accepted = entry.draft_slots[np.array(result.path) - 1]
-                self.memory.commit_path(entry.request.row, entry.end, accepted)
-                self.read(entry, accepted=len(accepted))
+            if entry.states is not None:
+                self.advance_states(entry, result.path)
+            self.memory.commit(entry, result.path)
+            self.read(entry, accepted=len(result.path))
         if self.fails:
             self.memory.check_integrity()
             raise StepFailedError
@@ -136,6 +142,32 @@ class FakeWorker:
         self.kv[on_path] = keys[entry.end : entry.end + len(path)]
         self.kv_version[run] = self.kv_version[drafts] = self.version
 
+    def advance_states(self, entry: Scheduled, path: list[int]) -> None:
+        """Read the state the entry begins with, scribble over every slot it may, write its own."""
+        request, states = entry.request, entry.states
+        keys = self.expected[request.request_id].keys
+        if entry.start:
+            assert self.states[states.source] == keys[entry.start - 1], "state of another prefix"
+            oldest = self.oldest_allowed[request.request_id]
+            assert self.state_version[states.source] >= oldest, "state of older weights"
+        else:
+            assert states.source == 0
+        assert len(states.nodes) == len(entry.draft_slots)
+        written = [states.run_end, *states.nodes.tolist()]
+        inside = {n: slot for n, slot in states.checkpoints.items() if n < entry.end}
+        written += inside.values()
+        assert len(set(written)) == len(written)
+        assert not {0, states.source} & set(written)
+        assert states.checkpoints.get(entry.end, states.run_end) == states.run_end
+        assert all(entry.start < length for length in states.checkpoints)
+        self.states[written] = GARBAGE
+        self.state_version[written] = self.version
+        self.states[states.run_end] = keys[entry.end - 1]
+        for length, slot in inside.items():
+            self.states[slot] = keys[length - 1]
+        for depth, node in enumerate(path):
+            self.states[states.nodes[node - 1]] = keys[entry.end + depth]
+
     def read(self, entry: Scheduled, accepted: int = 0) -> None:
         request, end = entry.request, entry.end + accepted
         slots = self.memory.req_to_token.table[request.row, :end]
@@ -169,7 +201,15 @@ class Simulation:
         )
         tight = rng.random() < 0.75
         slots = int(rng.integers(4, 200)) if tight else 2000
-        self.memory = CacheMemory(slots, max_running, self.context, bool(rng.random() < 0.85))
+        states = None
+        if rng.random() < 0.6:
+            states = StateSizes(
+                num_slots=SLOTS_PER_ROW + int(rng.integers(rng.choice([1, 10, 60]))),
+                interval=int(rng.integers(1, 20)),
+            )
+        self.memory = CacheMemory(
+            slots, max_running, self.context, bool(rng.random() < 0.85), states
+        )
         self.most_drafts = int(rng.choice([0, 1, 3, 8, 80]))
         self.lengths = LengthForecast()
         self.scheduler = Scheduler(self.config, self.memory, lambda: self.most_drafts, self.lengths)
@@ -196,6 +236,9 @@ class Simulation:
         self.memory.end_step()
         self.memory.check_integrity()
         assert self.memory.usage.used == 0, "slots lost"
+        if self.memory.states:
+            self.memory.reset()
+            assert self.memory.states.slots.available == self.memory.states.slots.num_slots
         assert self.finished.keys() == self.tracked.keys()
 
     def arrive(self) -> None:
@@ -242,6 +285,9 @@ class Simulation:
                 assert not self.scheduler.running
                 self.memory.reset()
                 assert self.memory.usage.free == self.memory.slots.num_slots
+                if self.memory.states:
+                    states = self.memory.states.slots
+                    assert states.available == states.num_slots
                 self.worker.version += 1
             case "in_place":
                 self.memory.reset()
@@ -363,9 +409,13 @@ def test_everyone_gets_exactly_what_they_would_get_alone(block: int):
 def test_the_simulation_reaches_what_it_is_for():
     """Else a change of sizes could leave the test above with nothing to check."""
     preemptions = evicted = hits = full = 0
+    state_hits = states_evicted = 0
     for seed in range(60):
         simulation = Simulation(seed)
         simulation.run()
+        if simulation.memory.states:
+            state_hits += simulation.memory.counters.hit
+            states_evicted += simulation.memory.states.evicted
         preemptions += simulation.scheduler.preemptions
         evicted += simulation.memory.counters.evicted
         hits += simulation.memory.counters.hit
@@ -377,6 +427,8 @@ def test_the_simulation_reaches_what_it_is_for():
     assert evicted > 1000
     assert hits > 1000
     assert full > 20
+    assert state_hits > 300
+    assert states_evicted > 300
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 4))
@@ -389,7 +441,7 @@ def test_the_same_calls_give_the_same_batches(seed: int, monkeypatch):
             batch = schedule()
             log.append(
                 [
-                    (e.request.request_id, e.start, e.run_len, e.draft_slots.tolist())
+                    (e.request.request_id, e.start, e.run_len, e.draft_slots.tolist(), str(e.states))
                     for e in batch.entries
                 ]
             )

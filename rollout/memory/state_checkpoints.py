@@ -1,0 +1,126 @@
+"""States of cached prefixes: where a request can go on from without computing what is before.
+
+The radix tree knows the KV slot of each cached position, and no two positions share one. So the
+state after a prefix is kept under the KV slot of its last token: nodes may be split and cut as they
+are, and a checkpoint goes when its token does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rollout.errors import IntegrityError
+from rollout.memory.slots import NULL_SLOT, SlotAllocator
+
+
+class StateCheckpoints:
+    """Owns the state slots it was handed; gives them back to ``state_slots`` when they go.
+
+    A pinned one is what a running request begins with, and stays. Of the others the least recently
+    used goes first.
+    """
+
+    def __init__(self, state_slots: SlotAllocator, num_kv_slots: int) -> None:
+        self._state_slots = state_slots
+        self._state_of = np.full(num_kv_slots + 1, NULL_SLOT, dtype=np.int32)  # by KV slot
+        self._by_age: dict[int, None] = {}  # KV slots with an unpinned one, least recent first
+        self._pins: dict[int, int] = {}  # KV slots with a pinned one: how often
+
+    def __len__(self) -> int:
+        return len(self._by_age) + len(self._pins)
+
+    @property
+    def evictable(self) -> int:
+        """State slots that `evict` can free now."""
+        return len(self._by_age)
+
+    def deepest(self, kv_slots: np.ndarray) -> int:
+        """How many tokens of a cached prefix, int32 KV slots, the last checkpoint in it is after.
+
+        0: there is none.
+        """
+        found = np.flatnonzero(self._state_of[kv_slots])
+        return int(found[-1]) + 1 if len(found) else 0
+
+    def at(self, kv_slot: int) -> int:
+        """The state slot of the checkpoint there, or the null slot."""
+        return int(self._state_of[kv_slot])
+
+    def put(self, kv_slot: int, state_slot: int) -> None:
+        """Keep a state, unpinned and just used. There must be none yet."""
+        assert self._state_of[kv_slot] == NULL_SLOT, "a second checkpoint of the same prefix"
+        self._state_of[kv_slot] = state_slot
+        self._by_age[kv_slot] = None
+
+    def touch(self, kv_slot: int) -> None:
+        """It was just used."""
+        if kv_slot in self._by_age:
+            del self._by_age[kv_slot]
+            self._by_age[kv_slot] = None
+
+    def pin(self, kv_slot: int) -> None:
+        """Keep a checkpoint until unpinned as often. Its token must be locked as long."""
+        self._by_age.pop(kv_slot, None)
+        self._pins[kv_slot] = self._pins.get(kv_slot, 0) + 1
+
+    def unpin(self, kv_slot: int) -> None:
+        self._pins[kv_slot] -= 1
+        if not self._pins[kv_slot]:
+            del self._pins[kv_slot]
+            self._by_age[kv_slot] = None
+
+    def evict(self, count: int) -> int:
+        """Free ``count`` state slots, fewer if fewer are evictable; returns how many."""
+        oldest = list(self._by_age)[:count] if count < len(self._by_age) else list(self._by_age)
+        self.forget(np.array(oldest, dtype=np.int32))
+        return len(oldest)
+
+    def forget(self, kv_slots: np.ndarray) -> None:
+        """Free the state slots of the checkpoints at these KV slots: their tokens go, say."""
+        gone = kv_slots[self._state_of[kv_slots] != NULL_SLOT]
+        if not len(gone):
+            return
+        for kv_slot in gone.tolist():
+            del self._by_age[kv_slot]  # a pinned one's token is locked and cannot go
+        self._state_slots.free(self._state_of[gone])
+        self._state_of[gone] = NULL_SLOT
+
+    def reset(self) -> None:
+        """Forget all that are not pinned. Those are unpinned later, and found by nobody."""
+        self.evict(len(self._by_age))
+
+    def held_slots(self) -> np.ndarray:
+        """State slots, int32."""
+        return self._state_of[[*self._by_age, *self._pins]]
+
+    def check_integrity(self, pinned: Iterable[int], cached: np.ndarray) -> None:
+        """Raise IntegrityError unless the counts are right and every checkpoint has its token.
+
+        Args:
+            pinned: the KV slot of every pin now held, as often as it was pinned.
+            cached: int32, all KV slots of the prefix cache.
+        """
+        counts: dict[int, int] = {}
+        for kv_slot in pinned:
+            counts[kv_slot] = counts.get(kv_slot, 0) + 1
+        if counts != self._pins:
+            raise IntegrityError(f"state checkpoints: pins {self._pins}, holders {counts}")
+        known = sorted([*self._by_age, *self._pins])
+        if known != np.flatnonzero(self._state_of).tolist():
+            raise IntegrityError("state checkpoints: the index and the ages disagree")
+        if not np.isin(known, cached).all():
+            raise IntegrityError("state checkpoints: one outlived its token")
+
+
+class CheckpointedSlots:
+    """What a prefix cache gives KV slots back to, where states are kept with them."""
+
+    def __init__(self, kv_slots: SlotAllocator, checkpoints: StateCheckpoints) -> None:
+        self._kv_slots = kv_slots
+        self._checkpoints = checkpoints
+
+    def free(self, slots: np.ndarray) -> None:
+        self._checkpoints.forget(slots)
+        self._kv_slots.free(slots)

@@ -1,0 +1,244 @@
+"""The index side of recurrent states: who owns which state slot.
+
+A state slot holds one state of all recurrent layers. Every one is in exactly one place: free; the
+null slot; a running request's committed state; reserved for the step in flight; taken as a
+checkpoint in the step just booked; a checkpoint of the prefix cache. A request that begins with a
+checkpoint pins it and owns nothing until its first commit.
+
+A step writes into reserved slots alone, so what it began with is there when it has failed. Nothing
+is copied at commit: the slot of the last accepted node becomes the request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.memory.slots import NULL_SLOT, SlotAllocator
+from rollout.memory.state_checkpoints import StateCheckpoints
+from rollout.types import Scheduled, ScheduledStates
+
+SLOTS_PER_ROW = 2
+"""A running request's committed state, and the one its next run ends in. As many requests run as
+have both, so that no step can come to a halt for want of state slots."""
+
+CHECKPOINT_SHARE = 8
+"""Draft nodes leave one slot in so many to checkpoints."""
+
+
+@dataclass(slots=True)
+class _Row:
+    length: int  # tokens its committed state is after
+    slot: int  # of that state; the null slot where it is after no tokens
+    pinned: int  # KV slot of the checkpoint that `slot` is; the null slot: it is the row's own
+    taken: dict[int, int] = field(default_factory=dict)  # tokens -> slot, until they are cached
+
+    @property
+    def owned(self) -> list[int]:
+        """Its committed state's slot where it is its own, and those of checkpoints to be."""
+        held = set(self.taken.values())
+        if self.slot != NULL_SLOT and self.pinned == NULL_SLOT:
+            held.add(self.slot)
+        return sorted(held)
+
+
+@dataclass(slots=True, frozen=True)
+class StateSizes:
+    num_slots: int  # at least SLOTS_PER_ROW
+    interval: int  # tokens between checkpoints of a prefill
+
+
+@dataclass(slots=True, frozen=True)
+class StateRun:
+    """One request's causal run [start, end) in a step."""
+
+    row: int
+    start: int
+    end: int
+    checkpoints: Sequence[int] = ()  # wanted after so many tokens, ascending, in (start, end]
+
+
+class StateSlots:
+    """Moves slots between those places. Evicts checkpoints, least recently used first."""
+
+    def __init__(self, sizes: StateSizes, num_kv_slots: int) -> None:
+        assert sizes.num_slots >= SLOTS_PER_ROW, "nothing could run"
+        self._interval = sizes.interval
+        self.slots = SlotAllocator(sizes.num_slots)
+        self.checkpoints = StateCheckpoints(self.slots, num_kv_slots)
+        self.evicted = 0  # checkpoints, alone, over the memory's life
+        self._rows: dict[int, _Row] = {}
+        self._reserved: dict[int, ScheduledStates] = {}  # by row, for the step in flight
+        self._committed: dict[int, tuple[int, int]] = {}  # (length, slot): what end_step books
+
+    @property
+    def obtainable(self) -> int:
+        """Slots that can be had without touching a running request: free or evictable."""
+        return self.slots.available + self.checkpoints.evictable
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more request can run."""
+        return SLOTS_PER_ROW * (len(self._rows) + 1) <= self.slots.num_slots
+
+    def node_room(self, runs: Sequence[StateRun]) -> int:
+        """Slots that draft nodes may take in a step of these runs."""
+        others = len(runs) + sum(len(run.checkpoints) for run in runs)
+        return max(0, self.obtainable - others - self.slots.num_slots // CHECKPOINT_SHARE)
+
+    def open(self, row: int, length: int, last_kv_slot: int) -> None:
+        """A request begins with the checkpoint after ``length`` tokens, or with no state.
+
+        ``last_kv_slot``: of the last of those tokens, which must be locked.
+        """
+        if not length:
+            self._rows[row] = _Row(length=0, slot=NULL_SLOT, pinned=NULL_SLOT)
+            return
+        slot = self.checkpoints.at(last_kv_slot)
+        assert slot != NULL_SLOT, "no checkpoint there"
+        self.checkpoints.pin(last_kv_slot)
+        self._rows[row] = _Row(length=length, slot=slot, pinned=last_kv_slot)
+
+    def worth_keeping(self, start: int, end: int, prompt_len: int) -> list[int]:
+        """After how many tokens of a run [start, end) others may want to begin.
+
+        Every ``interval`` tokens of a prefill, and before the prompt's last token: there its other
+        samples do.
+        """
+        first = start // self._interval + 1
+        is_prefill = end - start > 1 or start < prompt_len
+        lengths = set(range(first * self._interval, end + 1, self._interval) if is_prefill else ())
+        if start < prompt_len - 1 <= end:
+            lengths.add(prompt_len - 1)
+        return sorted(lengths)
+
+    def reserve(self, runs: Sequence[StateRun], counts: Sequence[int]) -> list[ScheduledStates]:
+        """Slots for one step, with counts[i] draft nodes of run i; until `end_step`.
+
+        Of the nodes never more than `node_room` in all: callers count first. Checkpoints get what
+        is left, of each run the deepest first.
+        """
+        assert not self._reserved, "the states of the last step are still reserved"
+        run_ends = self._allocate(len(runs)).tolist()
+        nodes = self._allocate(sum(counts))
+        begin = 0
+        for run, run_end, count in zip(runs, run_ends, counts, strict=True):
+            row = self._rows[run.row]
+            assert row.length == run.start, f"the state is after {row.length}, not {run.start}"
+            self._reserved[run.row] = ScheduledStates(
+                source=row.slot,
+                run_end=run_end,
+                nodes=nodes[begin : begin + count],
+                checkpoints={},
+            )
+            begin += count
+        for run in runs:
+            wanted = [length for length in run.checkpoints if length < run.end]
+            kept = wanted[max(0, len(wanted) - self.obtainable) :]
+            slots = self._allocate(len(kept)).tolist()
+            checkpoints = dict(zip(kept, slots, strict=True))
+            if run.end in run.checkpoints:
+                checkpoints[run.end] = self._reserved[run.row].run_end
+            self._reserved[run.row].checkpoints = checkpoints
+        return [self._reserved[run.row] for run in runs]
+
+    def commit(self, entry: Scheduled, path: Sequence[int]) -> None:
+        """The state after the last accepted node, or after the run, is the request's.
+
+        ``path``: tree nodes, in order. It counts once `end_step` says that the step was booked.
+        """
+        states = self._reserved[entry.request.row]
+        slot = int(states.nodes[path[-1] - 1]) if path else states.run_end
+        self._committed[entry.request.row] = (entry.end + len(path), slot)
+
+    def end_step(self, booked: bool) -> None:
+        """Free what was reserved and is not kept. Where the step is not booked nothing is."""
+        free: list[np.ndarray] = []
+        for index, states in self._reserved.items():
+            kept: set[int] = set()
+            if booked:
+                row = self._rows[index]
+                free.append(np.array(self._let_go(row), dtype=np.int32))
+                row.length, row.slot = self._committed[index]
+                row.taken = states.checkpoints
+                kept = {row.slot, *row.taken.values()}
+            scratch = {states.run_end, *states.checkpoints.values(), *states.nodes.tolist()}
+            free.append(np.array(sorted(scratch - kept), dtype=np.int32))
+        self._reserved, self._committed = {}, {}
+        if free:
+            self.slots.free(np.concatenate(free))
+
+    def keep(self, row: int, kv_slots: np.ndarray) -> None:
+        """Make checkpoints of what the row took in the step just booked.
+
+        ``kv_slots``: int32, those that the prefix cache has for the row's first tokens, all of
+        them locked for the row.
+        """
+        self._keep(self._rows[row], kv_slots)
+
+    def close(self, row: int, kv_slots: np.ndarray | None) -> None:
+        """The request leaves. What it has becomes checkpoints, where they can be cached.
+
+        ``kv_slots``: as for `keep`; None: nothing is cached.
+        """
+        state = self._rows.pop(row)
+        if kv_slots is not None:
+            if state.length == len(kv_slots) > 0:
+                state.taken[state.length] = state.slot
+            self._keep(state, kv_slots)
+        self.slots.free(np.array(self._let_go(state), dtype=np.int32))
+
+    def reset(self) -> None:
+        """Drop every checkpoint that no running request begins with."""
+        self.checkpoints.reset()
+
+    def check_integrity(self, cached: np.ndarray) -> None:
+        """Raise IntegrityError unless every state slot is in exactly one place.
+
+        ``cached``: int32, all KV slots of the prefix cache.
+        """
+        pins = [row.pinned for row in self._rows.values() if row.pinned != NULL_SLOT]
+        self.checkpoints.check_integrity(pins, cached)
+        self.slots.check_integrity(self._held_slots())
+
+    def _held_slots(self) -> Iterator[np.ndarray]:
+        yield self.checkpoints.held_slots()
+        for row in self._rows.values():
+            yield np.array(row.owned, dtype=np.int32)
+        for states in self._reserved.values():
+            inside = {states.run_end, *states.checkpoints.values()}
+            yield np.array([*inside, *states.nodes.tolist()], dtype=np.int32)
+
+    def _keep(self, row: _Row, kv_slots: np.ndarray) -> None:
+        unused: list[int] = []
+        for length, slot in row.taken.items():
+            is_own = slot == row.slot
+            kv_slot = int(kv_slots[length - 1])
+            if is_own and row.pinned != NULL_SLOT:
+                self.checkpoints.touch(kv_slot)  # it came from there
+            elif self.checkpoints.at(kv_slot) != NULL_SLOT:
+                self.checkpoints.touch(kv_slot)
+                unused += [] if is_own else [slot]
+            else:
+                self.checkpoints.put(kv_slot, slot)
+                if is_own:
+                    self.checkpoints.pin(kv_slot)
+                    row.pinned = kv_slot
+        row.taken = {}
+        self.slots.free(np.array(unused, dtype=np.int32))
+
+    def _let_go(self, row: _Row) -> list[int]:
+        """Slots that the row owned; it has no state any more."""
+        owned = row.owned
+        if row.pinned != NULL_SLOT:
+            self.checkpoints.unpin(row.pinned)
+        row.slot, row.pinned, row.taken = NULL_SLOT, NULL_SLOT, {}
+        return owned
+
+    def _allocate(self, count: int) -> np.ndarray:
+        missing = count - self.slots.available
+        if missing > 0:
+            self.evicted += self.checkpoints.evict(missing)
+        return self.slots.allocate(count)
