@@ -102,6 +102,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         return self.worker.vocab_size
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model folder's: what ends a rollout unless its parameters say otherwise."""
+        return self.worker.eos_token_ids
+
+    @property
     def max_context_len(self) -> int:
         """Tokens of prompt and output together."""
         return self.worker.max_context_len

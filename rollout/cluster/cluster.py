@@ -78,6 +78,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
             self.encoder, vocab_size, some.eos_token_ids, self._check_fits
         )
         self.vocab_size = vocab_size
+        self.eos_token_ids = some.eos_token_ids
         self.max_context_len = some.max_context_len
         self.max_sequence_len = min(each.max_sequence_len for each in self.facts.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from rollout.cluster.cluster import RolloutCluster
@@ -12,7 +13,29 @@ from rollout.engine import RolloutEngine
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
-from rollout.specs import WorkerFactory, factory_of
+from rollout.overrides import engine_config
+from rollout.specs import WorkerFactory, factory_of, worker_factory
+
+
+def open_pretrained(
+    path: str,
+    spec: str = "ngram",
+    *,
+    spec_options: Mapping[str, Any] | None = None,
+    cluster: str = "none",
+    cluster_options: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> Engine:
+    """`RolloutEngine.from_pretrained`, or replicas of what it gives.
+
+    Args:
+        cluster: ``none`` or ``ray``.
+        cluster_options: fields of ClusterConfig: ``{"replicas": 4}``.
+
+    Raises what `open_engine` does.
+    """
+    factory = worker_factory(spec, **(spec_options or {}))
+    return open_with(engine_config(path, overrides), factory, _config(cluster, cluster_options))
 
 
 def open_engine(
@@ -50,3 +73,16 @@ def open_with(
             "cluster.kind", "ray", "needs Ray: pip install 'specrollout[ray]'"
         ) from error
     return RolloutCluster(config, cluster, RayPool(config, factory, cluster))
+
+
+def _config(kind: str, options: Mapping[str, Any] | None) -> ClusterConfig:
+    kinds = [each.value for each in ClusterKind]
+    if kind not in kinds:
+        raise InvalidInputError("cluster", kind, f"must be one of {', '.join(kinds)}")
+    known = [each.name for each in fields(ClusterConfig) if each.name != "kind"]
+    for name, value in (options or {}).items():
+        if name not in known:
+            raise InvalidInputError(
+                f"cluster_options[{name!r}]", value, f"unknown; there are {', '.join(known)}"
+            )
+    return ClusterConfig(kind=ClusterKind(kind), **(options or {}))

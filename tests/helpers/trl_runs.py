@@ -101,10 +101,11 @@ def by_generation(
     *,
     trainer: Callable[..., Any] = GRPOTrainer,
     arguments: dict[str, Any] | None = None,
+    ours: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """``options`` are the config's, ``arguments`` the trainer's."""
-    with specrollout_generation(spec, spec_options=spec_options(spec)):
+    """``options`` are the config's, ``arguments`` the trainer's, ``ours`` the context's."""
+    with specrollout_generation(spec, spec_options=spec_options(spec), **(ours or {})):
         return trainer(
             **{
                 "model": str(model),

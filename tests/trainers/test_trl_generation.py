@@ -214,15 +214,20 @@ OURS: dict[str, Any] = {
     "spec": "ngram",
     "spec_options": spec_options("ngram"),
     "model_path": None,
+    "cluster": "none",
+    "cluster_options": None,
     "overrides": {},
 }
 
 
-def alone(model: Path, *, fsdp_version: int | None = None, **options: Any) -> SpecGeneration:
+def alone(
+    model: Path, *, fsdp_version: int | None = None, num_processes: int = 1, **options: Any
+) -> SpecGeneration:
     """As a trainer makes it, without the trainer."""
     plugin = None if fsdp_version is None else SimpleNamespace(fsdp_version=fsdp_version)
     accelerator = SimpleNamespace(
         process_index=0,
+        num_processes=num_processes,
         mixed_precision="no",
         device=torch.device("cpu"),
         state=SimpleNamespace(fsdp_plugin=plugin),
@@ -240,6 +245,19 @@ def test_what_takes_several_gpus_to_ask_for_is_refused(model: Path) -> None:
         alone(model, tensor_parallel_size=2)
     with pytest.raises(InvalidInputError, match="fsdp_version=1"):
         alone(model, fsdp_version=1)
+
+
+def test_processes_that_would_take_replicas_from_each_other_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for given, field in (
+        ({}, "address=None"),
+        ({"address": "local"}, "address='local'"),
+        ({"address": "auto"}, "num_cpus=None"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"cluster_options.{field}"):
+            alone(model, num_processes=2, cluster="ray", cluster_options=given)
 
 
 def test_images_are_refused(model: Path) -> None:

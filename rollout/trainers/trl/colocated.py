@@ -1,4 +1,4 @@
-"""An engine in the trainer's own process, whose weights follow the trainer's model."""
+"""An engine beside a trainer, whose weights follow the trainer's model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from rollout.engine import RolloutEngine
+from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.hook import RolloutHook
 from rollout.trainers.trl.seeds import SampleSeeds
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class ColocatedEngine:
-    """One engine per process, beside one trainer.
+    """One engine, or one cluster, for each process of one trainer.
 
     With ``sleep`` its weights and KV have memory only from a `sync` or the start of a batch to the
     batch's end. The weights' values are kept only where a `sync` is a collective, for `generate` is
@@ -25,7 +25,7 @@ class ColocatedEngine:
     """
 
     def __init__(
-        self, engine: RolloutEngine, model: nn.Module, seeds: SampleSeeds, *, sleep: bool = False
+        self, engine: Engine, model: nn.Module, seeds: SampleSeeds, *, sleep: bool = False
     ) -> None:
         self.engine = engine
         self._model = model

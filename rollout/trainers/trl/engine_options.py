@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,13 +35,15 @@ def engine_overrides(
     *,
     model: Any,
     accelerator: Any,
+    in_process: bool,
     gpu_memory_utilization: float,
     max_model_length: int | None,
     max_num_seqs: int | None,
 ) -> dict[str, Any]:
-    """Overrides for `RolloutEngine.from_pretrained`: TRL's, and over them the caller's ``own``.
+    """Overrides for `open_pretrained`: TRL's, and over them the caller's ``own``.
 
-    The engine computes in the dtype the trainer's forward does.
+    The engine computes in the dtype the trainer's forward does, and on its device if it is
+    ``in_process``; a replica elsewhere on one of that kind, which may go by another number.
     """
     if not 0 < gpu_memory_utilization < 1:
         raise InvalidInputError(
@@ -49,13 +52,32 @@ def engine_overrides(
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     chosen: dict[str, Any] = {
         "dtype": mixed.get(accelerator.mixed_precision, model.dtype),
-        "device": str(accelerator.device),
+        "device": str(accelerator.device) if in_process else accelerator.device.type,
         "kv_fraction": gpu_memory_utilization,
         "max_context_len": max_model_length,
     }
     if max_num_seqs is not None:
         chosen["max_running"] = min(max_num_seqs, SchedulerConfig().max_running)
     return chosen | own
+
+
+def require_room_for_each(accelerator: Any, cluster_options: Mapping[str, Any]) -> None:
+    """Each of the trainer's processes has replicas of its own, and all must find room in one Ray.
+
+    Raises InvalidInputError where one could take another's, or end the Ray the others are in.
+    """
+    if accelerator.num_processes == 1:
+        return
+    if cluster_options.get("address") in (None, "local") and not os.environ.get("RAY_ADDRESS"):
+        raise InvalidInputError(
+            "cluster_options.address", cluster_options.get("address"),
+            "with several processes, start Ray before them and name it: auto, or host:port",
+        )  # fmt: skip
+    if cluster_options.get("num_cpus") is None:
+        raise InvalidInputError(
+            "cluster_options.num_cpus", None,
+            "with several processes, say how many a replica is given: each has replicas of its own",
+        )  # fmt: skip
 
 
 def require_supported(

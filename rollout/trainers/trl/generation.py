@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 
-from rollout.engine import RolloutEngine
+from rollout.cluster.opening import open_pretrained
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine
 from rollout.trainers.trl.completion import completion_of
-from rollout.trainers.trl.engine_options import engine_overrides, model_folder, require_supported
+from rollout.trainers.trl.engine_options import (
+    engine_overrides,
+    model_folder,
+    require_room_for_each,
+    require_supported,
+)
 from rollout.trainers.trl.sampling import sampling_params
 from rollout.trainers.trl.seeds import SampleSeeds
 from rollout.types import Rollout
@@ -22,7 +27,7 @@ from rollout.types import Rollout
 class SpecGeneration:
     """Made by the trainer, with the arguments of trl.generation.vllm_generation.VLLMGeneration.
 
-    ``spec``, ``spec_options``, ``model_path`` and ``overrides`` come from `specrollout_generation`.
+    What follows TRL's own arguments comes from `specrollout_generation`.
     Arguments that are about a vLLM server (``server_*``, ``group_port``) say nothing here, nor does
     ``trust_remote_code``: no code of a checkpoint is ever run. Those that cannot be honoured raise
     InvalidInputError.
@@ -59,6 +64,8 @@ class SpecGeneration:
         spec: str,
         spec_options: dict[str, Any] | None,
         model_path: str | None,
+        cluster: str,
+        cluster_options: dict[str, Any] | None,
         overrides: dict[str, Any],
     ) -> None:
         require_supported(
@@ -69,6 +76,8 @@ class SpecGeneration:
             tensor_parallel_size=tensor_parallel_size,
             model_impl=model_impl,
         )
+        if cluster != "none":
+            require_room_for_each(accelerator, cluster_options or {})
         self._model = model
         self._with_logprobs = logprobs is not None
         self._filler_id = _eos_token_ids(model, processing_class)[0]
@@ -83,14 +92,17 @@ class SpecGeneration:
             top_logprobs=logprobs or 0,
             generation_kwargs=generation_kwargs,
         )
-        self.engine = RolloutEngine.from_pretrained(
+        self.engine = open_pretrained(
             model_path or model_folder(model),
             spec,
             spec_options=spec_options,
+            cluster=cluster,
+            cluster_options=cluster_options,
             **engine_overrides(
                 overrides,
                 model=model,
                 accelerator=accelerator,
+                in_process=cluster == "none",
                 gpu_memory_utilization=gpu_memory_utilization,
                 max_model_length=max_model_length,
                 max_num_seqs=max_num_seqs,
@@ -105,7 +117,7 @@ class SpecGeneration:
         )
         self._num_syncs = 0
         # Where TRL's tool loop looks up how long a conversation may become.
-        limit = self.engine.worker.max_context_len
+        limit = self.engine.max_context_len
         self.llm = SimpleNamespace(
             llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit))
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rollout.engine import RolloutEngine
+from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine
 from rollout.trainers.trl.completion import completion_of
@@ -27,7 +27,7 @@ class SpecRollout:
     With ``sleep`` the engine gives the memory of its weights and KV back after each batch.
     """
 
-    def __init__(self, engine: RolloutEngine, *, sleep: bool = False) -> None:
+    def __init__(self, engine: Engine, *, sleep: bool = False) -> None:
         self.engine = engine
         self._sleep = sleep
         self._trainer: Any = None

@@ -68,7 +68,7 @@ class RolloutWorker:
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=4096)
         self._engine_loop = loop
         self._args = args
-        declared = loop.call(lambda engine: engine.worker.eos_token_ids).result()
+        declared = loop.call(lambda engine: engine.eos_token_ids).result()
         eos = list(dict.fromkeys([processing_class.eos_token_id, *declared]))
         self._params = sampling_params(
             temperature=args.temperature,

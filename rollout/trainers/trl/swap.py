@@ -19,6 +19,8 @@ def specrollout_generation(
     *,
     spec_options: dict[str, Any] | None = None,
     model_path: str | None = None,
+    cluster: str = "none",
+    cluster_options: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> Iterator[None]:
     """Trainers made inside, with ``use_vllm=True``, generate with this engine::
@@ -27,9 +29,10 @@ def specrollout_generation(
             trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, ...))
         trainer.train()
 
-    The options are those of `RolloutEngine.from_pretrained`; they go over what the trainer's args
-    say. ``model_path`` is needed only for a model that was not loaded from a folder or the hub. The
-    engine is the trainer's ``vllm_generation.engine``.
+    The options are those of `open_pretrained`; they go over what the trainer's args say.
+    ``model_path`` is needed only for a model that was not loaded from a folder or the hub. The
+    engine is the trainer's ``vllm_generation.engine``; of a cluster (``cluster="ray",
+    cluster_options={"replicas": 4}``), ``close`` it in the end.
 
     TRL has no extension point here: the name ``VLLMGeneration`` is exchanged in its loaded modules
     (GRPO, RLOO, distillation and the experimental trainers that use it), and put back on leaving.
@@ -41,6 +44,8 @@ def specrollout_generation(
         spec=spec,
         spec_options=spec_options,
         model_path=model_path,
+        cluster=cluster,
+        cluster_options=cluster_options,
         overrides=overrides,
     )
     _exchange(original, ours)
