@@ -21,9 +21,10 @@ from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.models.mtp.names import is_mtp_tensor
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
-from rollout.sampling.acceptance import accept
-from rollout.sampling.rows import rows_of_continuation, sample_rows
-from rollout.sampling.sampler import Sampled, sample, score
+from rollout.sampling.rows import rows_of_continuation
+from rollout.sampling.sampled import Sampled
+from rollout.sampling.sampler import score
+from rollout.sampling.tree_sampling import sample_trees
 from rollout.types import (
     MAX_TREE_NODES,
     Batch,
@@ -144,21 +145,15 @@ class TargetWorker:
     @torch.inference_mode()
     def accept(self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> list[EntryResult]:
         """Sample every node and walk each tree; stops and limits cut what a walk emits."""
-        rows, offsets_B1 = sample_rows(batch, trees)
-        sampled = sample(logits_RV, rows) if rows.requests else None
+        samples = sample_trees(batch, trees, logits_RV)
+        offsets = samples.offsets_B1.tolist()
         results: list[EntryResult] = []
-        for b, entry in enumerate(batch.entries):
-            if sampled is None or not entry.samples:
+        for b, (entry, path) in enumerate(zip(batch.entries, samples.paths, strict=True)):
+            if not entry.samples:
                 results.append(EntryResult())
                 continue
-            first, last = int(offsets_B1[b]), int(offsets_B1[b + 1])
-            nodes = slice(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1]))
-            path = accept(
-                trees.tokens_N[nodes].tolist(),
-                trees.parents_N[nodes].tolist(),
-                sampled.tokens[first:last],
-            )
-            results.append(self._result(entry.request, sampled, first, path, last - first - 1))
+            drafted = offsets[b + 1] - offsets[b] - 1
+            results.append(self._result(entry.request, samples.sampled, offsets[b], path, drafted))
         return results
 
     def _result(

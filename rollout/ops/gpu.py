@@ -1,24 +1,33 @@
 """What the Triton ops share.
 
-They are written for CUDA tensors; with TRITON_INTERPRET=1 in the environment from the start, tests
-run the same functions on CPU tensors. All are launched with ``enable_fp_fusion=False``: every
+They are written for CUDA tensors; with TRITON_INTERPRET=1 in the environment from the start, CPU
+tensors go the same way, and so does all of an engine's code for GPUs. All are launched with ``enable_fp_fusion=False``: every
 multiplication and addition rounds as it is written, so kernels that share lines share bits.
 """
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED_PROGRAMS = 3  # few, so that each has several tiles to walk
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether tensors there are the Triton ops' business."""
+    return device.type == "cuda" or (_INTERPRETED and device.type == "cpu")
 
 
 def supports(*tensors: torch.Tensor) -> bool:
     """Whether the Triton ops take these: on a GPU, of one dtype they know, rows adjacent."""
     dtype = tensors[0].dtype
     return dtype in DTYPES and all(
-        tensor.is_cuda and tensor.dtype is dtype and tensor.stride(-1) == 1 for tensor in tensors
+        runs_on(tensor.device) and tensor.dtype is dtype and tensor.stride(-1) == 1
+        for tensor in tensors
     )
 
 

@@ -1,14 +1,13 @@
 """Top-k, top-p and min-p as one threshold on the logits of a row.
 
 A threshold, and not a set of ranks, so that tokens with equal logits are kept or dropped together
-and no sort order can be seen in the output.
+and no sort order can be seen in the output. On a GPU: rollout.ops.truncation.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rollout.ops import truncation
 from rollout.ops.categorical import token_logprobs
 
 _PREFIX = 1024  # most nuclei lie within the likeliest tokens: a full sort is the rare case
@@ -28,8 +27,6 @@ def truncation_threshold(
     Args: logits float32 [R, V]; temperature float32 (0 counts as 1); top_k int64 (<= 0 is off);
     top_p float32 (1 is off); min_p float32 (0 is off).
     """
-    if logits_RV.is_cuda:
-        return truncation.truncation_threshold(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
     vocab = logits_RV.shape[1]
     largest_k = int(top_k_R.clamp(min=0).max())
     prefix = min(vocab, max(_PREFIX, largest_k))

@@ -44,15 +44,21 @@ def categorical(
 def token_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, tokens_R: torch.Tensor
 ) -> torch.Tensor:
-    """``logit/T - logsumexp(logits/T)`` of the given tokens (int64), float32.
+    """``logit/T - logsumexp(logits/T)`` of the given tokens, float32.
 
-    Bitwise what ``categorical`` returned for the same row and token. Raises IndexError for a token
-    outside the vocabulary; on a GPU its logprob is NaN instead.
+    tokens_R: int64, [R] or, for several of each row, [R, K]; the result has its shape. Bitwise what
+    ``categorical`` returned for the same row and token. Raises IndexError for a token outside the
+    vocabulary; on a GPU its logprob is NaN instead.
     """
     if gpu.supports(logits_RV):
         from rollout.ops.categorical import triton
 
         return triton.token_logprobs(logits_RV, temperature_R, tokens_R)
+    if tokens_R.dim() == 2:
+        columns = [
+            token_logprobs(logits_RV, temperature_R, each_R) for each_R in tokens_R.unbind(1)
+        ]
+        return torch.stack(columns, dim=1) if columns else torch.empty(tokens_R.shape)
     if native.supports(logits_RV):
         return native.token_logprobs(logits_RV, temperature_R, tokens_R)
     return reference.token_logprobs(logits_RV, temperature_R, tokens_R)

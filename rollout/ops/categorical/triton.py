@@ -41,12 +41,13 @@ def categorical(
 def token_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, tokens_R: torch.Tensor
 ) -> torch.Tensor:
+    """``tokens_R``: [R] or [R, K]."""
     rows, vocab = logits_RV.shape
-    logprobs_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    if rows:
+    logprobs_R = torch.empty(tokens_R.shape, dtype=torch.float32, device=logits_RV.device)
+    if logprobs_R.numel():
         temperature_R = temperature_R.float().contiguous()
         tops_RB, sums_SRB = _block_sums(logits_RV, temperature_R, None)
-        _token_logprobs_kernel[(rows,)](
+        _token_logprobs_kernel[(rows, logprobs_R.numel() // rows)](
             logits_RV, temperature_R, tokens_R.long().contiguous(), tops_RB, sums_SRB[0],
             logprobs_R,
             logits_RV.stride(0), vocab, tops_RB.shape[1],
@@ -207,13 +208,13 @@ def _token_logprobs_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    place = row * tl.num_programs(1) + tl.program_id(1)
     top = tl.max(_row_of_blocks(tops_ptr, row, blocks, float("-inf"), BLOCKS), axis=0)
     total = _total(sums_ptr, row, blocks, BLOCKS)
     scale = _scale(temperature_ptr, row)
-    token = tl.load(tokens_ptr + row)
-    tl.store(
-        logprobs_ptr + row, _logprob(logits_ptr + row * stride, token, vocab, top, scale, total)
-    )
+    token = tl.load(tokens_ptr + place)
+    logprob = _logprob(logits_ptr + row * stride, token, vocab, top, scale, total)
+    tl.store(logprobs_ptr + place, logprob)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.tree_accept import reference
 
 MAX_PATH = 63
@@ -35,7 +36,7 @@ def accept(
     that samples emits one token more than its path is long.
     """
     arguments = (sampled_R, row_offsets_B1, tokens_N, parents_N, masks_N, node_offsets_B1)
-    if sampled_R.is_cuda:
+    if gpu.runs_on(sampled_R.device):
         from rollout.ops.tree_accept import triton
 
         return triton.accept(*arguments)
@@ -58,7 +59,7 @@ def commit_slots(
     a walk early hands over shorter lengths.
     """
     arguments = (req_to_token, rows_B, ends_B, paths_BD, lengths_B, node_slots_N, node_offsets_B1)
-    if req_to_token.is_cuda:
+    if gpu.runs_on(req_to_token.device):
         from rollout.ops.tree_accept import triton
 
         triton.commit_slots(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.truncation import reference
 
 
@@ -19,7 +20,7 @@ def truncation_threshold(
     Args: logits float32; temperature float32 (0 counts as 1); top_k int64 (<= 0 is off); top_p
     float32 (1 is off); min_p float32 (0 is off).
     """
-    if logits_RV.is_cuda and logits_RV.dtype is torch.float32:
+    if gpu.runs_on(logits_RV.device) and logits_RV.dtype is torch.float32:
         from rollout.ops.truncation import triton
 
         return triton.truncation_threshold(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.uniforms import reference
 
 
@@ -12,7 +13,7 @@ def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
 
     seeds_R: int64, the bits of the unsigned request seeds. positions_R: int64.
     """
-    if seeds_R.is_cuda:
+    if gpu.runs_on(seeds_R.device):
         from rollout.ops.uniforms import triton
 
         return triton.uniforms(seeds_R, positions_R)

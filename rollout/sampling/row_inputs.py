@@ -1,0 +1,162 @@
+"""What the rows of a step need for sampling, as flat arrays: all that a device is told of them.
+
+Legend: R rows, B entries, N draft nodes, E edited logits, X forbidden ones, W rows that want
+something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.sampling.penalties import changes_logits
+from rollout.sampling.rows import SampleRows
+from rollout.types import DraftTrees, Request, SamplingParams
+
+Arrays = dict[str, NDArray]
+
+
+def noise_arrays(rows: SampleRows) -> Arrays:
+    """``seeds``, ``positions``: int64 [R], of which the noise is made."""
+    return {
+        "seeds": rows.seeds_R.view(np.int64),
+        "positions": rows.positions_R.astype(np.int64),
+    }
+
+
+def shape_arrays(rows: SampleRows) -> Arrays:
+    """How logits become a distribution; what no row asks for is not there.
+
+    ``temperature`` float32 [R]. ``top_k`` int64, ``top_p`` and ``min_p`` float32 [R]. Edits of
+    logits, by penalties and bias: ``edit_rows``, ``edit_tokens`` int64 [E], no place twice, and
+    float32 ``penalties``, ``costs``, ``biases`` [E]. Tokens a row below its minimum length must not
+    draw: ``banned_rows``, ``banned_tokens`` int64 [X].
+    """
+    params = [request.params for request in rows.requests]
+    arrays: Arrays = {"temperature": np.array([p.temperature for p in params], dtype=np.float32)}
+    if any(p.truncates for p in params):
+        arrays["top_k"] = np.array([p.top_k for p in params], dtype=np.int64)
+        arrays["top_p"] = np.array([p.top_p for p in params], dtype=np.float32)
+        arrays["min_p"] = np.array([p.min_p for p in params], dtype=np.float32)
+    return arrays | _edits(rows) | _banned(rows)
+
+
+def tree_arrays(trees: DraftTrees, row_offsets_B1: NDArray[np.int64]) -> Arrays:
+    """As ``ops.tree_accept.accept`` takes them."""
+    return {
+        "row_offsets": row_offsets_B1.astype(np.int32),
+        "tokens": trees.tokens_N.astype(np.int32),
+        "parents": trees.parents_N.astype(np.int32),
+        "masks": trees.masks_N.view(np.int64),
+        "node_offsets": trees.offsets_B1.astype(np.int32),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which rows' requests asked for which of the numbers beside ``logprobs``."""
+
+    raw: list[int]
+    sampling: list[int]
+    top: list[int]
+    most: int  # tokens that any of those wants
+    entropy: list[int]
+
+    @staticmethod
+    def of(rows: SampleRows) -> Wanted:
+        params: list[SamplingParams] = [request.params for request in rows.requests]
+        top = [r for r, p in enumerate(params) if p.top_logprobs]
+        return Wanted(
+            raw=[r for r, p in enumerate(params) if p.raw_logprobs],
+            sampling=[r for r, p in enumerate(params) if p.sampling_logprobs],
+            top=top,
+            most=max((params[r].top_logprobs for r in top), default=0),
+            entropy=[r for r, p in enumerate(params) if p.entropy],
+        )
+
+    def arrays(self) -> Arrays:
+        """int64 [W], by the names ``wants_raw``, ``wants_sampling``, ``wants_top`` and
+        ``wants_entropy``; what nobody wants is not there."""
+        listed = {
+            "wants_raw": self.raw,
+            "wants_sampling": self.sampling,
+            "wants_top": self.top,
+            "wants_entropy": self.entropy,
+        }
+        return {name: np.array(own, dtype=np.int64) for name, own in listed.items() if own}
+
+
+def _edits(rows: SampleRows) -> Arrays:
+    histories: dict[int, _History] = {}
+    found = []
+    for row, request in enumerate(rows.requests):
+        if not changes_logits(rows, row):
+            continue
+        history = histories.get(id(request))
+        if history is None:
+            history = histories[id(request)] = _History(request)
+        found.append((row, *history.edits(rows.drafted[row])))
+    if not found:
+        return {}
+    counts = [len(tokens) for _, tokens, *_ in found]
+    return {
+        "edit_rows": np.repeat(np.array([row for row, *_ in found], dtype=np.int64), counts),
+        "edit_tokens": np.concatenate([tokens for _, tokens, _, _, _ in found]),
+        "penalties": np.concatenate([penalties for _, _, penalties, _, _ in found]),
+        "costs": np.concatenate([costs for _, _, _, costs, _ in found]),
+        "biases": np.concatenate([biases for _, _, _, _, biases in found]),
+    }
+
+
+class _History:
+    """What a request's committed tokens do to the logits of all of its rows in a step."""
+
+    def __init__(self, request: Request) -> None:
+        self._params = request.params
+        committed = np.array(request.tokens, dtype=np.int64)
+        first_output = request.prompt_len - request.partial_len
+        self._output, self._counts = np.unique(committed[first_output:], return_counts=True)
+        self._seen = np.unique(committed) if self._params.repetition_penalty != 1 else self._output
+        self._biased = np.array(sorted(self._params.logit_bias), dtype=np.int64)
+
+    def edits(self, drafted: list[int]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """Tokens, ascending, with their penalty to divide or multiply by, cost and bias.
+
+        The same float32 operations as `penalties.apply_history_`, of which those without effect are
+        a division by one and an addition of nothing.
+        """
+        params = self._params
+        path = np.array(drafted, dtype=np.int64)
+        seen = np.union1d(self._seen, path) if params.penalizes else path[:0]
+        tokens = np.union1d(seen, self._biased)
+        penalties = np.ones(len(tokens), dtype=np.float32)
+        penalties[np.searchsorted(tokens, seen)] = params.repetition_penalty
+        costs = np.zeros(len(tokens), dtype=np.float32)
+        if params.presence_penalty != 0 or params.frequency_penalty != 0:
+            counts = np.zeros(len(tokens), dtype=np.int64)
+            counts[np.searchsorted(tokens, self._output)] = self._counts
+            np.add.at(counts, np.searchsorted(tokens, path), 1)
+            cost = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
+            costs = np.where(counts > 0, cost, 0).astype(np.float32)
+        biases = np.zeros(len(tokens), dtype=np.float32)
+        places = np.searchsorted(tokens, self._biased)
+        biases[places] = [params.logit_bias[token] for token in self._biased.tolist()]
+        return tokens, penalties, costs, biases
+
+
+def _banned(rows: SampleRows) -> Arrays:
+    found_rows: list[int] = []
+    tokens: list[int] = []
+    for row, request in enumerate(rows.requests):
+        if rows.generated_len(row) < request.params.min_new_tokens:
+            stops = sorted(request.stop_check.stop_token_ids)
+            found_rows += [row] * len(stops)
+            tokens += stops
+    if not tokens:
+        return {}
+    return {
+        "banned_rows": np.array(found_rows, dtype=np.int64),
+        "banned_tokens": np.array(tokens, dtype=np.int64),
+    }

@@ -1,0 +1,51 @@
+"""The target's own sample at every root and draft node, and the walk along them. B entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.ops import gpu
+from rollout.sampling import device_sampler
+from rollout.sampling.acceptance import accept
+from rollout.sampling.rows import sample_rows
+from rollout.sampling.sampled import Sampled
+from rollout.sampling.sampler import sample
+from rollout.types import Batch, DraftTrees
+
+
+@dataclass(kw_only=True, slots=True)
+class TreeSamples:
+    sampled: Sampled  # at each entry's root, then at its nodes
+    offsets_B1: NDArray[np.int64]  # entry b owns rows [offsets[b], offsets[b + 1]) of those
+    paths: list[list[int]]  # of each entry: accepted nodes, tree numbering, in order
+
+
+def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> TreeSamples:
+    """Sample every row of ``logits_RV``, as `sampler.sample` does, and walk each tree.
+
+    On a GPU that is one round trip: the copy back of what was sampled and accepted.
+    """
+    rows, offsets_B1 = sample_rows(batch, trees)
+    if not rows.requests:
+        none = Sampled(tokens=[], logprobs=[], extras=[])
+        return TreeSamples(sampled=none, offsets_B1=offsets_B1, paths=[[] for _ in batch.entries])
+    if gpu.runs_on(logits_RV.device):
+        sampled, paths = device_sampler.sample_and_walk(logits_RV, rows, trees, offsets_B1)
+    else:
+        sampled = sample(logits_RV, rows)
+        paths = [
+            _walk(trees, b, sampled.tokens[first:last])
+            for b, (first, last) in enumerate(zip(offsets_B1, offsets_B1[1:], strict=False))
+        ]
+    return TreeSamples(sampled=sampled, offsets_B1=offsets_B1, paths=paths)
+
+
+def _walk(trees: DraftTrees, b: int, sampled: list[int]) -> list[int]:
+    if not sampled:
+        return []
+    nodes = slice(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1]))
+    return accept(trees.tokens_N[nodes].tolist(), trees.parents_N[nodes].tolist(), sampled)

@@ -1,0 +1,82 @@
+"""Between host and device: many small arrays as one copy.
+
+A copy costs about as much to start as a kernel, so what a step sends and what it reads back travel
+packed. On the CPU, where tensors are views of arrays, nothing is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.ops import gpu
+
+_ALIGNMENT = 16
+"""Bytes: what torch and Triton want of the start of any tensor."""
+
+
+def upload(
+    arrays: Mapping[str, NDArray], device: torch.device, into: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The arrays as tensors on the device, of the same dtypes and shapes, by one asynchronous copy.
+
+    Args:
+        arrays: contiguous; of dtypes torch has.
+        into: uint8, where on the device they go, one behind the other in the order given; default:
+            new memory. Arrays of the same shapes and dtypes go to the same places.
+
+    The arrays may be written to again at once; on the CPU the tensors are views of them.
+    """
+    if not gpu.runs_on(device) and into is None:
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    offsets, end = {}, 0
+    for name, array in arrays.items():
+        offsets[name] = end
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    # The pinned allocator hands memory out again only when copies from it are done.
+    packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for name, array in arrays.items():
+        first = offsets[name]
+        host[first : first + array.nbytes] = array.reshape(-1).view(np.uint8)
+    if into is None:
+        into = torch.empty(end, dtype=torch.uint8, device=device)
+    assert end <= into.numel(), f"{end} bytes sent into a buffer of {into.numel()}"
+    into[:end].copy_(packed, non_blocking=True)
+    return {
+        name: _view(into, offsets[name], array).view(array.shape) for name, array in arrays.items()
+    }
+
+
+def _view(buffer: torch.Tensor, first: int, like: NDArray) -> torch.Tensor:
+    dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
+    return buffer[first : first + like.nbytes].view(dtype)
+
+
+def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
+    """The tensors as arrays, by one copy; waits for what computes them and for nothing later.
+
+    Of dtypes of four or eight bytes.
+    """
+    devices = {tensor.device for tensor in tensors.values()}
+    if not any(gpu.runs_on(device) for device in devices):
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
+    (device,) = devices
+    words = [tensor.reshape(-1).view(torch.int32) for tensor in tensors.values()]
+    packed = torch.cat(words)
+    host = torch.empty(len(packed), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host.copy_(packed, non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    arrays: dict[str, NDArray] = {}
+    first = 0
+    for (name, tensor), own in zip(tensors.items(), words, strict=True):
+        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        # A copy: words need not lie where numbers of eight bytes want to.
+        part = host.numpy()[first : first + len(own)].copy()
+        arrays[name] = part.view(dtype).reshape(tensor.shape)
+        first += len(own)
+    return arrays

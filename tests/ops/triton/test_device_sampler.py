@@ -1,0 +1,154 @@
+"""The sampler on the device against the one on the CPU, which runs the same ops row by row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.sampling import device_sampler, host_sampler
+from rollout.sampling.acceptance import accept
+from rollout.sampling.rows import rows_of_continuation, sample_rows
+from rollout.sampling.tree_sampling import sample_trees
+from rollout.transfers import download, upload
+from tests.helpers.requests import decode_batch, make_request, make_trees
+
+VOCAB = 1100
+PARAMS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "entropy": True},
+    {"temperature": 0.7, "top_k": 5, "sampling_logprobs": True},
+    {"temperature": 1.4, "top_p": 0.8, "raw_logprobs": True},
+    {"temperature": 1.0, "min_p": 0.1, "top_k": 900, "top_logprobs": 2},
+    {"temperature": 0.9, "repetition_penalty": 1.7},
+    {"temperature": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.3, "top_logprobs": 4},
+    {"temperature": 1.0, "logit_bias": {3: 8.0, 7: -100.0, 1099: 2.5}, "raw_logprobs": True},
+    {"temperature": 1.0, "min_new_tokens": 6, "max_new_tokens": 20, "sampling_logprobs": True},
+    {"temperature": 0.8, "top_p": 0.7, "repetition_penalty": 0.8, "min_new_tokens": 3,
+     "logit_bias": {2: 9.0}, "frequency_penalty": -0.2, "entropy": True},
+]  # fmt: skip
+PLAIN = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.6}]
+
+
+def random_step(params, dtype, device, seed=0):
+    """Requests with trees below them whose tokens repeat, and logits that like few tokens."""
+    rng = np.random.default_rng(seed)
+    requests = [
+        make_request(
+            rng.integers(0, 12, 9).tolist(), prompt_len=5, seed=int(rng.integers(2**63)), eos=(3,),
+            request_id=i, **own,
+        )
+        for i, own in enumerate(params)
+    ]  # fmt: skip
+    shapes = [([5, 6, 5, 7, 6], [0, 0, 1, 3, 2]), ([], []), ([4], [0])]
+    trees = make_trees([shapes[i % 3] for i in range(len(requests))])
+    batch = decode_batch(requests)
+    rows, offsets = sample_rows(batch, trees)
+    logits = rng.normal(size=(len(rows.requests), VOCAB)) * 3
+    logits[:, 3:9] += 6
+    return batch, trees, rows, offsets, torch.from_numpy(logits).to(device, dtype)
+
+
+def assert_same(one, other):
+    """Tokens alike and numbers bitwise."""
+    assert one.tokens == other.tokens
+    assert one.logprobs == other.logprobs
+    assert one.extras == other.extras
+
+
+@pytest.mark.parametrize("params", [PARAMS, PLAIN], ids=["shaped", "plain"])
+def test_every_number_is_the_hosts(compared_dtype, device, params) -> None:
+    _, _, rows, _, logits = random_step(params, compared_dtype, device)
+    sampled = device_sampler.sample(logits, rows)
+    assert_same(sampled, host_sampler.sample(logits, rows))
+    assert set(sampled.tokens) - {-1}
+    assert any(e != type(e)() for e in sampled.extras) == (params is PARAMS)
+
+
+def test_score_reports_what_was_drawn(device) -> None:
+    _, _, rows, _, logits = random_step(PARAMS, torch.float32, device)
+    sampled = device_sampler.sample(logits, rows)
+    assert_same(device_sampler.score(logits, rows, sampled.tokens), sampled)
+
+
+def test_score_of_a_continuation_is_the_hosts(device) -> None:
+    request = make_request([1, 2, 3], eos=(3,), **PARAMS[-1])
+    rows = rows_of_continuation(request, [4, 4, 5, 3], range(1, 4))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    scored = device_sampler.score(logits, rows, [4, 5, 3])
+    assert_same(scored, host_sampler.score(logits, rows, [4, 5, 3]))
+
+
+def test_a_step_is_sampled_and_walked_at_once(device) -> None:
+    accepted = 0
+    for seed in range(2):
+        batch, trees, rows, offsets, logits = random_step(PARAMS, torch.float32, device, seed)
+        samples = sample_trees(batch, trees, logits)
+        assert_same(samples.sampled, device_sampler.sample(logits, rows))
+        assert samples.offsets_B1.tolist() == offsets.tolist()
+        for b, path in enumerate(samples.paths):
+            nodes = slice(*trees.offsets_B1[b : b + 2])
+            own = samples.sampled.tokens[offsets[b] : offsets[b + 1]]
+            assert path == accept(trees.tokens_N[nodes], trees.parents_N[nodes], own)
+            accepted += len(path)
+    assert accepted > 0
+
+
+def test_entries_that_do_not_sample_have_no_rows(device) -> None:
+    batch, trees, _, _, _ = random_step(PLAIN, torch.float32, device)
+    batch.entries[1].request.tokens.append(1)  # its run ends before the last token
+    rows, _ = sample_rows(batch, trees)
+    logits = torch.randn(len(rows.requests), VOCAB, generator=torch.Generator().manual_seed(1))
+    samples = sample_trees(batch, trees, logits.to(device))
+    assert samples.paths[1] == []
+    assert samples.offsets_B1.tolist() == [0, 6, 6, 8]
+    batch.entries = batch.entries[1:2]
+    samples = sample_trees(batch, make_trees([([], [])]), logits[:0].to(device))
+    assert (samples.sampled.tokens, samples.paths) == ([], [[]])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("own", [PARAMS[0], PARAMS[1], PARAMS[2], PARAMS[6], PARAMS[8]])
+def test_rows_without_a_distribution_end_the_path(device, bad, own) -> None:
+    batch, trees, _, offsets, logits = random_step([own, own, own], torch.float32, device)
+    logits[0, 17] = bad
+    logits[7] = -math.inf
+    samples = sample_trees(batch, trees, logits)
+    first = samples.offsets_B1.tolist()
+    assert first == offsets.tolist() == [0, 6, 7, 9]
+    assert samples.sampled.tokens[0] == samples.sampled.tokens[7] == -1
+    assert all(token >= 0 for row, token in enumerate(samples.sampled.tokens) if row not in (0, 7))
+    assert samples.paths[0] == samples.paths[2] == []
+
+
+def test_what_is_sent_comes_back(device) -> None:
+    arrays = {
+        "bytes": np.arange(5, dtype=np.uint8),
+        "none": np.empty((0, 3), dtype=np.int64),
+        "whole": np.array([2**62, -1], dtype=np.int64),
+        "one": np.array([7], dtype=np.int32),
+        "double": np.array([[0.1, 0.2]], dtype=np.float64),
+    }
+    sent = upload(arrays, device)
+    assert {name: tensor.tolist() for name, tensor in sent.items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }
+    del sent["bytes"]
+    read = download(sent)
+    for name, array in read.items():
+        assert array.dtype == arrays[name].dtype
+        assert array.tolist() == arrays[name].tolist()
+
+
+def test_a_fixed_buffer_keeps_places_and_refuses_what_does_not_fit(device) -> None:
+    buffer = torch.empty(64, dtype=torch.uint8, device=device)
+    pair = {"a": np.array([1, 2], dtype=np.int32), "b": np.array([3], dtype=np.int64)}
+    first = upload(pair, device, into=buffer)
+    again = upload({name: array + 1 for name, array in pair.items()}, device, into=buffer)
+    for name in pair:
+        assert first[name].data_ptr() == again[name].data_ptr()
+        assert first[name].tolist() == (pair[name] + 1).tolist()
+    with pytest.raises(AssertionError, match="into a buffer of 64"):
+        upload({"a": np.zeros(17, dtype=np.int32)}, device, into=buffer)
