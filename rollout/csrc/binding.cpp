@@ -1,44 +1,26 @@
 // Python's view of the ops. Tensors come as address, shape and strides in elements: a tensor
 // exchange would cost more than a small op. The callers, rollout/ops/*/native.py, have checked
 // device, dtype and that the last dimension is adjacent; what is checked here is that sizes agree.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
+#include "binding.h"
 
-#include <array>
-#include <stdexcept>
-#include <string>
+#include <span>
 
 #include "attention_schedule.h"
 #include "ops.h"
 #include "parallel.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
+using namespace rollout::binding;
 using rollout::DType;
-using Address = uintptr_t;
-using Dims2 = std::array<int64_t, 2>;
-using Dims3 = std::array<int64_t, 3>;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-
-template <typename T = void>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 template <typename T>
 std::span<const T> view(Address address, int64_t count) {
   return {at<const T>(address), static_cast<size_t>(count)};
 }
 
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
-
 void rms_norm(int dtype, Address x, Dims3 shape, Dims3 strides, Address weight, int64_t weight_len,
-              float eps, Address out, int threads) {
+              float eps, bool unit_offset, Address out, int threads) {
   require(weight_len == shape[2], "weight_E: its length must be x's last dimension");
   rollout::rms_norm({.dtype = DType{dtype},
                      .x = at(x),
@@ -47,6 +29,10 @@ void rms_norm(int dtype, Address x, Dims3 shape, Dims3 strides, Address weight, 
                      .residual = nullptr,
                      .residual_row_stride = 0,
                      .weight = at(weight),
+                     .unit_offset = unit_offset,
+                     .gate = nullptr,
+                     .gate_row_stride = 0,
+                     .gate_head_stride = 0,
                      .out = at(out),
                      .rows = shape[0] * shape[1],
                      .heads = shape[1],
@@ -57,7 +43,7 @@ void rms_norm(int dtype, Address x, Dims3 shape, Dims3 strides, Address weight, 
 
 void add_rms_norm(int dtype, Address x, Dims2 shape, Dims2 strides, Address residual,
                   Dims2 residual_shape, Dims2 residual_strides, Address weight, int64_t weight_len,
-                  float eps, Address out, int threads) {
+                  float eps, bool unit_offset, Address out, int threads) {
   require(weight_len == shape[1], "weight_E: its length must be x's last dimension");
   require(residual_shape == shape, "residual_TE: must have x's shape");
   rollout::rms_norm({.dtype = DType{dtype},
@@ -67,6 +53,10 @@ void add_rms_norm(int dtype, Address x, Dims2 shape, Dims2 strides, Address resi
                      .residual = at(residual),
                      .residual_row_stride = residual_strides[0],
                      .weight = at(weight),
+                     .unit_offset = unit_offset,
+                     .gate = nullptr,
+                     .gate_row_stride = 0,
+                     .gate_head_stride = 0,
                      .out = at(out),
                      .rows = shape[0],
                      .heads = 1,
@@ -276,10 +266,10 @@ NB_MODULE(_cpu, m) {
         "Hand over GOMP_parallel of the OpenMP runtime to run on; 0 is serial.");
 
   m.def("rms_norm", &rms_norm, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weight"_a, "weight_len"_a,
-        "eps"_a, "out"_a, "threads"_a, Unlocked());
+        "eps"_a, "unit_offset"_a, "out"_a, "threads"_a, Unlocked());
   m.def("add_rms_norm", &add_rms_norm, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "residual"_a,
-        "residual_shape"_a, "residual_strides"_a, "weight"_a, "weight_len"_a, "eps"_a, "out"_a,
-        "threads"_a, Unlocked());
+        "residual_shape"_a, "residual_strides"_a, "weight"_a, "weight_len"_a, "eps"_a,
+        "unit_offset"_a, "out"_a, "threads"_a, Unlocked());
   m.def("rotary", &rotary, "dtype"_a, "q"_a, "q_shape"_a, "q_strides"_a, "k"_a, "k_shape"_a,
         "k_strides"_a, "positions"_a, "positions_len"_a, "wide_positions"_a, "cos_sin"_a,
         "cos_sin_shape"_a, "threads"_a, Unlocked());
@@ -312,4 +302,6 @@ NB_MODULE(_cpu, m) {
         "strides"_a, "first_row"_a, "threads"_a, Unlocked());
   m.def("read_panels", &read_panels, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a, "shape"_a,
         "strides"_a, "first_row"_a, "threads"_a, Unlocked());
+
+  bind_recurrent(m);
 }

@@ -3,6 +3,9 @@
 
 #include "attention.h"
 #include "categorical.h"
+#include "causal_conv.h"
+#include "delta_rule.h"
+#include "gates.h"
 #include "panels.h"
 #include "rms_norm.h"
 #include "rotary.h"
@@ -34,6 +37,26 @@ void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
 
 void silu_mul(const SiluMulArgs& args, int64_t begin, int64_t end) {
   with_type(args.dtype, [&](auto type) { silu_mul_rows<decltype(type)>(args, begin, end); });
+}
+
+void sigmoid_gate(const SigmoidGateArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) { sigmoid_gate_rows<decltype(type)>(args, begin, end); });
+}
+
+void delta_gates(const DeltaGatesArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) { delta_gates_rows<decltype(type)>(args, begin, end); });
+}
+
+void causal_conv(const CausalConvArgs& args, int64_t first_channel, void* scratch) {
+  with_type(args.dtype,
+            [&](auto type) { ConvBlock<decltype(type)>(args, first_channel, scratch).run(); });
+}
+
+void delta_rule(const DeltaRuleArgs& args, int64_t entry, int64_t head, int64_t first_column,
+                float* scratch) {
+  with_type(args.dtype, [&](auto type) {
+    DeltaRuleBlock<decltype(type)>(args, entry, head, first_column, scratch).run();
+  });
 }
 
 void attend(const AttentionArgs& args, const AttentionTile& tile, int64_t kv_head, float* scratch) {
@@ -72,6 +95,10 @@ const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
                           rms_norm,
                           rotary,
                           silu_mul,
+                          sigmoid_gate,
+                          delta_gates,
+                          causal_conv,
+                          delta_rule,
                           attend,
                           categorical,
                           token_logprob,

@@ -19,6 +19,9 @@ struct RmsNormArgs {
   void* residual;                       // or null: x is normalised, not residual += x
   int64_t residual_row_stride;
   const void* weight;
+  bool unit_offset;  // the weight is 1 + weight
+  const void* gate;  // or null: the output is not multiplied by silu(gate)
+  int64_t gate_row_stride, gate_head_stride;
   void* out;  // contiguous
   int64_t rows, heads, width;
   float eps;
@@ -52,6 +55,83 @@ struct SiluMulArgs {
   void* out;  // contiguous [rows, width]
   int64_t rows, width;
 };
+
+struct SigmoidGateArgs {
+  DType dtype;
+  void* x;
+  int64_t x_row_stride, x_head_stride;  // row r is x[r / heads][r % heads]
+  const void* gate;
+  int64_t gate_row_stride, gate_head_stride;
+  int64_t rows, heads, width;
+};
+
+struct DeltaGatesArgs {
+  DType dtype;
+  const void* a;
+  const void* b;
+  int64_t a_row_stride, b_row_stride;
+  const float* A_log;
+  const float* dt_bias;
+  float* log_decay;  // contiguous [rows, heads], as is beta
+  float* beta;
+  int64_t rows, heads;
+};
+
+// Which state each row continues, and where its own goes: see rollout/ops/state_plan.py.
+struct StatePlan {
+  const int32_t* q_offsets;
+  const int32_t* sources;
+  const int32_t* parents;
+  const int32_t* targets;
+  int64_t entries;
+
+  int64_t rows() const { return q_offsets[entries]; }
+};
+
+constexpr int32_t kNoState = 0;
+
+struct CausalConvArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_row_stride;
+  const void* weight;  // contiguous [channels, taps]
+  const void* bias;    // or null
+  void* states;        // [slots, channels, taps - 1], a slot contiguous
+  int64_t slot_stride;
+  void* out;  // contiguous [rows, channels]
+  int64_t rows, channels, taps;
+  StatePlan plan;
+};
+
+constexpr int64_t kConvChannels = 256;  // that one call of the kernel convolves
+
+// Bytes of scratch for a block of channels: weights and a state by tap, and a pointer for each tap.
+constexpr int64_t conv_scratch_bytes(int64_t taps) {
+  return taps * static_cast<int64_t>(sizeof(void*)) + 2 * taps * kConvChannels * 4;
+}
+
+struct DeltaRuleArgs {
+  DType dtype;
+  const void* q;
+  const void* k;
+  const void* v;
+  int64_t q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride;
+  const float* log_decay;
+  const float* beta;
+  int64_t log_decay_row_stride, beta_row_stride;
+  float* states;  // [slots, heads, key_dim, value_dim], a slot contiguous
+  int64_t slot_stride;
+  void* out;  // contiguous [rows, heads, value_dim]
+  int64_t rows, key_heads, heads, key_dim, value_dim;
+  StatePlan plan;
+};
+
+constexpr int64_t kStateColumns = 64;  // of the values, that one call of the kernel goes through
+
+// Floats of scratch for a block of columns: a state, a query and a key.
+constexpr int64_t delta_rule_scratch_floats(int64_t key_dim) {
+  return key_dim * (kStateColumns + 2);
+}
 
 struct AttentionArgs {
   DType dtype;
@@ -119,6 +199,11 @@ struct Kernels {
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs& args, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMulArgs& args, int64_t begin, int64_t end);
+  void (*sigmoid_gate)(const SigmoidGateArgs& args, int64_t begin, int64_t end);
+  void (*delta_gates)(const DeltaGatesArgs& args, int64_t begin, int64_t end);
+  void (*causal_conv)(const CausalConvArgs& args, int64_t first_channel, void* scratch);
+  void (*delta_rule)(const DeltaRuleArgs& args, int64_t entry, int64_t head, int64_t first_column,
+                     float* scratch);
   void (*attend)(const AttentionArgs& args, const AttentionTile& tile, int64_t kv_head,
                  float* scratch);
   // block_sums: scratch of ceil(vocab / kVocabBlock) floats.

@@ -34,6 +34,35 @@ void parallel_rows(int64_t rows, int64_t elements, int threads, const Function& 
                [&](int64_t item, void*) { f(item * chunk, std::min(rows, (item + 1) * chunk)); });
 }
 
+// That every state a row continues is there: a slot of the pool, or that of the row just before.
+void check_plan(const StatePlan& plan, int64_t rows, int64_t slots) {
+  for (int64_t entry = 0; entry < plan.entries; ++entry) {
+    const int64_t begin = plan.q_offsets[entry], end = plan.q_offsets[entry + 1];
+    if (begin < 0 || begin > end || end > rows || (entry == 0 && begin != 0)) {
+      throw std::invalid_argument("q_offsets_B1: must ascend from 0 to at most the rows");
+    }
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t parent = plan.parents[row];
+      if (parent != -1 && (parent < begin || parent >= row)) {
+        throw std::invalid_argument("parents_T[" + std::to_string(row) +
+                                    "]=" + std::to_string(parent) +
+                                    ": must be -1 or an earlier row of its entry");
+      }
+      if (parent >= 0 && parent != row - 1 && plan.targets[parent] == kNoState) {
+        throw std::invalid_argument("targets_T[" + std::to_string(parent) +
+                                    "]=0: a row that is continued further on needs a target");
+      }
+    }
+  }
+  check_indices({plan.sources, false}, plan.entries, slots, "sources_B");
+  check_indices({plan.targets, false}, rows, slots, "targets_T");
+}
+
+void zero_padding(void* out, int64_t first_row, int64_t rows, int64_t row_bytes) {
+  std::memset(static_cast<std::byte*>(out) + first_row * row_bytes, 0,
+              (rows - first_row) * row_bytes);
+}
+
 void copy_heads(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride,
                 int64_t heads, int64_t head_bytes) {
   if (from_stride == head_bytes && to_stride == head_bytes) {
@@ -110,11 +139,43 @@ void silu_mul(const SiluMulArgs& args, int threads) {
                 [&](int64_t begin, int64_t end) { kernels().silu_mul(args, begin, end); });
 }
 
+void sigmoid_gate(const SigmoidGateArgs& args, int threads) {
+  parallel_rows(args.rows, args.rows * args.width, threads,
+                [&](int64_t begin, int64_t end) { kernels().sigmoid_gate(args, begin, end); });
+}
+
+void delta_gates(const DeltaGatesArgs& args, int threads) {
+  parallel_rows(args.rows, args.rows * args.heads, threads,
+                [&](int64_t begin, int64_t end) { kernels().delta_gates(args, begin, end); });
+}
+
+void causal_conv(const CausalConvArgs& args, int64_t slots, int threads) {
+  check_plan(args.plan, args.rows, slots);
+  zero_padding(args.out, args.plan.rows(), args.rows, args.channels * element_bytes(args.dtype));
+  const bool small = args.rows * args.channels < kParallelElements;
+  parallel_for((args.channels + kConvChannels - 1) / kConvChannels, small ? 1 : threads,
+               conv_scratch_bytes(args.taps), [&](int64_t item, void* scratch) {
+                 kernels().causal_conv(args, item * kConvChannels, scratch);
+               });
+}
+
+void gated_delta_rule(const DeltaRuleArgs& args, int64_t slots, int threads) {
+  check_plan(args.plan, args.rows, slots);
+  zero_padding(args.out, args.plan.rows(), args.rows,
+               args.heads * args.value_dim * element_bytes(args.dtype));
+  const int64_t blocks = (args.value_dim + kStateColumns - 1) / kStateColumns;
+  const int64_t multiply_adds = 3 * args.rows * args.heads * args.key_dim * args.value_dim;
+  parallel_for(
+      args.plan.entries * args.heads * blocks, multiply_adds < kParallelMultiplyAdds ? 1 : threads,
+      delta_rule_scratch_floats(args.key_dim) * sizeof(float), [&](int64_t item, void* scratch) {
+        kernels().delta_rule(args, item / blocks / args.heads, item / blocks % args.heads,
+                             item % blocks * kStateColumns, static_cast<float*>(scratch));
+      });
+}
+
 void paged_attention(const AttentionArgs& args, const AttentionSchedule& schedule, int threads) {
   const int64_t row_bytes = args.kv_heads * args.group * args.head_dim * element_bytes(args.dtype);
-  const int64_t padding_rows = schedule.sizes().query_rows - schedule.covered_rows();
-  std::memset(static_cast<std::byte*>(args.out) + schedule.covered_rows() * row_bytes, 0,
-              padding_rows * row_bytes);
+  zero_padding(args.out, schedule.covered_rows(), schedule.sizes().query_rows, row_bytes);
 
   const auto& tiles = schedule.tiles();
   const int64_t items = static_cast<int64_t>(tiles.size()) * args.kv_heads;

@@ -6,9 +6,10 @@
 namespace rollout::ROLLOUT_ISA {
 namespace {
 
-// The lane in which an element is summed depends on its place in the row alone.
-template <typename T>
-inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t width, float eps) {
+// out[i] = weigh(i, normed, load). The lane in which an element is summed depends on its place in
+// the row alone.
+template <typename T, typename Weigh>
+inline void rms_norm_row(const T* x, T* out, int64_t width, float eps, const Weigh& weigh) {
   Vec squares{};
   for_each_vector(width, [&](int64_t i, auto load_at, auto) {
     const Vec v = load_at(x + i);
@@ -17,8 +18,7 @@ inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t width, flo
   const float mean = reduce_add(squares) / static_cast<float>(width);
   const Vec scale = broadcast(1.0f / __builtin_sqrtf(mean + eps));
   for_each_vector(width, [&](int64_t i, auto load_at, auto store_at) {
-    const Vec normed = round_to<T>(load_at(x + i) * scale);
-    store_at(out + i, normed * load_at(weight + i));
+    store_at(out + i, weigh(i, load_at(x + i) * scale, load_at));
   });
 }
 
@@ -36,7 +36,22 @@ void rms_norm_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
       });
       x = residual;
     }
-    rms_norm_row(x, weight, out, args.width, args.eps);
+    const auto scaled = [&](int64_t i, Vec normed, auto load_at) {
+      return round_to<T>(normed) * load_at(weight + i);
+    };
+    if (args.unit_offset) {
+      rms_norm_row(x, out, args.width, args.eps, [&](int64_t i, Vec normed, auto load_at) {
+        return normed * (load_at(weight + i) + 1.0f);
+      });
+    } else if (args.gate != nullptr) {
+      const T* gate = static_cast<const T*>(args.gate) + row / args.heads * args.gate_row_stride +
+                      row % args.heads * args.gate_head_stride;
+      rms_norm_row(x, out, args.width, args.eps, [&](int64_t i, Vec normed, auto load_at) {
+        return round_to<T>(scaled(i, normed, load_at)) * silu(load_at(gate + i));
+      });
+    } else {
+      rms_norm_row(x, out, args.width, args.eps, scaled);
+    }
   }
 }
 

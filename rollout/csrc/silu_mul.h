@@ -13,8 +13,7 @@ void silu_mul_rows(const SiluMulArgs& args, int64_t begin, int64_t end) {
     const T* up = gate + args.width;
     T* out = static_cast<T*>(args.out) + row * args.width;
     for_each_vector(args.width, [&](int64_t i, auto load_at, auto store_at) {
-      const Vec g = load_at(gate + i);
-      store_at(out + i, g / (exp(-g) + 1.0f) * load_at(up + i));
+      store_at(out + i, silu(load_at(gate + i)) * load_at(up + i));
     });
   }
 }

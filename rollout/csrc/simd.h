@@ -261,6 +261,22 @@ inline Vec exp(Vec x) {
   return x < -87.33f ? Vec{} : p * scale;
 }
 
+inline Vec sigmoid(Vec x) { return 1.0f / (exp(-x) + 1.0f); }
+
+inline Vec silu(Vec x) { return x / (exp(-x) + 1.0f); }
+
+// log(1 + exp(x)) = max(x, 0) + log1p(u) with u = exp(-|x|), and log1p(u) = 2 artanh(u / (2 + u)),
+// an argument of at most 1/3: its series, cut where the next term is below 2e-8 of the sum.
+inline Vec softplus(Vec x) {
+  const Vec u = exp(x > 0.0f ? -x : x);
+  const Vec s = u / (u + 2.0f), square = s * s;
+  Vec sum = broadcast(1.0f / 13.0f);
+  for (int divisor = 11; divisor > 0; divisor -= 2) {
+    sum = fma(sum, square, broadcast(1.0f / static_cast<float>(divisor)));
+  }
+  return (x > 0.0f ? x : Vec{}) + 2.0f * s * sum;
+}
+
 // One step of Eklundh's matrix transposition: swaps the off-diagonal blocks of size `Block`.
 template <int Block, size_t... Lane>
 inline void swap_blocks(BitsVec& upper, BitsVec& lower, std::index_sequence<Lane...>) {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from rollout.ops.causal_conv import causal_conv, reference
+from rollout.ops.causal_conv import causal_conv, native, reference
 from rollout.ops.state_plan import StatePlan
 from tests.helpers.state_cases import Step, make_plan, random_steps
 
@@ -80,6 +80,7 @@ def test_a_run_is_that_of_transformers(channels: int, taps: int, biased: bool) -
 def test_causal_conv_is_the_reference(dtype: torch.dtype, channels: int, taps: int) -> None:
     steps = random_steps(channels, 5, SOURCES)
     x, weight, bias, states = make_inputs(steps, channels, taps, dtype)
+    assert native.supports(x, weight, bias, states)
     y, kept = run(steps, x, weight, bias, states)
     plan = make_plan(steps, SOURCES + 1)
     expected = reference.causal_conv(x, weight, bias, states, plan)

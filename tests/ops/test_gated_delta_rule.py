@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from rollout.ops.gated_delta_rule import gated_delta_rule, reference
+from rollout.ops.causal_conv import causal_conv
+from rollout.ops.gated_delta_rule import gated_delta_rule, native, reference
 from rollout.ops.state_plan import StatePlan
 from tests.helpers.state_cases import Step, make_plan, random_steps
 
@@ -92,6 +93,7 @@ def test_a_run_is_that_of_transformers(shape: tuple[int, int, int, int], source:
 def test_gated_delta_rule_is_the_reference(dtype: torch.dtype, shape) -> None:
     steps = random_steps(shape[2], 4, SOURCES)
     inputs = make_inputs(steps, shape, dtype)
+    assert native.supports(*inputs)
     out, kept = run(steps, inputs)
     plan = make_plan(steps, SOURCES + 1)
     expected = reference.gated_delta_rule(*inputs, plan)
@@ -169,3 +171,25 @@ def test_padding_comes_out_as_zeros_and_has_no_state(dtype: torch.dtype) -> None
 def test_no_rows() -> None:
     inputs = make_inputs([], (1, 2, 8, 8))
     assert gated_delta_rule(*inputs, make_plan([], 1)).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("field", "row", "value", "error"),
+    [
+        ("parents_T", 1, 1, "parents_T"),  # itself
+        ("parents_T", 4, 2, "parents_T"),  # of another entry
+        ("parents_T", 2, 0, "targets_T"),  # further back, and kept nowhere
+        ("targets_T", 2, 99, "targets_T"),
+        ("sources_B", 1, -1, "sources_B"),
+        ("q_offsets_B1", 1, 6, "q_offsets_B1"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(field, row, value, error) -> None:
+    steps = [Step(run_len=3), Step(run_len=2)]
+    plan = make_plan(steps, 1)
+    getattr(plan, field)[row] = value
+    with pytest.raises((ValueError, IndexError), match=error):
+        gated_delta_rule(*make_inputs(steps, (1, 2, 8, 8)), plan)
+    x, states = torch.zeros(5, 8), torch.zeros(6, 8, 3)
+    with pytest.raises((ValueError, IndexError), match=error):
+        causal_conv(x, torch.ones(8, 4), None, states, plan)

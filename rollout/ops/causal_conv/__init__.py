@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.ops.causal_conv import reference
+from rollout.ops.causal_conv import native, reference
 from rollout.ops.state_plan import StatePlan
 
 
@@ -24,5 +24,9 @@ def causal_conv(
     from its entry's source. The state after a row, its last w inputs, oldest first, is written to
     the row's target. x_TC: rows may be strided, elements are adjacent; all of one dtype, rounded
     once. Rows of padding come out as zeros. Returns a new contiguous [T, C].
+    Raises ValueError or IndexError when the plan contradicts itself or names a row or slot that is
+    not there; on a GPU nothing checks that.
     """
+    if native.supports(x_TC, weight_CW, bias_C, states_SCw):
+        return native.causal_conv(x_TC, weight_CW, bias_C, states_SCw, plan)
     return reference.causal_conv(x_TC, weight_CW, bias_C, states_SCw, plan)

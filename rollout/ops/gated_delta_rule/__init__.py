@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.ops.gated_delta_rule import reference
+from rollout.ops.gated_delta_rule import native, reference
 from rollout.ops.state_plan import StatePlan
 
 
@@ -30,5 +30,10 @@ def gated_delta_rule(
     q_THK, k_THK, v_TGV: one dtype, strided views are fine where elements of a head are adjacent.
     log_decay_TG (natural logarithms, <= 0), beta_TG and states_SGKV: float32. Rows of padding come
     out as zeros. Returns a new contiguous [T, G, V] in the dtype of v.
+    Raises ValueError or IndexError when the plan contradicts itself or names a row or slot that is
+    not there; on a GPU nothing checks that.
     """
-    return reference.gated_delta_rule(q_THK, k_THK, v_TGV, log_decay_TG, beta_TG, states_SGKV, plan)
+    inputs = (q_THK, k_THK, v_TGV, log_decay_TG, beta_TG, states_SGKV)
+    if native.supports(*inputs):
+        return native.gated_delta_rule(*inputs, plan)
+    return reference.gated_delta_rule(*inputs, plan)

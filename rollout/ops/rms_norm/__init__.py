@@ -21,8 +21,8 @@ def rms_norm(
         from rollout.ops.rms_norm import triton
 
         return triton.rms_norm(x, weight_E, eps, unit_offset)
-    if not unit_offset and native.supports(x, weight_E):
-        return native.rms_norm(x, weight_E, eps)
+    if native.supports(x, weight_E):
+        return native.rms_norm(x, weight_E, eps, unit_offset)
     return reference.rms_norm(x, weight_E, eps, unit_offset)
 
 
@@ -38,6 +38,6 @@ def add_rms_norm(
         from rollout.ops.rms_norm import triton
 
         return triton.add_rms_norm(x_TE, residual_TE, weight_E, eps, unit_offset)
-    if not unit_offset and native.supports(x_TE, residual_TE, weight_E):
-        return native.add_rms_norm(x_TE, residual_TE, weight_E, eps)
+    if native.supports(x_TE, residual_TE, weight_E):
+        return native.add_rms_norm(x_TE, residual_TE, weight_E, eps, unit_offset)
     return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps, unit_offset)

@@ -9,7 +9,9 @@ from rollout.ops.extension import DTYPE_CODES, cpu, supports
 __all__ = ["add_rms_norm", "rms_norm", "supports"]
 
 
-def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight_E: torch.Tensor, eps: float, unit_offset: bool = False
+) -> torch.Tensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     if x.dim() == 3:
@@ -17,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
     elif x.dim() == 2:
         shape, strides = (x.shape[0], 1, x.shape[1]), (x.stride(0), 0, 1)
     else:
-        return rms_norm(x.reshape(-1, x.shape[-1]), weight_E, eps).view(x.shape)
+        return rms_norm(x.reshape(-1, x.shape[-1]), weight_E, eps, unit_offset).view(x.shape)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     cpu.rms_norm(
         DTYPE_CODES[x.dtype],
@@ -27,6 +29,7 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
         weight_E.data_ptr(),
         weight_E.numel(),
         eps,
+        unit_offset,
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -34,7 +37,11 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    x_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     out_TE = torch.empty_like(residual_TE)  # contiguous, as columns are adjacent
     cpu.add_rms_norm(
@@ -48,6 +55,7 @@ def add_rms_norm(
         weight_E.data_ptr(),
         weight_E.numel(),
         eps,
+        unit_offset,
         out_TE.data_ptr(),
         torch.get_num_threads(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.ops.sigmoid_gate import reference
+from rollout.ops.sigmoid_gate import native, reference
 
 
 def sigmoid_gate_(x: torch.Tensor, gate: torch.Tensor) -> None:
@@ -12,4 +12,7 @@ def sigmoid_gate_(x: torch.Tensor, gate: torch.Tensor) -> None:
 
     x, gate: [T, D] or [T, H, D] of one dtype; strided where their last elements are adjacent.
     """
-    reference.sigmoid_gate_(x, gate)
+    if native.supports(x, gate):
+        native.sigmoid_gate_(x, gate)
+    else:
+        reference.sigmoid_gate_(x, gate)
