@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from rollout.memory.kv_pool import KvPool
 from rollout.memory.sizing import num_kv_slots
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
-from rollout.models.mtp.names import is_mtp_tensor
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
 from rollout.sampling.rows import rows_of_continuation
@@ -78,9 +76,7 @@ class TargetWorker:
         self.eos_token_ids = spec.eos_token_ids
         self.weights = WeightTransaction(
             {"target": self.model},
-            passes_over=partial(
-                is_mtp_tensor, num_layers=spec.num_layers, num_mtp_layers=spec.num_mtp_layers
-            ),
+            passes_over=spec.passes_over,
         )
         if config.model.load_format is LoadFormat.dummy:
             self.weights.tear(["target"], "model.load_format=dummy loads none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,18 @@ class Destination:
             read=tensor.clone,
         )
 
+    def reordered(self, order_O: torch.Tensor) -> Destination:
+        """Of a tensor whose rows come and go in another order than they are kept in.
+
+        ``order_O``: kept row i is row order[i] of the tensor.
+        """
+        place_O = torch.argsort(order_O)
+        return replace(
+            self,
+            write=lambda values: self.write(values[order_O.to(values.device)]),
+            read=lambda: (kept := self.read())[place_O.to(kept.device)],
+        )
+
 
 @torch.inference_mode()
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -56,7 +68,9 @@ def same_values(values: torch.Tensor, held: torch.Tensor) -> bool:
     return bool(((converted == held) | (converted.isnan() & held.isnan())).all())
 
 
-def with_alias(name: str, alias: str, destination: Destination) -> dict[str, Destination]:
+def with_alias(
+    name: str, alias: str, destination: Destination, remedy: str = "send one of them"
+) -> dict[str, Destination]:
     """Two names of one tensor, as tied embedding and head are.
 
     Whichever is written first fills it; the other must then carry the same values, and raises
@@ -71,8 +85,7 @@ def with_alias(name: str, alias: str, destination: Destination) -> dict[str, Des
             return
         if not same_values(values, destination.read()):
             raise CheckpointError(
-                f"{name} and {alias} are tied by the config but differ in value; "
-                "set tie_word_embeddings to false or send one of them"
+                f"{name} and {alias} are one tensor but differ in value; {remedy}"
             )
 
     def named(which: str, alias_of: str | None) -> Destination:

@@ -137,3 +137,17 @@ class Linear:
             if self._table_OI is not None:
                 fill(self._table_OI[first : first + len(plain_MI)], plain_MI)
             self._packed.write(first, plain_MI)
+
+
+def linear_destinations(
+    prefix: str, linear: Linear, widths: dict[str, int]
+) -> dict[str, Destination]:
+    """A fused product's rows, part by part under the names checkpoints have for them."""
+    found: dict[str, Destination] = {}
+    start = 0
+    for name, width in widths.items():
+        found[f"{prefix}.{name}.weight"] = linear.weight_rows(start, start + width)
+        if linear.bias_O is not None:
+            found[f"{prefix}.{name}.bias"] = linear.bias_rows(start, start + width)
+        start += width
+    return found

@@ -15,6 +15,7 @@ class LinearAttentionSpec:
     key_dim: int  # K, of one head; queries' too
     value_dim: int  # V, of one head
     conv_width: int  # W: taps of the convolution before
+    interleaved: bool = False  # checkpoints keep the input projections key head by key head
 
     @property
     def channels(self) -> int:

@@ -4,10 +4,13 @@ Sources: Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 (Yang e
 (Xiaomi 2025), Qwen3 (Yang et al. 2025). They differ in what their ModelSpec says, and in nothing
 else.
 
-Legend: T query rows, R sampled rows, E hidden, V vocabulary, D head dim, P positions.
+Legend: T query rows, R sampled rows, E hidden, V vocabulary, D rotary dims, P positions.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -22,17 +25,63 @@ from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
 
+class ModelLayer(Protocol):
+    """One layer of a model, over normed hidden states."""
+
+    input_norm_E: torch.Tensor
+    mlp_norm_E: torch.Tensor
+
+    def mix(
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        states: LayerStates | None,
+    ) -> torch.Tensor:
+        """[T, E], to be added to the residual: of rows and of those before them."""
+        ...
+
+    def feed_forward(self, hidden_TE: torch.Tensor, routes: RouteRecorder | None) -> torch.Tensor:
+        """[T, E], to be added to the residual: of each row alone."""
+        ...
+
+    def linears(self) -> list[Linear]: ...
+
+    def plain_weights(self) -> list[torch.Tensor]: ...
+
+    def destinations(self, at: str) -> dict[str, Destination]: ...
+
+
 class LlamaLayer(DecoderLayer):
     """A decoder layer with a norm before its attention."""
 
     def __init__(
-        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, packing: bool
+        self,
+        spec: ModelSpec,
+        *,
+        index: int = 0,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
     ) -> None:
+        """``index``: among the layers that attend."""
         super().__init__(spec, dtype=dtype, device=device, packing=packing)
-        self.attention_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.index = index
+        self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
 
-    def norms(self) -> dict[str, torch.Tensor]:
-        return {"input_layernorm": self.attention_norm_E, **super().norms()}
+    def mix(
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        states: LayerStates | None = None,
+    ) -> torch.Tensor:
+        return self.attend(self.index, hidden_TE, positions_T, cos_sin_PD, attention)
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        return {"input_layernorm": self.input_norm_E, **super()._norms()}
 
 
 class Llama(OwnWeights):
@@ -52,10 +101,7 @@ class Llama(OwnWeights):
         self.embedding_VE = torch.empty(
             spec.vocab_size, spec.hidden_size, dtype=dtype, device=device
         )
-        self.layers = [
-            LlamaLayer(spec, dtype=dtype, device=device, packing=packing)
-            for _ in range(spec.num_layers)
-        ]
+        self.layers = self._make_layers(packing)
         self.final_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
         self.head = Linear(
             spec.hidden_size,
@@ -65,9 +111,18 @@ class Llama(OwnWeights):
             packing=packing,
             table_OI=self.embedding_VE if spec.tied_embeddings else None,
         )
-        self.cos_sin_PD = cos_sin_table(spec.rope, spec.head_dim, spec.max_context_len, device)
-        self._next_norms_E = [layer.attention_norm_E for layer in self.layers[1:]]
+        self.cos_sin_PD = cos_sin_table(spec.rope, spec.rotary_dim, spec.max_context_len, device)
+        self._next_norms_E = [layer.input_norm_E for layer in self.layers[1:]]
         self._next_norms_E.append(self.final_norm_E)
+
+    def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
+        """In order."""
+        return [
+            LlamaLayer(
+                self.spec, index=index, dtype=self.dtype, device=self.device, packing=packing
+            )
+            for index in range(self.spec.num_layers)
+        ]
 
     def forward(
         self,
@@ -80,18 +135,18 @@ class Llama(OwnWeights):
         routes: RouteRecorder | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, E] after the final norm. Each norm is done where its residual is."""
-        eps = self.spec.rms_norm_eps
+        eps, unit_offset = self.spec.rms_norm_eps, self.spec.norm_unit_offset
         residual_TE = self.embed(input_ids_T)
-        hidden_TE = rms_norm(residual_TE, self.layers[0].attention_norm_E, eps)
+        hidden_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps, unit_offset)
         for index, (layer, next_norm_E) in enumerate(
             zip(self.layers, self._next_norms_E, strict=True)
         ):
             if taps is not None:
                 taps.enter(index, residual_TE)
-            hidden_TE = layer.attend(index, hidden_TE, positions_T, self.cos_sin_PD, attention)
-            hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps)
-            hidden_TE = layer.feed_forward(hidden_TE)
-            hidden_TE = add_rms_norm(hidden_TE, residual_TE, next_norm_E, eps)
+            hidden_TE = layer.mix(hidden_TE, positions_T, self.cos_sin_PD, attention, states)
+            hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps, unit_offset)
+            hidden_TE = layer.feed_forward(hidden_TE, routes)
+            hidden_TE = add_rms_norm(hidden_TE, residual_TE, next_norm_E, eps, unit_offset)
         if taps is not None:
             taps.enter(self.spec.num_layers, residual_TE)
             taps.leave(hidden_TE)
@@ -108,14 +163,15 @@ class Llama(OwnWeights):
 
     def _plain_weights(self) -> list[torch.Tensor]:
         """Those that are no product's, the embedding included."""
-        norms = [norm for layer in self.layers for norm in layer.norms().values()]
-        return [self.embedding_VE, *norms, self.final_norm_E]
+        of_layers = [weight for layer in self.layers for weight in layer.plain_weights()]
+        return [self.embedding_VE, *of_layers, self.final_norm_E]
 
     def destinations(self) -> dict[str, Destination]:
         spec = self.spec
         head = self.head.weight_rows(0, spec.vocab_size)
         if spec.tied_embeddings:
-            found = with_alias("model.embed_tokens.weight", "lm_head.weight", head)
+            remedy = "set tie_word_embeddings to false or send one of them"
+            found = with_alias("model.embed_tokens.weight", "lm_head.weight", head, remedy)
         else:
             embedding = Destination.of(self.embedding_VE)
             found = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}

@@ -13,7 +13,6 @@ from rollout.layers.destination import mismatches
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.dtype import resolve_dtype
-from rollout.models.mtp.names import is_mtp_tensor
 from rollout.models.registry import MODEL_CLASSES
 from rollout.models.spec import ModelSpec
 
@@ -83,13 +82,13 @@ def resolve_device(name: str) -> torch.device:
 def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
     """Fill every tensor of a model, or raise CheckpointError before the first is touched.
 
-    MTP heads the checkpoint has are passed over.
+    What else the checkpoint has, MTP heads and vision towers, is passed over.
     """
     destinations = model.destinations()
     shapes = {
         name: shape
         for name, shape in checkpoint.shapes().items()
-        if not is_mtp_tensor(name, model.spec.num_layers, model.spec.num_mtp_layers)
+        if not model.spec.passes_over(name)
     }
     problems = mismatches(destinations, shapes)
     if problems:

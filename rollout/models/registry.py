@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 
 from rollout.models.causal_lm import CausalLM
+from rollout.models.hybrid import Hybrid
+from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.llama import Llama
 from rollout.models.spec import ModelSpec
 
@@ -26,5 +28,6 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
         "Qwen2ForCausalLM": Llama,
         "Qwen3ForCausalLM": Llama,
         "MiMoForCausalLM": Llama,
+        **dict.fromkeys(HYBRIDS, Hybrid),
     }
 )

@@ -12,7 +12,18 @@ import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.layers.rope import RopeSpec
+from rollout.models.config_fields import size
+from rollout.models.hybrid_config import (
+    HYBRIDS,
+    VISION,
+    decoder_names,
+    linear_attention_spec,
+    plain_rope,
+    refuse_experts,
+    text_config,
+)
 from rollout.models.layer_spec import ExpertsSpec, LinearAttentionSpec
+from rollout.models.mtp.names import is_mtp_tensor
 from rollout.models.rope_config import context_limit, rope_spec
 
 _DTYPES = {
@@ -61,12 +72,21 @@ class ModelSpec:
     num_mtp_layers: int = 0  # after its own, that predict tokens beyond the next
     linear_attention: LinearAttentionSpec | None = None  # None: every layer is full attention
     experts: ExpertsSpec | None = None  # None: every MLP is dense
+    rotary_dim: int  # of a head, the first that are turned; the others are left as they are
+    gated_attention: bool = False  # what attention gathers is scaled by a gate of its input
+    norm_unit_offset: bool = False  # norms multiply by 1 + weight; those after a gate do not
+    decoder_names: tuple[str, ...] = ("model",)  # prefixes its tensors go by, its own first
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values."""
         linear = () if self.linear_attention is None else self.linear_attention.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in linear)
+
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint or trainer is no part of the model that is run."""
+        is_vision = self.architecture in HYBRIDS and name.startswith(VISION)
+        return is_vision or is_mtp_tensor(name, self.num_layers, self.num_mtp_layers)
 
     @staticmethod
     def read(folder: Path, max_context_len: int | None = None) -> ModelSpec:
@@ -104,6 +124,9 @@ def read_json(path: Path, whose: str = "a model folder") -> dict[str, Any]:
 def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | None) -> ModelSpec:
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    is_hybrid, turned_part = architecture in HYBRIDS, 1.0
+    if is_hybrid:
+        config, turned_part = plain_rope(text_config(config))
     qkv_bias, o_bias, mlp_bias = _biases(architecture, config)
     for name, values in _IMPLEMENTED.items():
         if name in config and config[name] not in values:
@@ -112,21 +135,25 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
                 f"only {' or '.join(map(repr, values))}"
             )
 
-    num_heads = _size(config, "num_attention_heads")
-    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
-    hidden_size = _size(config, "hidden_size")
-    # Qwen3's own default where the field is absent; elsewhere the heads share the hidden size.
+    num_heads = size(config, "num_attention_heads")
+    num_kv_heads = size(config, "num_key_value_heads", num_heads)
+    hidden_size = size(config, "hidden_size")
+    # Families' own defaults where the field is absent; elsewhere the heads share the hidden size.
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
-    head_dim = _size(config, "head_dim", default_head_dim)
+    head_dim = size(config, "head_dim", 256 if is_hybrid else default_head_dim)
+    rotary_dim = int(head_dim * turned_part)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads={num_heads} is no multiple of "
             f"num_key_value_heads={num_kv_heads}"
         )
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim={head_dim} must be even to be rotated")
+    if rotary_dim % 2 or not rotary_dim:
+        raise CheckpointError(
+            f"config.json: head_dim={head_dim} has {rotary_dim} dimensions to rotate; their number "
+            "must be even and >= 2"
+        )
 
-    positions = _size(config, "max_position_embeddings")
+    positions = size(config, "max_position_embeddings")
     rope = rope_spec(config, positions)
     limit = context_limit(rope, positions)
     max_context_len = positions if wished_context is None else wished_context
@@ -134,18 +161,23 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
         raise InvalidInputError(
             "model.max_context_len", max_context_len, f"the checkpoint's positions end at {limit}"
         )
-    num_layers = _size(config, "num_hidden_layers")
-    _refuse_sliding_window(config, architecture, num_layers, max_context_len)
+    num_layers = size(config, "num_hidden_layers")
+    linear_attention = None
+    if is_hybrid:
+        linear_attention = linear_attention_spec(config, str(architecture))
+        refuse_experts(config, str(architecture))
+    else:
+        _refuse_sliding_window(config, architecture, num_layers, max_context_len)
 
     return ModelSpec(
         architecture=str(architecture),
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=size(config, "vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_size=_size(config, "intermediate_size"),
+        ffn_size=size(config, "intermediate_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope,
         max_context_len=max_context_len,
@@ -153,10 +185,15 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=is_hybrid or architecture == "Qwen3ForCausalLM",
         eos_token_ids=_token_ids(config.get("eos_token_id"), extra_eos),
         dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
-        num_mtp_layers=_size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
+        num_mtp_layers=size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
+        linear_attention=linear_attention,
+        rotary_dim=rotary_dim,
+        gated_attention=is_hybrid,
+        norm_unit_offset=is_hybrid,
+        decoder_names=decoder_names(str(architecture)),
     )
 
 
@@ -172,22 +209,14 @@ def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool
             return True, False, False
         case "Qwen3ForCausalLM":
             return attention, attention, False
+    if architecture in HYBRIDS:
+        return attention, attention, False
     raise UnsupportedModelError(
         f"config.json: architectures={config.get('architectures')!r} is not implemented; only "
-        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and "
-        "MiMoForCausalLM are"
+        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+        "MiMoForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM and "
+        "Qwen3_5ForConditionalGeneration are"
     )
-
-
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"config.json: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {name}={value!r} must be a whole number >= 1")
-    return value
 
 
 def _refuse_sliding_window(

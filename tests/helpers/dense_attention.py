@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.helpers.dense_states import DenseStates
+
 
 class DenseAttention:
     """Causal attention within each of several sequences laid end to end."""
@@ -36,5 +38,8 @@ def logits_of(model, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits [length, V] of every sequence, all run in one ragged forward."""
     attention = DenseAttention([len(sequence) for sequence in sequences])
     tokens = torch.tensor([token for sequence in sequences for token in sequence]).long()
-    hidden = model.forward(tokens, attention.positions, attention)
+    states = None
+    if model.spec.linear_attention is not None:
+        states = DenseStates(model.spec, dtype=model.dtype).begin(attention.lengths)
+    hidden = model.forward(tokens, attention.positions, attention, states=states)
     return list(model.logits(hidden).split(attention.lengths))

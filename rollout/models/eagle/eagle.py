@@ -8,13 +8,10 @@ from __future__ import annotations
 import torch
 
 from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear
+from rollout.layers.linear import Linear, linear_destinations
 from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM, LayerAttention
-from rollout.models.decoder_layer import (
-    DecoderLayer,
-    linear_destinations,
-)
+from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec
 from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm
@@ -53,7 +50,7 @@ class Eagle(OwnWeights):
             shape = (decoder.vocab_size, hidden)
             self.embedding_VE = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.cos_sin_PD = cos_sin_table(
-            decoder.rope, decoder.head_dim, decoder.max_context_len, self.device
+            decoder.rope, decoder.rotary_dim, decoder.max_context_len, self.device
         )
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
@@ -92,4 +89,4 @@ class Eagle(OwnWeights):
 
     def _plain_weights(self) -> list[torch.Tensor]:
         embedding = [] if self.embedding_VE is None else [self.embedding_VE]
-        return [*self.layer.norms().values(), *embedding]
+        return [*self.layer.plain_weights(), *embedding]

@@ -6,18 +6,15 @@ vocabulary, V the target's vocabulary, P positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear
+from rollout.layers.linear import Linear, linear_destinations
 from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM, LayerAttention
-from rollout.models.decoder_layer import (
-    DecoderLayer,
-    linear_destinations,
-)
+from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec
 from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
@@ -49,9 +46,9 @@ class Eagle3Layer(DecoderLayer):
         self.embedding_norm_E = torch.empty(hidden, dtype=dtype, device=device)
         self.hidden_norm_E = torch.empty(hidden, dtype=dtype, device=device)
 
-    def norms(self) -> dict[str, torch.Tensor]:
+    def _norms(self) -> dict[str, torch.Tensor]:
         own = {"input_layernorm": self.embedding_norm_E, "hidden_norm": self.hidden_norm_E}
-        return own | super().norms()
+        return own | super()._norms()
 
 
 class Eagle3(OwnWeights):
@@ -104,7 +101,7 @@ class Eagle3(OwnWeights):
         self.head = linear(hidden, spec.draft_vocab_size) if options.own_head else None
         self.embedding_VE = table(decoder.vocab_size, hidden) if options.own_embedding else None
         self.cos_sin_PD = cos_sin_table(
-            decoder.rope, decoder.head_dim, decoder.max_context_len, self.device
+            decoder.rope, decoder.rotary_dim, decoder.max_context_len, self.device
         )
 
     @property
@@ -164,11 +161,13 @@ class Eagle3(OwnWeights):
         found |= {f"draft.{name}.weight": Destination.of(it) for name, it in self._tables().items()}
         if self.head is not None:
             head = self.head.weight_rows(0, self.spec.draft_vocab_size)
-            found["draft.lm_head.weight"] = _reordered(head, self._order_D)
+            if self._order_D is not None:
+                head = head.reordered(self._order_D)
+            found["draft.lm_head.weight"] = head
         return found
 
     def _plain_weights(self) -> list[torch.Tensor]:
-        return [*self.layer.norms().values(), *self._tables().values()]
+        return [*self.layer.plain_weights(), *self._tables().values()]
 
     def _tables(self) -> dict[str, torch.Tensor]:
         """What is neither a product's nor the layer's, by name."""
@@ -179,15 +178,3 @@ class Eagle3(OwnWeights):
             **{f"fc_norm.{index}": norm for index, norm in enumerate(self.feature_norms)},
         }
         return {name: table for name, table in found.items() if table is not None}
-
-
-def _reordered(head: Destination, order_D: torch.Tensor | None) -> Destination:
-    """A head whose rows come and go in another order than they are kept in."""
-    if order_D is None:
-        return head
-    place_D = torch.argsort(order_D)
-    return replace(
-        head,
-        write=lambda values: head.write(values[order_D.to(values.device)]),
-        read=lambda: (kept := head.read())[place_D.to(kept.device)],
-    )

@@ -83,7 +83,7 @@ class MtpChain:
         decoder = self.spec.decoder
         tensors = ChainTensors(dtype=target.dtype, device=target.device, packing=packing)
         cos_sin_PD = cos_sin_table(
-            decoder.rope, decoder.head_dim, decoder.max_context_len, target.device
+            decoder.rope, decoder.rotary_dim, decoder.max_context_len, target.device
         )
         steps = [
             MtpStep(

@@ -109,7 +109,7 @@ class MtpStep(OwnWeights):
         if self._hidden_first:
             joined.reverse()
         residual_TE = self._projection(torch.cat(joined, dim=1))
-        hidden_TE = rms_norm(residual_TE, layer.attention_norm_E, eps)
+        hidden_TE = rms_norm(residual_TE, layer.input_norm_E, eps)
         hidden_TE = layer.attend(0, hidden_TE, positions_T, self._cos_sin_PD, attention)
         hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps)
         hidden_TE = layer.feed_forward(hidden_TE)
@@ -137,7 +137,7 @@ class MtpStep(OwnWeights):
         return found
 
     def _plain_weights(self) -> list[torch.Tensor]:
-        return [*self._layer.norms().values(), *self._tables().values()]
+        return [*self._layer.plain_weights(), *self._tables().values()]
 
     def _tables(self) -> dict[str, torch.Tensor]:
         """What is neither a product's nor the layer's."""

@@ -1,0 +1,97 @@
+"""The attention half of a decoder layer, its projections included.
+
+Legend: T query rows, I inputs, E hidden, H query heads, K kv heads, D head dim, P positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.layers.destination import Destination
+from rollout.layers.linear import Linear, linear_destinations
+from rollout.models.causal_lm import LayerAttention
+from rollout.models.spec import ModelSpec
+from rollout.ops.rms_norm import rms_norm
+from rollout.ops.rotary import rotary_
+from rollout.ops.sigmoid_gate import sigmoid_gate_
+
+
+class Attention:
+    """Query, key and value are one product, and so is the gate where the spec has one.
+
+    A gated attention (Qiu et al. 2025) scales each head's output, element by element, by the
+    sigmoid of a second query projection. Checkpoints keep every head's gate after its query; here
+    all gates come after all queries.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        inputs: int | None = None,
+    ) -> None:
+        """``inputs``: I; default: the hidden size."""
+
+        def linear(inputs: int, outputs: int, bias: bool) -> Linear:
+            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
+
+        def norm() -> torch.Tensor | None:
+            return torch.empty(spec.head_dim, dtype=dtype, device=device) if spec.qk_norm else None
+
+        self.spec = spec
+        gates = spec.num_heads if spec.gated_attention else 0
+        self.heads = (spec.num_heads, gates, spec.num_kv_heads, spec.num_kv_heads)
+        outputs = sum(self.heads) * spec.head_dim
+        self.qkv = linear(inputs or spec.hidden_size, outputs, spec.qkv_bias)
+        self.q_norm_D, self.k_norm_D = norm(), norm()
+        self.o = linear(spec.num_heads * spec.head_dim, spec.hidden_size, spec.o_bias)
+
+    def __call__(
+        self,
+        index: int,
+        hidden_TI: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+    ) -> torch.Tensor:
+        """[T, E], to be added to the residual. ``index``: among the layers that attend."""
+        spec = self.spec
+        qkv_THD = self.qkv(hidden_TI).view(-1, sum(self.heads), spec.head_dim)
+        q_THD, gate_THD, k_TKD, v_TKD = qkv_THD.split(self.heads, dim=1)
+        if self.q_norm_D is not None and self.k_norm_D is not None:
+            q_THD = rms_norm(q_THD, self.q_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
+            k_TKD = rms_norm(k_TKD, self.k_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
+        rotary_(q_THD, k_TKD, positions_T, cos_sin_PD)
+        attended_THD = attention.run(index, q_THD, k_TKD, v_TKD)
+        if spec.gated_attention:
+            sigmoid_gate_(attended_THD, gate_THD)
+        return self.o(attended_THD.flatten(1))
+
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.o]
+
+    def plain_weights(self) -> list[torch.Tensor]:
+        return list(self._norms().values())
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        """By the names checkpoints have for them."""
+        found = {"q_norm": self.q_norm_D, "k_norm": self.k_norm_D}
+        return {name: norm for name, norm in found.items() if norm is not None}
+
+    def destinations(self, at: str) -> dict[str, Destination]:
+        """``at``: the prefix of its names in checkpoints, as model.layers.0.self_attn."""
+        spec = self.spec
+        found = {
+            f"{at}.{name}.weight": Destination.of(norm) for name, norm in self._norms().items()
+        }
+        q, gate, k, v = (heads * spec.head_dim for heads in self.heads)
+        qkv = linear_destinations(at, self.qkv, {"q_proj": q + gate, "k_proj": k, "v_proj": v})
+        if gate:
+            by_head = torch.arange(q + gate).view(spec.num_heads, 2, spec.head_dim)
+            order = by_head.transpose(0, 1).flatten()
+            for name in qkv.keys() & {f"{at}.q_proj.weight", f"{at}.q_proj.bias"}:
+                qkv[name] = qkv[name].reordered(order)
+        return found | qkv | linear_destinations(at, self.o, {"o_proj": spec.hidden_size})

@@ -1,0 +1,91 @@
+"""Hybrid targets: gated delta rule layers between full-attention layers.
+
+Qwen3-Next (Qwen 2025) and Qwen3.5 (Qwen 2026) differ in what their ModelSpec says, and in nothing
+else.
+
+Legend: T query rows, E hidden, D rotary dims, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from rollout.layers.destination import Destination, with_alias
+from rollout.models.causal_lm import LayerAttention, LayerStates
+from rollout.models.decoder_layer import Layer
+from rollout.models.gated_delta_net import GatedDeltaNet
+from rollout.models.llama import Llama, LlamaLayer, ModelLayer
+from rollout.models.spec import ModelSpec
+
+
+class DeltaLayer(Layer):
+    """A recurrent layer with a norm before its mixer."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+    ) -> None:
+        """``index``: among the recurrent layers."""
+        self._delta_net = GatedDeltaNet(spec, dtype=dtype, device=device, packing=packing)
+        super().__init__(
+            spec, self._delta_net, "linear_attn", dtype=dtype, device=device, packing=packing
+        )
+        self.index = index
+        self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+
+    def mix(
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        states: LayerStates | None,
+    ) -> torch.Tensor:
+        assert states is not None
+        return self._delta_net(self.index, hidden_TE, states)
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        return {"input_layernorm": self.input_norm_E, **super()._norms()}
+
+
+class Hybrid(Llama):
+    """See CausalLM. Weights are uninitialised until written through ``destinations``."""
+
+    def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
+        attending = {layer: index for index, layer in enumerate(self.spec.attention_layers)}
+        layers: list[ModelLayer] = []
+        for layer in range(self.spec.num_layers):
+            kind = LlamaLayer if layer in attending else DeltaLayer
+            index = attending.get(layer, layer - len(attending.keys() & set(range(layer))))
+            layers.append(
+                kind(self.spec, index=index, dtype=self.dtype, device=self.device, packing=packing)
+            )
+        return layers
+
+    def destinations(self) -> dict[str, Destination]:
+        """Under every spelling of ``spec.decoder_names``; the first is the config's own."""
+        found: dict[str, Destination] = {}
+        for name, destination in super().destinations().items():
+            own, *others = _spellings(name, self.spec.decoder_names)
+            if destination.alias_of is not None:
+                canonical, *_ = _spellings(destination.alias_of, self.spec.decoder_names)
+                destination = replace(destination, alias_of=canonical)
+            found[own] = destination
+            for other in others:
+                found |= with_alias(own, other, destination)
+        return found
+
+
+def _spellings(name: str, prefixes: tuple[str, ...]) -> list[str]:
+    """A tensor's names where its decoder has one of these instead of ``model``."""
+    if not name.startswith("model."):
+        return [name]
+    return [f"{prefix}.{name.removeprefix('model.')}" for prefix in prefixes]

@@ -1,0 +1,122 @@
+"""Reads what a config.json of Qwen3-Next or Qwen3.5 has beside other decoders' fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.config_fields import size
+from rollout.models.layer_spec import LinearAttentionSpec
+
+HYBRIDS = frozenset(
+    {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+)
+VISION = ("model.visual.", "visual.")
+"""Prefixes of tensors that a text model passes over."""
+
+_PARTIAL_ROTARY = 0.25  # where a config does not say
+_NOT_OF_TEXT = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+_INTERVAL = 4  # likewise: every fourth layer attends
+_IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", None),
+    "mtp_use_dedicated_embeddings": (False, None),
+}
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's fields: those of ``text_config`` where images can be read too."""
+    nested = config.get("text_config")
+    if nested is None:
+        return config
+    if not isinstance(nested, Mapping):
+        raise CheckpointError(f"config.json: text_config={nested!r} must be an object")
+    # What ties the head is the whole model's to say; the rest is the text's, or said of both.
+    shared = ("architectures", "tie_word_embeddings")
+    return {**config, **nested} | {name: config[name] for name in shared if name in config}
+
+
+def decoder_names(architecture: str) -> tuple[str, ...]:
+    """What the decoder's tensors are called in this and in other checkpoints, this one's first.
+
+    A Qwen3.5 with a vision tower has its decoder one deeper than one without. Trainers hold either
+    of a checkpoint.
+    """
+    if not architecture.startswith("Qwen3_5"):
+        return ("model",)
+    names = ("model.language_model", "model")
+    return names if architecture.endswith("ForConditionalGeneration") else names[::-1]
+
+
+def plain_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
+    """The config without what a rotary embedding of text alone does not need, and which part of a
+    head it turns.
+
+    Sections for time, height and width say nothing of text, whose positions in all three are equal.
+    """
+    factor = config.get("partial_rotary_factor", _PARTIAL_ROTARY)
+    plain = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
+    for field in ("rope_scaling", "rope_parameters"):
+        if isinstance(given := config.get(field), Mapping):
+            factor = given.get("partial_rotary_factor", factor)
+            plain[field] = {name: given[name] for name in given if name not in _NOT_OF_TEXT}
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor={factor!r} must be in (0, 1]")
+    return plain, factor
+
+
+def linear_attention_spec(config: Mapping[str, Any], architecture: str) -> LinearAttentionSpec:
+    """Raises CheckpointError for malformed fields, UnsupportedModelError for unknown kinds."""
+    for name, values in _IMPLEMENTED.items():
+        if name in config and config[name] not in values:
+            raise UnsupportedModelError(
+                f"config.json: {name}={config[name]!r} is not implemented for {architecture}"
+            )
+    spec = LinearAttentionSpec(
+        layers=_linear_layers(config),
+        num_key_heads=size(config, "linear_num_key_heads", 16),
+        num_value_heads=size(config, "linear_num_value_heads", 32),
+        key_dim=size(config, "linear_key_head_dim", 128),
+        value_dim=size(config, "linear_value_head_dim", 128),
+        conv_width=size(config, "linear_conv_kernel_dim", 4),
+        interleaved=architecture == "Qwen3NextForCausalLM",
+    )
+    if spec.num_value_heads % spec.num_key_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads={spec.num_value_heads} is no multiple of "
+            f"linear_num_key_heads={spec.num_key_heads}"
+        )
+    return spec
+
+
+def refuse_experts(config: Mapping[str, Any], architecture: str) -> None:
+    """In Qwen3-Next every layer is sparse that is not named."""
+    dense = config.get("mlp_only_layers") or ()
+    step = size(config, "decoder_sparse_step", 1)
+    layers = range(size(config, "num_hidden_layers"))
+    sparse = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
+    if architecture == "Qwen3NextForCausalLM" and config.get("num_experts", 512) and sparse:
+        raise UnsupportedModelError(
+            f"config.json: layer {sparse[0]} has experts, which are not implemented for "
+            f"{architecture}; only mlp_only_layers are"
+        )
+
+
+def _linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    num_layers = size(config, "num_hidden_layers")
+    interval = size(config, "full_attention_interval", _INTERVAL)
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(num_layers)
+    ]
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"
+        )
+    for kind in kinds:
+        if kind not in ("full_attention", "linear_attention"):
+            raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
+    if "full_attention" not in kinds:
+        raise UnsupportedModelError("config.json: no layer of layer_types is full_attention")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
