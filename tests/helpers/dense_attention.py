@@ -33,6 +33,27 @@ class DenseAttention:
         return torch.cat([torch.arange(length) for length in self.lengths])
 
 
+class GrowingAttention:
+    """Causal attention within one sequence that comes a few rows at a time."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def run(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> torch.Tensor:
+        if layer in self.kept:
+            old_k, old_v = self.kept[layer]
+            k_TKD, v_TKD = torch.cat([old_k, k_TKD]), torch.cat([old_v, v_TKD])
+        self.kept[layer] = (k_TKD.clone(), v_TKD.clone())
+        rows, keys = len(q_THD), len(k_TKD)
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        return scaled_dot_product_attention(
+            q_THD.transpose(0, 1), k_TKD.transpose(0, 1), v_TKD.transpose(0, 1),
+            attn_mask=mask, enable_gqa=True,
+        ).transpose(0, 1).contiguous()  # fmt: skip
+
+
 @torch.inference_mode()
 def logits_of(model, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits [length, V] of every sequence, all run in one ragged forward."""

@@ -1,24 +1,206 @@
-"""Qwen3-Next and Qwen3.5 are what transformers computes."""
+"""Qwen3-Next and Qwen3.5 are what transformers computes, under the names it and checkpoints use."""
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3_5VisionConfig,
+)
 
 from rollout.config import DType
+from rollout.errors import CheckpointError
+from rollout.layers.destination import mismatches
+from rollout.models.features import Features, Taps
 from rollout.models.loader import load_model
-from tests.helpers.dense_attention import logits_of
-from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
+from rollout.weights.options import UpdateOptions
+from rollout.weights.transaction import WeightTransaction
+from tests.helpers.dense_attention import DenseAttention, GrowingAttention, logits_of
+from tests.helpers.dense_states import DenseStates
+from tests.helpers.tiny_hybrid import randomise, save_tiny_hybrid, tiny_hybrid
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen3_5", "qwen3_next")
 PROMPTS = [[5, 9, 11, 3, 70, 12, 9, 9, 41], [1], [96, 0, 2, 7]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def load(folder, dtype=DType.auto, **options):
+    return load_model(folder, dtype, CPU, **options)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def transformers_logits(model, tokens, **options):
+    return model(torch.tensor([tokens]), **options).logits[0]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_prefill(family, tied, tmp_path):
-    model = load_model(save_tiny_hybrid(tmp_path, family, tied=tied), DType.auto, CPU)
+    model = load(save_tiny_hybrid(tmp_path, family, tied=tied))
     theirs = tiny_hybrid(family, tied=tied)
     for prompt, ours in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
-        with torch.inference_mode():
-            expected = theirs(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        close(ours, transformers_logits(theirs, prompt))
+
+
+@torch.inference_mode()
+def test_decode_token_by_token(family, tmp_path):
+    model, theirs = load(save_tiny_hybrid(tmp_path, family)), tiny_hybrid(family)
+    attention, states = GrowingAttention(), DenseStates(model.spec, num_slots=2)
+    prompt, forced = PROMPTS[0], [8, 8, 90, 1, 33, 61, 2, 5]
+    cache = None
+    for step, tokens in enumerate([prompt, *([token] for token in forced)]):
+        start = 0 if step == 0 else len(prompt) + step - 1
+        source, target = (0 if step == 0 else 2 - step % 2), 1 + step % 2
+        states.begin([len(tokens)], [source], [target])
+        positions = torch.arange(start, start + len(tokens))
+        hidden = model.forward(torch.tensor(tokens), positions, attention, states=states)
+        answer = theirs(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        cache = answer.past_key_values
+        close(model.logits(hidden), answer.logits[0])
+
+
+def test_half_precision_stays_near(family, tmp_path):
+    """Roundings differ where transformers rounds gates, so the bound is bfloat16's."""
+    model = load(save_tiny_hybrid(tmp_path, family), DType.bfloat16)
+    theirs = tiny_hybrid(family)
+    for prompt, ours in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
+        assert ours.dtype is torch.bfloat16
+        expected = transformers_logits(theirs, prompt)
+        assert (ours.float() - expected).abs().mean() < 0.05 * expected.std()
+
+
+@torch.inference_mode()
+def test_features_are_the_residual_stream_and_the_final_norm(family, tmp_path):
+    model, theirs = load(save_tiny_hybrid(tmp_path, family)), tiny_hybrid(family)
+    features, tokens = Features(layers=(0, 2, 3), final=True), torch.tensor(PROMPTS[0])
+    taps = Taps(features, len(tokens), 48, torch.empty(0))
+    states = DenseStates(model.spec).begin([len(tokens)])
+    attention = DenseAttention([len(tokens)])
+    model.forward(tokens, attention.positions, attention, taps, states=states)
+    hidden = theirs(tokens[None], output_hidden_states=True).hidden_states
+    close(taps.features_TF, torch.cat([hidden[0], hidden[2], hidden[3], hidden[4]], dim=-1)[0])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_every_tensor_reads_back_as_it_was_written(family, packing, dtype, tmp_path):
+    model = load(save_tiny_hybrid(tmp_path, family), dtype, packing=packing)
+    stored = load_file(tmp_path / "model.safetensors")
+    destinations = model.destinations()
+    required = {name for name, destination in destinations.items() if destination.required}
+    assert required == stored.keys() == tiny_hybrid(family).state_dict().keys()
+    for name, values in stored.items():
+        kept = torch.float32 if name.endswith(("A_log", "dt_bias")) else model.dtype
+        assert torch.equal(destinations[name].read(), values.to(kept)), name
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_update_is_a_load(family, packing, tied, tmp_path):
+    model = load(save_tiny_hybrid(tmp_path / "old", family, tied=tied), packing=packing)
+    trainer = tiny_hybrid(family, tied=tied, seed=1)
+    trainer.save_pretrained(tmp_path / "new")
+    transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
+    transaction.begin(UpdateOptions())
+    transaction.load(trainer.state_dict().items())
+    transaction.commit()
+    fresh = load(tmp_path / "new", packing=packing)
+    for ours, theirs in zip(logits_of(model, PROMPTS), logits_of(fresh, PROMPTS), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_released_weights_come_back(family, tmp_path):
+    model = load(save_tiny_hybrid(tmp_path, family))
+    before = logits_of(model, PROMPTS)
+    required = [name for name, it in model.destinations().items() if it.required]
+    kept = {name: model.destinations()[name].read() for name in required}
+    assert model.release() >= sum(values.nbytes for values in kept.values())
+    assert model.release() == 0
+    model.allocate()
+    for name in required:
+        model.destinations()[name].write(kept[name])
+    model.finish_loading()
+    for ours, again in zip(before, logits_of(model, PROMPTS), strict=True):
+        assert torch.equal(ours, again)
+
+
+@pytest.fixture
+def seeing(tmp_path):
+    """A checkpoint with a vision tower, a chain that predicts, and the model it was saved from."""
+    text = tiny_hybrid("qwen3_5").config.to_dict()
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    vision = Qwen3_5VisionConfig(
+        depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=48,
+        num_position_embeddings=4,
+    )  # fmt: skip
+    config = Qwen3_5Config(text_config=Qwen3_5TextConfig(**text), vision_config=vision)
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    randomise(model, seed=3)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["mtp.fc.weight"] = torch.zeros(48, 96)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path, model
+
+
+def test_the_text_of_a_model_that_sees(seeing):
+    folder, theirs = seeing
+    model = load(folder)
+    assert model.spec.architecture == "Qwen3_5ForConditionalGeneration"
+    for prompt, ours in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
+        close(ours, transformers_logits(theirs, prompt))
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_trainers_may_hold_either_form_of_a_qwen3_5(sees, seeing, tmp_path_factory):
+    """A text model is trained from a checkpoint that sees, and the other way round."""
+    folder, trainer = seeing
+    if sees:
+        trainer = tiny_hybrid("qwen3_5", seed=1)
+    else:
+        folder = save_tiny_hybrid(tmp_path_factory.mktemp("text"), "qwen3_5")
+    model = load(folder)
+    names = trainer.state_dict().keys()
+    assert any("visual" in name for name in names) != sees
+    transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
+    transaction.begin(UpdateOptions())
+    transaction.load(trainer.state_dict().items())
+    transaction.commit()
+    for prompt, ours in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
+        close(ours, transformers_logits(trainer, prompt))
+
+
+def test_one_tensor_by_both_its_names(seeing):
+    folder, _ = seeing
+    model = load(folder)
+    name, other = "model.language_model.norm.weight", "model.norm.weight"
+    values = model.destinations()[name].read()
+    destinations = model.destinations()
+    assert destinations[name].required
+    assert not destinations[other].required
+    assert mismatches(destinations, {other: (48,)}, partial=True) == []
+    destinations[name].write(values)
+    destinations[other].write(values)
+    with pytest.raises(CheckpointError, match="one tensor"):
+        destinations[other].write(values + 1)
+
+
+@pytest.mark.parametrize("kept", ["model.language_model.embed_tokens.weight", "lm_head.weight"])
+def test_any_name_of_a_tied_table_is_enough(kept, tmp_path):
+    folder = save_tiny_hybrid(tmp_path, "qwen3_5", tied=True)
+    stored = load_file(folder / "model.safetensors")
+    table = stored.pop("model.embed_tokens.weight")
+    save_file(stored | {kept: table}, folder / "model.safetensors", metadata={"format": "pt"})
+    destinations = load(folder).destinations()
+    for prefix in ("model", "model.language_model"):
+        assert torch.equal(destinations[f"{prefix}.embed_tokens.weight"].read(), table)
