@@ -66,15 +66,21 @@ def plain_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
     return plain, factor
 
 
-def linear_attention_spec(config: Mapping[str, Any], architecture: str) -> LinearAttentionSpec:
-    """Raises CheckpointError for malformed fields, UnsupportedModelError for unknown kinds."""
+def linear_attention_spec(
+    config: Mapping[str, Any], architecture: str
+) -> LinearAttentionSpec | None:
+    """None where every layer attends. Raises CheckpointError for malformed fields,
+    UnsupportedModelError for what is not implemented."""
     for name, values in _IMPLEMENTED.items():
         if name in config and config[name] not in values:
             raise UnsupportedModelError(
                 f"config.json: {name}={config[name]!r} is not implemented for {architecture}"
             )
+    layers = _linear_layers(config)
+    if not layers:
+        return None
     spec = LinearAttentionSpec(
-        layers=_linear_layers(config),
+        layers=layers,
         num_key_heads=size(config, "linear_num_key_heads", 16),
         num_value_heads=size(config, "linear_num_value_heads", 32),
         key_dim=size(config, "linear_key_head_dim", 128),
