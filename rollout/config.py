@@ -58,10 +58,15 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MemoryConfig:
-    kv_bytes: int | None = None  # bytes for the KV slots; default: a share of free memory
+    kv_bytes: int | None = None  # bytes for KV and states; default: a share of free memory
     kv_fraction: float = 0.5  # that share, when kv_bytes is not given
     max_kv_tokens: int | None = 262_144  # upper bound on slots, whatever the bytes allow
     prefix_cache: bool = True
+    # Of targets with recurrent layers. A state slot holds the state of one prefix: two for each
+    # running request, the others for draft nodes and for prefixes in the prefix cache. Default:
+    # 2 * (max_running + 1), and 10 * max_running more as far as half of the bytes hold them.
+    state_slots: int | None = None
+    state_interval: int = 512  # tokens of a prefill between states kept in the prefix cache
 
     def __post_init__(self) -> None:
         if self.kv_bytes is not None and self.kv_bytes <= 0:
@@ -70,6 +75,14 @@ class MemoryConfig:
             raise InvalidInputError("memory.kv_fraction", self.kv_fraction, "must be in (0, 1)")
         if self.max_kv_tokens is not None and self.max_kv_tokens < 2:
             raise InvalidInputError("memory.max_kv_tokens", self.max_kv_tokens, "must be >= 2")
+        if self.state_slots is not None and self.state_slots < 2:
+            raise InvalidInputError(
+                "memory.state_slots", self.state_slots, "must be >= 2 for each request at a time"
+            )
+        if self.state_interval < 1:
+            raise InvalidInputError(
+                "memory.state_interval", self.state_interval, "must be >= 1 token"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.memory.kv_pool import KvPool
 from rollout.memory.system import return_freed_memory
 from rollout.types import MemoryTag
 from rollout.weights.kept import KeptWeights
@@ -15,20 +15,32 @@ _NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 """To run. Graphs are captured again when they are wanted."""
 
 
+class Pool(Protocol):
+    """Memory that comes and goes with the KV cache: keys and values, recurrent states."""
+
+    def release(self) -> int:
+        """The bytes freed. Only ``allocate`` may come next."""
+        ...
+
+    def allocate(self) -> None:
+        """It holds nothing then."""
+        ...
+
+
 class Residency:
     """The memory of every model a worker runs, target and drafts alike, by tag.
 
     Who calls it sees to it that no request has KV when the KV cache goes.
     """
 
-    def __init__(self, weights: WeightTransaction, kv_pools: Sequence[KvPool]) -> None:
-        """``kv_pools``: of the target and of every draft that has one."""
+    def __init__(self, weights: WeightTransaction, kv_pools: Sequence[Pool]) -> None:
+        """``kv_pools``: of the target, its states too, and of every draft that has one."""
         self._weights = weights
         self._kv_pools = list(kv_pools)
         self._kept: KeptWeights | None = None
         self.released: frozenset[MemoryTag] = frozenset()
 
-    def add_kv_pool(self, pool: KvPool) -> None:
+    def add_kv_pool(self, pool: Pool) -> None:
         """Of a draft, made after the target's."""
         self._kv_pools.append(pool)
 

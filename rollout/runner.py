@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout.attention import PagedAttention
+from rollout.attention import PagedAttention, RecurrentStates, state_plan
 from rollout.memory.kv_pool import KvPool
+from rollout.memory.state_pool import StatePool
 from rollout.models.causal_lm import CausalLM
 from rollout.models.features import Features, Taps
 from rollout.ops.paged_attention import AttentionPlan
@@ -51,14 +52,20 @@ class ModelRunner:
         *,
         model: CausalLM,
         kv_pool: KvPool,
+        state_pool: StatePool | None = None,
         req_to_token: np.ndarray,
         minimum_rows: int,
         device: torch.device,
         features: Features | None = None,
     ) -> None:
-        """``features``: hidden states that every forward keeps; default: none."""
+        """
+        Args:
+            state_pool: where the model has recurrent layers.
+            features: hidden states that every forward keeps; default: none.
+        """
         self.model = model
         self._kv_pool = kv_pool
+        self._state_pool = state_pool
         self._req_to_token = req_to_token
         self._req_to_token_device = torch.from_numpy(req_to_token).to(device)
         self._minimum_rows = minimum_rows
@@ -72,7 +79,8 @@ class ModelRunner:
         """Logits of each entry's root and draft nodes, in order, and the features of all rows.
 
         With ``scored_from``, logits of each run row at that position or after instead. As a side
-        effect the keys and values of all query rows are in their slots.
+        effect the keys and values of all query rows are in their slots, and so are the states that
+        the entries have slots for.
         """
         rows = self._query_rows(batch, trees, scored_from)
         self._kv_pool.note_forward(rows.slots)
@@ -85,12 +93,27 @@ class ModelRunner:
         )
         taps = self._taps(int(rows.offsets[-1]))
         hidden_TE = self.model.forward(
-            self._tensor(rows.input_ids), self._tensor(rows.positions), attention, taps
+            self._tensor(rows.input_ids),
+            self._tensor(rows.positions),
+            attention,
+            taps,
+            states=self._states(batch, trees, rows),
         )
         return Forwarded(
             logits_RV=self._logits(hidden_TE, rows.sampled),
             features_TF=hidden_TE[:0, :0] if taps is None else taps.features_TF,
             offsets_B1=rows.offsets,
+        )
+
+    def _states(self, batch: Batch, trees: DraftTrees, rows: QueryRows) -> RecurrentStates | None:
+        pool = self._state_pool
+        if pool is None:
+            return None
+        num_rows = len(rows.input_ids)
+        return RecurrentStates(
+            convolutions=pool.convolutions,
+            recurrent=pool.recurrent,
+            plan=state_plan(batch, trees, rows.offsets, num_rows, self._device),
         )
 
     def _taps(self, rows: int) -> Taps | None:

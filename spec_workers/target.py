@@ -14,7 +14,9 @@ from rollout.errors import OutOfMemoryError
 from rollout.layers.row_invariance import make_row_invariant
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
-from rollout.memory.sizing import num_kv_slots
+from rollout.memory.sizing import memory_budget, num_kv_slots
+from rollout.memory.state_pool import StatePool
+from rollout.memory.state_sizing import state_sizes
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.residency import Residency
@@ -86,13 +88,20 @@ class TargetWorker:
         if config.exact:
             exact_rows = make_row_invariant(self.model.linears(), self.longest_step)
             self.minimum_rows = max(self.minimum_rows, exact_rows)
+        budget = memory_budget(config.memory, device)
+        recurrent, states, state_bytes = spec.linear_attention, None, 0
+        if recurrent is not None:
+            each = StatePool.bytes_per_slot(recurrent, self.model.dtype)
+            states = state_sizes(config.memory, scheduler, each, budget)
+            state_bytes = each * (states.num_slots + 1)
         num_slots = num_kv_slots(
             config.memory,
             spec,
             self.model.dtype,
-            device,
+            budget,
             draft_slot_bytes=draft_bytes.per_slot,
             draft_bytes=draft_bytes.apart,
+            state_bytes=state_bytes,
         )
         # One row more than requests may run: scoring borrows it between steps.
         self.memory = CacheMemory(
@@ -100,6 +109,7 @@ class TargetWorker:
             config.scheduler.max_running + 1,
             self.max_context_len,
             config.memory.prefix_cache,
+            states,
         )
         self._chunk_len = min(scheduler.chunk_len, scheduler.max_step_tokens)
         self.kv_pool = KvPool(
@@ -110,10 +120,17 @@ class TargetWorker:
             dtype=self.model.dtype,
             device=device,
         )
-        self.residency = Residency(self.weights, [self.kv_pool])
+        self.state_pool: StatePool | None = None
+        if recurrent is not None and states is not None:
+            self.state_pool = StatePool(
+                recurrent, num_slots=states.num_slots, dtype=self.model.dtype, device=device
+            )
+        pools = [self.kv_pool, self.state_pool]
+        self.residency = Residency(self.weights, [pool for pool in pools if pool is not None])
         self.runner = ModelRunner(
             model=self.model,
             kv_pool=self.kv_pool,
+            state_pool=self.state_pool,
             req_to_token=self.memory.req_to_token.table,
             minimum_rows=self.minimum_rows,
             device=device,
@@ -183,15 +200,14 @@ class TargetWorker:
     def commit(self, batch: Batch, results: list[EntryResult]) -> None:
         """Move each entry's state along its accepted path, once."""
         for entry, result in zip(batch.entries, results, strict=True):
-            if result.path:
-                accepted = entry.draft_slots[[node - 1 for node in result.path]]
-                self.memory.commit_path(entry.request.row, entry.end, accepted)
+            self.memory.commit(entry, result.path)
 
     @torch.inference_mode()
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
         """Logprobs of given tokens after the request's: bit for bit those generation reports.
 
-        Raises OutOfMemoryError when the KV slots cannot hold the sequence.
+        Raises OutOfMemoryError when the KV slots cannot hold the sequence, or no state slots can be
+        had.
         """
         self.weights.require_whole()
         logprobs: list[float] = []
@@ -207,33 +223,60 @@ class TargetWorker:
 
     def _scored_logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
         """Logits [R, V] from the request's last token on, chunk by chunk."""
+        self.memory.end_step()
         tokens = request.tokens + continuation
         prompt = np.array(request.tokens, dtype=np.int32)
         admitted = self.memory.admit(prompt, headroom=len(continuation))
         if admitted is None:
+            short = "KV slots", self.memory.obtainable, "memory.kv_bytes"
+            if (states := self.memory.states) is not None and not states.has_seat:
+                short = "state slots", states.obtainable, "memory.state_slots"
+            name, obtainable, field = short
             raise OutOfMemoryError(
-                f"scoring {len(tokens)} tokens: only {self.memory.obtainable} KV slots can be had; "
-                "raise memory.kv_bytes or let requests finish"
+                f"scoring {len(tokens)} tokens: only {obtainable} {name} can be had; "
+                f"raise {field} or let requests finish"
             )
         row, start = admitted
         computed = start
         try:
             self.memory.extend(row, len(tokens))
             running = replace(request, tokens=tokens, row=row)
-            none = np.empty(0, dtype=np.int32)
             while computed < len(tokens):
                 length = min(self._chunk_len, len(tokens) - computed)
-                entry = Scheduled(request=running, start=computed, run_len=length, draft_slots=none)
-                batch = Batch(step=0, entries=[entry])
+                batch = self.batch_of(running, computed, length)
                 first = len(request.tokens) - 1
                 yield self.runner.forward(batch, only_roots(1), scored_from=first).logits_RV
                 computed += length
+                self.advance(batch)
         finally:
             self.memory.release(row, tokens[:computed])
 
+    def batch_of(self, request: Request, start: int, run_len: int) -> Batch:
+        """One run and no drafts, of a request that the scheduler does not know. It has a row, and
+        slots for its tokens."""
+        run = self.memory.state_run(request.row, start, start + run_len, request.prompt_len)
+        entry = Scheduled(
+            request=request,
+            start=start,
+            run_len=run_len,
+            draft_slots=np.empty(0, dtype=np.int32),
+            states=self.memory.reserve_states([run], [0])[0],
+        )
+        return Batch(step=0, entries=[entry])
+
+    def advance(self, batch: Batch) -> None:
+        """A batch of one run and no drafts was run: its request goes on from there."""
+        [entry] = batch.entries
+        self.memory.commit(entry, [])
+        self.memory.end_step(booked=True)
+        if entry.states is not None and entry.states.checkpoints:
+            shared = entry.request.tokens[: max(entry.states.checkpoints)]
+            self.memory.share(entry.request.row, shared)
+
     def counters(self) -> dict[str, float]:
         usage, counters = self.memory.usage, self.memory.counters
-        return {
+        states = {} if self.memory.states is None else self.memory.states.counters()
+        return states | {
             "kv/used": usage.used,
             "kv/cached": usage.cached,
             "kv/free": usage.free,

@@ -1,5 +1,6 @@
-"""Attention: planned once per step, run once per layer."""
+"""Attention and recurrence: planned once per step, run once per layer."""
 
 from rollout.attention.paged import PagedAttention
+from rollout.attention.recurrent import RecurrentStates, state_plan
 
-__all__ = ["PagedAttention"]
+__all__ = ["PagedAttention", "RecurrentStates", "state_plan"]

@@ -11,18 +11,27 @@ from rollout.memory.kv_pool import KvPool
 from rollout.models.spec import ModelSpec
 
 
+def memory_budget(config: MemoryConfig, device: torch.device) -> int:
+    """Bytes: ``kv_bytes``, else ``kv_fraction`` of what is free on the device now."""
+    if config.kv_bytes is not None:
+        return config.kv_bytes
+    return int(_free_bytes(device) * config.kv_fraction)
+
+
 def num_kv_slots(
     config: MemoryConfig,
     spec: ModelSpec,
     dtype: torch.dtype,
-    device: torch.device,
+    budget: int,
+    *,
     draft_slot_bytes: int = 0,
     draft_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
-    """Slots that fit ``kv_bytes``, else ``kv_fraction`` of what is free on the device now.
+    """Slots that fit a budget in bytes, of which other things take some.
 
-    ``draft_slot_bytes``: what drafts keep for each of the target's slots; ``draft_bytes``: whatever
-    the number of those.
+    ``draft_slot_bytes``: what drafts keep for each of the target's slots. Whatever the number of
+    those: ``draft_bytes`` for drafts, ``state_bytes`` for recurrent states.
 
     Raises OutOfMemoryError when not even two tokens fit.
     """
@@ -32,10 +41,7 @@ def num_kv_slots(
         head_dim=spec.head_dim,
         dtype=dtype,
     )
-    budget = config.kv_bytes
-    if budget is None:
-        budget = int(_free_bytes(device) * config.kv_fraction)
-    slots = max(0, budget - draft_bytes) // slot_bytes
+    slots = max(0, budget - draft_bytes - state_bytes) // slot_bytes
     if config.max_kv_tokens is not None:
         slots = min(slots, config.max_kv_tokens)
     if slots < 2:
@@ -43,6 +49,9 @@ def num_kv_slots(
             f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it "
             f"{slot_bytes} bytes for each token of your longest request, and for two at least"
             + (f", and {draft_bytes} for the draft's tree nodes" if draft_bytes else "")
+            + (f", and {state_bytes} for recurrent states" if state_bytes else "")
+            + ("; fewer states need a lower scheduler.max_running" if state_bytes else "")
+            + (" or memory.state_slots" if state_bytes and config.state_slots is not None else "")
         )
     return slots
 

@@ -194,6 +194,14 @@ class StateSlots:
         """Drop every checkpoint that no running request begins with."""
         self.checkpoints.reset()
 
+    def counters(self) -> dict[str, float]:
+        return {
+            "states/used": self.slots.num_slots - self.obtainable,
+            "states/cached": self.checkpoints.evictable,
+            "states/free": self.slots.available,
+            "states/evicted": self.evicted,
+        }
+
     def check_integrity(self, cached: np.ndarray) -> None:
         """Raise IntegrityError unless every state slot is in exactly one place.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout.types import Batch, FinishReason, Request, SamplingParams, Scheduled
+from rollout.types import Batch, FinishReason, Request, SamplingParams
 from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.learned_budget import LearnedBudget
@@ -57,20 +57,26 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     if not sizes:
         return
     tokens = [0] * (_CONTEXT + sizes[-1])
-    admitted = memory.admit(np.array(tokens, dtype=np.int32), headroom=0)
+    memory.end_step()
+    # Of one token nothing is cached, so that all of it is the row's own.
+    admitted = memory.admit(np.array(tokens[:1], dtype=np.int32), headroom=len(tokens) - 1)
     if admitted is None:
         return
     row, _ = admitted
     try:
         if memory.extend(row, len(tokens)) < len(tokens):
             return
-        _forward_ms(target, _run(tokens, row, 0, _CONTEXT))  # keys and values to attend to
+        before = _batch(target, tokens, row, 0, _CONTEXT)
+        _forward_ms(target, before)  # keys and values to attend to, and a state to begin with
+        memory.commit(before.entries[0], [])
+        memory.end_step(booked=True)
         best: dict[int, float] = {}
         for turn in range(_TURNS):
             for rows in sizes:
                 if time.perf_counter() > deadline:
                     break
-                milliseconds = _forward_ms(target, _run(tokens, row, _CONTEXT, rows))
+                milliseconds = _forward_ms(target, _batch(target, tokens, row, _CONTEXT, rows))
+                memory.end_step()
                 if turn:  # the first one of a size warms up
                     best[rows] = min(milliseconds, best.get(rows, milliseconds))
         for rows, milliseconds in best.items():
@@ -79,7 +85,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
         memory.release(row, [])
 
 
-def _run(tokens: list[int], row: int, start: int, run_len: int) -> Batch:
+def _batch(target: TargetWorker, tokens: list[int], row: int, start: int, run_len: int) -> Batch:
     request = Request(
         request_id=-1,
         tokens=tokens[: start + run_len],
@@ -90,9 +96,7 @@ def _run(tokens: list[int], row: int, start: int, run_len: int) -> Batch:
         stop_check=_NeverStops(),
         row=row,
     )
-    none = np.empty(0, dtype=np.int32)
-    run = Scheduled(request=request, start=start, run_len=run_len, draft_slots=none)
-    return Batch(step=0, entries=[run])
+    return target.batch_of(request, start, run_len)
 
 
 def _forward_ms(target: TargetWorker, batch: Batch) -> float:

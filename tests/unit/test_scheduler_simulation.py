@@ -441,7 +441,13 @@ def test_the_same_calls_give_the_same_batches(seed: int, monkeypatch):
             batch = schedule()
             log.append(
                 [
-                    (e.request.request_id, e.start, e.run_len, e.draft_slots.tolist(), str(e.states))
+                    (
+                        e.request.request_id,
+                        e.start,
+                        e.run_len,
+                        e.draft_slots.tolist(),
+                        str(e.states),
+                    )
                     for e in batch.entries
                 ]
             )

@@ -1,0 +1,90 @@
+"""Recurrent layers over state slots: which row continues which state, and where states are kept.
+
+Legend: B entries, T query rows, N draft nodes, S slots, C channels, W taps, H key heads of K,
+G value heads of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.ops.causal_conv import causal_conv
+from rollout.ops.gated_delta_rule import gated_delta_rule
+from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.types import Batch, DraftTrees
+
+
+class RecurrentStates:
+    """One step's recurrent states: what the plan fixes once, every recurrent layer runs with."""
+
+    def __init__(
+        self,
+        *,
+        convolutions: Sequence[torch.Tensor],
+        recurrent: Sequence[torch.Tensor],
+        plan: StatePlan,
+    ) -> None:
+        """``convolutions`` [S, C, W - 1] and ``recurrent`` [S, G, K, V], of each layer."""
+        self._convolutions = convolutions
+        self._recurrent = recurrent
+        self._plan = plan
+
+    def convolve(
+        self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
+    ) -> torch.Tensor:
+        return causal_conv(x_TC, weight_CW, bias_C, self._convolutions[layer], self._plan)
+
+    def delta_rule(
+        self,
+        layer: int,
+        q_THK: torch.Tensor,
+        k_THK: torch.Tensor,
+        v_TGV: torch.Tensor,
+        log_decay_TG: torch.Tensor,
+        beta_TG: torch.Tensor,
+    ) -> torch.Tensor:
+        return gated_delta_rule(
+            q_THK, k_THK, v_TGV, log_decay_TG, beta_TG, self._recurrent[layer], self._plan
+        )
+
+
+def state_plan(
+    batch: Batch, trees: DraftTrees, offsets_B1: NDArray[np.int32], rows: int, device: torch.device
+) -> StatePlan:
+    """Of a step laid out as ``offsets_B1`` says, padded to ``rows``; each entry has its states."""
+    entries, states = batch.entries, []
+    for entry in batch.entries:
+        assert entry.states is not None, "scheduled without states"
+        states.append(entry.states)
+    firsts_B = offsets_B1[:-1]
+    roots_B = firsts_B + np.array([entry.run_len for entry in entries], dtype=np.int32) - 1
+    counts_B = np.diff(trees.offsets_B1)
+    roots_N = np.repeat(roots_B, counts_B)
+    nodes_N = roots_N + 1 + np.arange(len(roots_N)) - np.repeat(trees.offsets_B1[:-1], counts_B)
+
+    parents_T = np.arange(-1, rows - 1, dtype=np.int32)
+    parents_T[firsts_B] = -1
+    parents_T[nodes_N] = roots_N + trees.parents_N
+    parents_T[offsets_B1[-1] :] = -1
+
+    targets_T = np.full(rows, NO_STATE, dtype=np.int32)
+    for entry, own, first in zip(entries, states, firsts_B.tolist(), strict=True):
+        for length, slot in own.checkpoints.items():
+            targets_T[first + length - entry.start - 1] = slot
+    targets_T[roots_B] = [own.run_end for own in states]
+    node_slots = [own.nodes[:count] for own, count in zip(states, counts_B.tolist(), strict=True)]
+    targets_T[nodes_N] = np.concatenate([np.empty(0, dtype=np.int32), *node_slots])
+
+    def tensor(array: NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return StatePlan(
+        q_offsets_B1=tensor(offsets_B1),
+        sources_B=tensor(np.array([own.source for own in states], dtype=np.int32)),
+        parents_T=tensor(parents_T),
+        targets_T=tensor(targets_T),
+    )
