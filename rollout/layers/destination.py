@@ -25,11 +25,12 @@ class Destination:
     place: tuple[int, int]  # the object that holds it, by id(), and its first row there
     alias_of: str | None = None  # this is a second name of that tensor
     is_borrowed: bool = False  # another model's: writing checks that the values are those it has
+    parts: tuple[str, ...] = ()  # this is all of those tensors in one, as fused experts are
 
     @property
     def required(self) -> bool:
-        """Whether a full load must name it; one name of a tied pair is enough."""
-        return self.alias_of is None and not self.is_borrowed
+        """Whether a full load must name it; one name of a tied pair is enough, parts or whole."""
+        return self.alias_of is None and not self.is_borrowed and not self.parts
 
     @staticmethod
     def of(tensor: torch.Tensor, place: tuple[int, int] | None = None) -> Destination:
@@ -89,14 +90,7 @@ def with_alias(
             )
 
     def named(which: str, alias_of: str | None) -> Destination:
-        return Destination(
-            shape=destination.shape,
-            dtype=destination.dtype,
-            write=lambda values: write(which, values),
-            read=destination.read,
-            place=destination.place,
-            alias_of=alias_of,
-        )
+        return replace(destination, write=lambda values: write(which, values), alias_of=alias_of)
 
     return {name: named(name, None), alias: named(alias, name)}
 
@@ -109,15 +103,26 @@ def mismatches(
 ) -> list[str]:
     """What keeps ``offered`` (name to shape) from filling ``destinations``: one line per tensor.
 
-    Empty when all is well. ``partial`` lets names be missing.
+    Empty when all is well. ``partial`` lets names be missing. Of parts and their whole one comes.
     """
     lines = [f"unexpected: {name}" for name in offered if name not in destinations]
     for name, shape in offered.items():
         wanted = destinations[name].shape if name in destinations else tuple(shape)
         if tuple(shape) != wanted:
             lines.append(f"wrong shape: {name} is {list(shape)}, the model has {list(wanted)}")
+    filled: set[str] = set()
+    for name in offered:
+        if name in destinations:
+            canonical = destinations[name].alias_of or name
+            filled.update(destinations[canonical].parts or (canonical,))
+    lines += [
+        f"comes twice: {name} holds {part} too"
+        for name in offered
+        if name in destinations
+        for part in destinations[name].parts
+        if part in offered
+    ]
     if not partial:
-        filled = {destinations[name].alias_of or name for name in offered if name in destinations}
         lines += [
             f"missing: {name}"
             for name, destination in destinations.items()

@@ -29,7 +29,8 @@ class Linear:
     plain, the packed weight is then a copy of it, and writes go to both.
 
     ``row_invariant``: plain products are those of ops.matmul, whose rows do not depend on their
-    number; otherwise torch's own, which may be faster. Packed ones: see row_invariance.
+    number; otherwise torch's own, which may be faster. Packed ones: see row_invariance, which says
+    in ``least_rows`` from how many on they do not. Whoever calls with fewer pads them.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Linear:
         self.device = device
         self.packing = packing
         self.row_invariant = False
+        self.least_rows = 1
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
         self._table_OI = table_OI

@@ -28,14 +28,19 @@ _MOST_ON_A_GPU = 1024  # more have the same tiles, and outputs of gigabytes
 
 
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
-    """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``."""
+    """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``.
+
+    Each product is told its own least number of rows: experts run fewer than a step has.
+    """
     linears = list(linears)
     for linear in linears:
         linear.row_invariant = linear.device.type == "cuda"
-    return minimum_rows(linears, max_rows)
+    least = _least_by_signature(linears, max_rows)
+    for linear in linears:
+        linear.least_rows = least[_signature(linear)]
+    return max(least.values(), default=1)
 
 
-@torch.inference_mode()
 def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
     """The least M0 such that all sampled row counts in [M0, max_rows] give bitwise equal rows.
 
@@ -43,8 +48,13 @@ def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
     every distinct shape among ``linears``. Raises ExactnessError, naming the shape, where no M0 up
     to LARGEST_PADDING holds.
     """
+    return max(_least_by_signature(linears, max_rows).values(), default=1)
+
+
+@torch.inference_mode()
+def _least_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
     shapes = {_signature(linear): linear for linear in linears}
-    return max((_minimum_rows(linear, max_rows) for linear in shapes.values()), default=1)
+    return {shape: _minimum_rows(linear, max_rows) for shape, linear in shapes.items()}
 
 
 def _minimum_rows(linear: Linear, max_rows: int) -> int:

@@ -11,9 +11,12 @@ from typing import Protocol
 import torch
 
 from rollout.layers.destination import Destination
+from rollout.layers.experts import RouteRecorder
 from rollout.layers.linear import Linear
 from rollout.models.features import Taps
 from rollout.models.spec import ModelSpec
+
+__all__ = ["CausalLM", "LayerAttention", "LayerStates", "RouteRecorder"]
 
 
 class LayerAttention(Protocol):
@@ -54,14 +57,6 @@ class LayerStates(Protocol):
         beta_TG: torch.Tensor,
     ) -> torch.Tensor:
         """``ops.gated_delta_rule`` over the layer's recurrent states: [T, G, V], dtype of v."""
-        ...
-
-
-class RouteRecorder(Protocol):
-    """Keeps which experts each row of a step went to."""
-
-    def record(self, layer: int, experts_TX: torch.Tensor) -> None:
-        """``layer`` counts the sparse layers from 0; int [T, X], the most probable expert first."""
         ...
 
 

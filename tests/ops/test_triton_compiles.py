@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from rollout.ops.grouped_matmul.triton import _grouped_matmul_kernel  # noqa: E402
 from rollout.ops.matmul.triton import _matmul_kernel, tiles  # noqa: E402
 from rollout.ops.paged_attention.triton import _attention_kernel, tile_rows  # noqa: E402
 
@@ -33,6 +34,8 @@ def products(kernel, constants: dict[str, object], *, num_warps: int, num_stages
             return "constexpr"
         if name in BF16 and not (kernel is _attention_kernel and name == "weight_ptr"):
             return "*bf16"
+        if name == "pairs_ptr":
+            return "*i64"
         if name.endswith("_ptr"):
             return "*fp32" if name in ("partial_ptr", "weight_ptr") else "*i32"
         return "fp32" if name == "scale" else "i32"
@@ -65,6 +68,19 @@ def test_all_matmul_tiles_use_one_kind_of_product(even: bool) -> None:
             "FEATURES": tile.features, "GROUP": 8,
         }  # fmt: skip
         found = products(_matmul_kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
+        assert found == {f"m64n{tile.outputs}k16"}, tile
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_grouped_products_use_the_same_kind(even: bool) -> None:
+    for tile in tiles(torch.bfloat16):
+        constants = {
+            "EVEN": even, "EXPERTS": 128, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
+            "FEATURES": tile.features,
+        }  # fmt: skip
+        found = products(
+            _grouped_matmul_kernel, constants, num_warps=tile.warps, num_stages=tile.stages
+        )
         assert found == {f"m64n{tile.outputs}k16"}, tile
 
 

@@ -58,13 +58,16 @@ def tiles(dtype: torch.dtype) -> list[Tile]:
     return [tile for _, tile in (_TILES_FLOAT32 if dtype is torch.float32 else _TILES_16_BIT)]
 
 
+def tile_for(dtype: torch.dtype, rows: int) -> Tile:
+    """The fastest for so many rows."""
+    choices = _TILES_FLOAT32 if dtype is torch.float32 else _TILES_16_BIT
+    return next(tile for most, tile in choices if most is None or rows <= most)
+
+
 def matmul(
     x_MI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
-    choices = _TILES_FLOAT32 if x_MI.dtype is torch.float32 else _TILES_16_BIT
-    rows = len(x_MI)
-    tile = next(tile for most, tile in choices if most is None or rows <= most)
-    return tiled_matmul(x_MI, weight_OI, bias_O, tile)
+    return tiled_matmul(x_MI, weight_OI, bias_O, tile_for(x_MI.dtype, len(x_MI)))
 
 
 def tiled_matmul(
@@ -86,6 +89,34 @@ def tiled_matmul(
     return y_MO
 
 
+@triton.jit
+def tile_product(
+    x_rows, present, weight_rows, features,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Float32 [ROWS, OUTPUTS]: the walk along the features that every product shares.
+
+    x_rows, weight_rows: pointers to first elements, [ROWS, 1] and [OUTPUTS, 1]. Rows of x that are
+    not ``present`` ([ROWS, 1]) are zeros.
+    """
+    feature = tl.arange(0, FEATURES)[None, :]
+    x_ptrs = x_rows + feature
+    weight_ptrs = weight_rows + feature
+    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    for start in range(0, features, FEATURES):
+        if EVEN:
+            x = tl.load(x_ptrs, mask=present, other=0.0)
+            weight = tl.load(weight_ptrs)
+        else:
+            here = feature < features - start
+            x = tl.load(x_ptrs, mask=present & here, other=0.0)
+            weight = tl.load(weight_ptrs, mask=here, other=0.0)
+        total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+        x_ptrs += FEATURES
+        weight_ptrs += FEATURES
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, rows, outputs, features, x_stride, weight_stride,
@@ -102,21 +133,10 @@ def _matmul_kernel(
         row = ((first + place % height) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         output = place // height * OUTPUTS + tl.arange(0, OUTPUTS)
         weight_row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]  # stays inside
-        feature = tl.arange(0, FEATURES)[None, :]
-        x_ptrs = x_ptr + row * x_stride + feature
-        weight_ptrs = weight_ptr + weight_row * weight_stride + feature
-        total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-        for start in range(0, features, FEATURES):
-            if EVEN:
-                x = tl.load(x_ptrs, mask=row < rows, other=0.0)
-                weight = tl.load(weight_ptrs)
-            else:
-                here = feature < features - start
-                x = tl.load(x_ptrs, mask=(row < rows) & here, other=0.0)
-                weight = tl.load(weight_ptrs, mask=here, other=0.0)
-            total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
-            x_ptrs += FEATURES
-            weight_ptrs += FEATURES
+        total = tile_product(
+            x_ptr + row * x_stride, row < rows, weight_ptr + weight_row * weight_stride,
+            features, EVEN, ROWS, OUTPUTS, FEATURES,
+        )  # fmt: skip
         if HAS_BIAS:
             bias = tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
             total += bias.to(tl.float32)[None, :]

@@ -1,0 +1,29 @@
+"""The sum of a row's experts. T rows, X experts per row, E hidden."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops import gpu
+from rollout.ops.combine_experts import reference
+
+
+def combine_experts(
+    outputs_TXE: torch.Tensor,
+    weights_TX: torch.Tensor,
+    shared_TE: torch.Tensor | None = None,
+    shared_gate_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``sum_x weights[:, x] * outputs[:, x] + sigmoid(shared_gate) * shared``: a new [T, E].
+
+    In float32, term by term in the order of x, the shared expert last; rounded once, to the dtype
+    of the outputs. transformers rounds weights, terms and, in some of its forms, every partial sum.
+
+    outputs [T, X, E], shared [T, E], shared_gate [T] (before its sigmoid; strided): of one dtype;
+    weights float32. A shared expert needs both, or neither is given.
+    """
+    if gpu.supports(outputs_TXE):
+        from rollout.ops.combine_experts import triton
+
+        return triton.combine_experts(outputs_TXE, weights_TX, shared_TE, shared_gate_T)
+    return reference.combine_experts(outputs_TXE, weights_TX, shared_TE, shared_gate_T)

@@ -1,0 +1,32 @@
+"""Each row times its own expert's weight.
+
+Legend: M rows of input, S pairs of a row and an expert (a multiple of M), N experts, I input,
+O output features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops import gpu
+from rollout.ops.grouped_matmul import reference
+from rollout.ops.grouped_matmul.groups import RowGroups
+
+__all__ = ["RowGroups", "grouped_matmul"]
+
+
+def grouped_matmul(
+    x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups
+) -> torch.Tensor:
+    """``y[p] = x[p // (S / M)] @ weights[n].T`` for the pairs p of each expert n: [S, O].
+
+    So x has a row for all of a row's experts, or one for each pair. A float32 sum and one rounding,
+    all of one dtype; rows of x may be strided. On a GPU y[p] has the bits that ``ops.matmul`` gives
+    x's row and that weight, whatever other rows there are and wherever they go; on the CPU that is
+    what packed products are for (rollout.layers.grouped_linear), and this is the plain definition.
+    """
+    if gpu.supports(x_MI, weights_NOI):
+        from rollout.ops.grouped_matmul import triton
+
+        return triton.grouped_matmul(x_MI, weights_NOI, groups)
+    return reference.grouped_matmul(x_MI, weights_NOI, groups)

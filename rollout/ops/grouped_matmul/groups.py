@@ -1,0 +1,29 @@
+"""Rows, sorted by the expert they go to.
+
+Legend: T rows, X experts per row, S = T * X pairs of both, N experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RowGroups:
+    """Pair ``t * X + x`` is row t going to its expert of rank x. Tensors of one device.
+
+    Expert n owns pairs_S[offsets[n] : offsets[n + 1]], ascending; every pair is some expert's.
+    """
+
+    pairs_S: torch.Tensor  # int64
+    offsets_N1: torch.Tensor  # int32
+
+    @staticmethod
+    def of(experts_TX: torch.Tensor, num_experts: int) -> RowGroups:
+        """``experts_TX``: integers in [0, N). Nothing is asked of the device on the way."""
+        sorted_S, pairs_S = experts_TX.flatten().sort(stable=True)
+        bounds_N1 = torch.arange(num_experts + 1, dtype=sorted_S.dtype, device=sorted_S.device)
+        offsets_N1 = torch.searchsorted(sorted_S, bounds_N1, out_int32=True)
+        return RowGroups(pairs_S=pairs_S, offsets_N1=offsets_N1)

@@ -1,0 +1,80 @@
+"""Each row times its own expert's weight on a GPU: one persistent kernel over (expert, tile).
+
+A tile is one of ops.matmul's, and so is the walk along the features: what is said there of a row's
+bits holds here. How many rows an expert has is known on the device alone; programs read it there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout.ops.gpu import multiprocessors
+from rollout.ops.grouped_matmul.groups import RowGroups
+from rollout.ops.matmul.triton import Tile, tile_for, tile_product
+
+
+def grouped_matmul(
+    x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups
+) -> torch.Tensor:
+    rows_of_one = len(groups.pairs_S) // len(weights_NOI)  # on the average
+    return tiled_grouped_matmul(x_MI, weights_NOI, groups, tile_for(x_MI.dtype, rows_of_one))
+
+
+def tiled_grouped_matmul(
+    x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups, tile: Tile
+) -> torch.Tensor:
+    num_experts, outputs, features = weights_NOI.shape
+    num_pairs = len(groups.pairs_S)
+    y_SO = x_MI.new_empty(num_pairs, outputs)
+    # Each expert that has rows may have one tile that is not full.
+    most_tiles = min(num_pairs, num_experts + num_pairs // tile.rows)
+    most_tiles *= triton.cdiv(outputs, tile.outputs)
+    if most_tiles:
+        programs = min(most_tiles, multiprocessors(x_MI.device) * tile.programs)
+        _grouped_matmul_kernel[(programs,)](
+            x_MI, weights_NOI, groups.pairs_S, groups.offsets_N1, y_SO,
+            num_experts, outputs, features, num_pairs // len(x_MI),
+            x_MI.stride(0), weights_NOI.stride(0), weights_NOI.stride(1),
+            EVEN=features % tile.features == 0, EXPERTS=triton.next_power_of_2(num_experts),
+            ROWS=tile.rows, OUTPUTS=tile.outputs, FEATURES=tile.features,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y_SO
+
+
+@triton.jit
+def _grouped_matmul_kernel(
+    x_ptr, weight_ptr, pairs_ptr, offsets_ptr, y_ptr,
+    num_experts, outputs, features, fan_out, x_stride, expert_stride, weight_stride,
+    EVEN: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    output_tiles = tl.cdiv(outputs, OUTPUTS)
+    index = tl.arange(0, EXPERTS)
+    starts = tl.load(offsets_ptr + index, mask=index < num_experts, other=0)
+    ends = tl.load(offsets_ptr + index + 1, mask=index < num_experts, other=0)
+    tiles = (ends - starts + ROWS - 1) // ROWS * output_tiles
+    last_tiles = tl.cumsum(tiles, axis=0)
+    for tile in range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
+        expert = tl.sum((last_tiles <= tile).to(tl.int32), axis=0)
+        here = index == expert
+        start = tl.sum(tl.where(here, starts, 0), axis=0)
+        end = tl.sum(tl.where(here, ends, 0), axis=0)
+        place = tile - tl.sum(tl.where(here, last_tiles - tiles, 0), axis=0)
+        height = (end - start + ROWS - 1) // ROWS
+        # An expert's row tiles come one after another while its tile of weights is in the cache.
+        number = start + place % height * ROWS + tl.arange(0, ROWS)
+        present = (number < end)[:, None]
+        pair = tl.load(pairs_ptr + number, mask=number < end, other=0)[:, None]
+        output = place // height * OUTPUTS + tl.arange(0, OUTPUTS)
+        weight_row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]  # stays inside
+        total = tile_product(
+            x_ptr + pair // fan_out * x_stride, present,
+            weight_ptr + expert.to(tl.int64) * expert_stride + weight_row * weight_stride,
+            features, EVEN, ROWS, OUTPUTS, FEATURES,
+        )  # fmt: skip
+        y_ptrs = y_ptr + pair * outputs + output[None, :]
+        inside = present & (output[None, :] < outputs)
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=inside)
