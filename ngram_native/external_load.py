@@ -52,8 +52,11 @@ class ExternalLoad:
         documents: Documents,
         fraction_read: Callable[[], float] | None,
         builder: ExternalBuilder,
+        *,
+        on_request: bool,
     ) -> None:
         self.name = name
+        self.on_request = on_request  # published by name alone
         self.state = ExternalState.LOADING
         self.error: str | None = None
         self.builder = builder

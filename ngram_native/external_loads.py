@@ -55,6 +55,7 @@ class ExternalLoads:
         documents: Documents,
         *,
         fraction_read: Callable[[], float] | None = None,
+        on_request: bool = False,
     ) -> None:
         """Begin to load a corpus.
 
@@ -65,6 +66,7 @@ class ExternalLoads:
                 background thread, so a generator may read and tokenise a file. Cancelling takes
                 effect between two batches; a cancelled generator is closed.
             fraction_read: How much of ``documents`` was read, in [0, 1]; called by `statuses`.
+            on_request: `publish` leaves it ready; only `publish_one` makes it visible.
         """
         _check_name(name)
         with self._changed:
@@ -75,7 +77,13 @@ class ExternalLoads:
                 raise ValueError(f"name={name!r}: is {held.state} already; remove() it first")
             if name in self._corpus.external_names():
                 raise ValueError(f"name={name!r}: is published already; remove() it first")
-            load = ExternalLoad(name, documents, fraction_read, self._corpus.external_builder())
+            load = ExternalLoad(
+                name,
+                documents,
+                fraction_read,
+                self._corpus.external_builder(),
+                on_request=on_request,
+            )
             if self._num_loading < self._max_loading:
                 self._start_thread(self._run_waiting)
                 self._num_loading += 1
@@ -83,15 +91,31 @@ class ExternalLoads:
             self._waiting.append(load)
 
     def publish(self) -> list[str]:
-        """Make all ready ones visible, in sorted order; their names. Between two steps.
+        """Make visible what is ready and waits for no request, in sorted order; their names.
 
-        Costs next to nothing where there are none. One that cannot be published, such as one whose
-        name the corpus has got meanwhile, fails instead; nothing is raised.
+        Between two steps. Costs next to nothing where there are none. One that cannot be published,
+        such as one whose name the corpus has got meanwhile, fails instead; nothing is raised.
         """
         if not self._any_ready:
             return []
         with self._changed:
             return [name for name in sorted(self._ready()) if self._publish(self._loads[name])]
+
+    def publish_one(self, name: str) -> None:
+        """Make ``name`` visible, between two steps; nothing where it is already.
+
+        Raises ValueError where it is unknown, loading or failed, and where it fails now.
+        """
+        with self._changed:
+            load = self._loads.get(name)
+            if load is None:
+                if name in self._corpus.external_names():
+                    return
+                raise ValueError(f"name={name!r}: is not loaded; start() it first")
+            if load.state is ExternalState.LOADING:
+                raise ValueError(f"name={name!r}: is loading; wait() for it first")
+            if load.state is ExternalState.FAILED or not self._publish(load):
+                raise ValueError(f"name={name!r}: has failed: {load.error}")
 
     def remove(self, name: str) -> None:
         """Forget a corpus: takes a published one out of force at once, cancels one that loads.
@@ -161,7 +185,9 @@ class ExternalLoads:
     # With the lock held:
 
     def _ready(self) -> set[str]:
-        return {n for n, load in self._loads.items() if load.state is ExternalState.READY}
+        """Those to be published unasked."""
+        ready = (each for each in self._loads.values() if each.state is ExternalState.READY)
+        return {each.name for each in ready if not each.on_request}
 
     def _tell(self) -> None:
         self._any_ready = bool(self._ready())

@@ -1,7 +1,7 @@
 """specrollout: a speculative rollout engine for training language models with RL."""
 
 from rollout.config import EngineConfig
-from rollout.draft_corpus import ExternalCorpus, ExternalState
+from rollout.draft_corpus import ExternalCorpus, ExternalState, Publishing
 from rollout.engine import RolloutEngine
 from rollout.engine_loop import EngineLoop
 from rollout.errors import (
@@ -22,6 +22,7 @@ __all__ = [
     "FinishReason",
     "InvalidInputError",
     "OutOfMemoryError",
+    "Publishing",
     "Request",
     "Rollout",
     "RolloutEngine",

@@ -22,6 +22,13 @@ class ExternalState(enum.StrEnum):
     FAILED = "failed"  # nothing of it was loaded; listed until it is removed or added again
 
 
+class Publishing(enum.StrEnum):
+    """When drafts begin to be made from an external corpus that has been loaded."""
+
+    WHEN_READY = "when_ready"  # the next step, or look at it
+    ON_REQUEST = "on_request"  # `publish_external_corpus`: at one point on several engines
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalCorpus:
     """An external corpus, at the moment of asking."""
@@ -61,6 +68,7 @@ class DraftCorpus(Protocol):
         name: str,
         documents: Iterable[Sequence[NDArray[np.int32]]],
         fraction_read: Callable[[], float],
+        publishing: Publishing,
     ) -> None:
         """Load on a background thread, which iterates ``documents``, batches of token arrays.
 
@@ -79,7 +87,14 @@ class DraftCorpus(Protocol):
         ...
 
     def publish(self) -> None:
-        """Draft from what is ready, from the next step on."""
+        """Draft from what is ready and waits for no request, from the next step on."""
+        ...
+
+    def publish_external(self, name: str) -> None:
+        """Draft from ``name`` from the next step on; nothing where that is so already.
+
+        Raises InvalidInputError where it is loading or has failed, or fails now.
+        """
         ...
 
     def share(self, max_bytes: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.draft_corpus import ExternalCorpus
+from rollout.draft_corpus import ExternalCorpus, Publishing
 from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, StepMetrics
 from rollout.engine_status import EngineStatus
@@ -162,9 +162,11 @@ class Engine(Protocol):
         documents: Sequence[str] | None = None,
         token_chunks: Sequence[Sequence[int]] | None = None,
         file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str: ...
     def remove_external_corpus(self, name: str) -> None: ...
+    def publish_external_corpus(self, name: str) -> None: ...
     def external_corpora(self) -> list[ExternalCorpus]: ...
     @property
     def corpus_tokens(self) -> int | None: ...

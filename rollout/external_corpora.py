@@ -11,7 +11,13 @@ from typing import Any
 
 from rollout.corpus_delta import CorpusDelta
 from rollout.corpus_documents import FileDocuments, documents_from
-from rollout.draft_corpus import DraftCorpus, ExternalCorpus, ExternalState, check_name
+from rollout.draft_corpus import (
+    DraftCorpus,
+    ExternalCorpus,
+    ExternalState,
+    Publishing,
+    check_name,
+)
 from rollout.encoding import PromptEncoder
 from rollout.errors import InvalidInputError
 from rollout.learned_file import learned_file, load_learned, save_learned
@@ -42,6 +48,7 @@ class CorpusCalls:
         documents: Sequence[str] | None = None,
         token_chunks: Sequence[Sequence[int]] | None = None,
         file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str:
         """Load a corpus to draft from, from exactly one source; its name.
@@ -52,8 +59,12 @@ class CorpusCalls:
                 tokens, since drafts continue running text.
             token_chunks: token ids, a sequence per document.
             file_path: JSONL, per line a JSON string or an object with ``text``.
-            wait: return when it is published, and raise InvalidInputError if it could not be
-                loaded, its name being free again. Else `external_corpora` says how far it is.
+            publish: ``when_ready``, or ``on_request``: by `publish_external_corpus` alone. Engines
+                that are to draft alike (ranks in lockstep, replicas) load on request, and publish
+                once it is ready on all of them.
+            wait: return when it is published, or ready where that is on request, and raise
+                InvalidInputError if it could not be loaded, its name being free again. Else
+                `external_corpora` says how far it is.
 
         A document that cannot be used, or a limit exceeded, fails the load whole: nothing of it is
         drafted from. The documents must not be changed while they load. Raises InvalidInputError.
@@ -62,13 +73,14 @@ class CorpusCalls:
         if name is None:
             name = uuid.uuid4().hex
         check_name("name", name)
+        publishing = publishing_of(publish)
         there = corpus.external_corpora()
         if any(each.name == name and each.state is not ExternalState.FAILED for each in there):
             raise InvalidInputError("name", name, "is taken: remove that corpus, or choose another")
         source = documents_from(
             self.encoder, documents=documents, token_chunks=token_chunks, file_path=file_path
         )
-        corpus.add_external(name, source, source.fraction_read)
+        corpus.add_external(name, source, source.fraction_read, publishing)
         if wait:
             corpus.wait(name, None)
             self._require_loaded(corpus, name)
@@ -77,14 +89,20 @@ class CorpusCalls:
     def remove_external_corpus(self, name: str) -> None:
         """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
         corpus = self._external()
-        if name not in (known := [each.name for each in corpus.external_corpora()]):
-            raise InvalidInputError(
-                "name", name, f"is unknown; there are {', '.join(known) or 'none'}"
-            )
+        self._require_known(corpus, name)
         corpus.remove_external(name)
 
+    def publish_external_corpus(self, name: str) -> None:
+        """Draft from it from the next step on; nothing where that is so already.
+
+        Raises InvalidInputError where it is unknown, loading or failed.
+        """
+        corpus = self._external()
+        self._require_known(corpus, name)
+        corpus.publish_external(name)
+
     def external_corpora(self) -> list[ExternalCorpus]:
-        """All of them by name; those that have become ready are published now."""
+        """All of them by name; those to be published when they are ready are published now."""
         corpus = self._external()
         corpus.publish()
         return corpus.external_corpora()
@@ -163,6 +181,15 @@ class CorpusCalls:
         self._corpus().load(path)
         self._begin(path)
 
+    def take_configured_corpora(self) -> dict[str, str]:
+        """Name -> JSONL file of those not begun to load: the caller adds them from now on."""
+        corpus = self.worker.draft_corpus
+        taken = (
+            {} if corpus is None else {name: corpus.configured[name] for name in self._unstarted}
+        )
+        self._unstarted.clear()
+        return taken
+
     def load_configured_corpora(self) -> None:
         """Begin to load those of ``spec.external_corpora``; the second time there are none left.
 
@@ -170,7 +197,7 @@ class CorpusCalls:
         """
         while self._unstarted:
             name, source = next(iter(self._unstarted.items()))
-            self._corpus().add_external(name, source, source.fraction_read)
+            self._corpus().add_external(name, source, source.fraction_read, Publishing.WHEN_READY)
             del self._unstarted[name]
 
     def close(self) -> None:
@@ -228,11 +255,25 @@ class CorpusCalls:
             )
         return corpus
 
+    def _require_known(self, corpus: DraftCorpus, name: str) -> None:
+        if name not in (known := [each.name for each in corpus.external_corpora()]):
+            raise InvalidInputError(
+                "name", name, f"is unknown; there are {', '.join(known) or 'none'}"
+            )
+
     def _require_loaded(self, corpus: DraftCorpus, name: str) -> None:
         (own,) = (each for each in self.external_corpora() if each.name == name)
-        if own.state is not ExternalState.PUBLISHED:
+        if own.state is ExternalState.FAILED:
             corpus.remove_external(name)
             raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
+
+
+def publishing_of(publish: Publishing | str) -> Publishing:
+    """Raises InvalidInputError."""
+    try:
+        return Publishing(publish)
+    except ValueError:
+        raise InvalidInputError("publish", publish, "must be when_ready or on_request") from None
 
 
 def _loading(corpus: DraftCorpus) -> list[str]:

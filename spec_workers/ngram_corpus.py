@@ -14,7 +14,7 @@ from ngram_native import Corpus
 from ngram_native.external_loads import ExternalLoads
 from ngram_native.external_loads import ExternalState as LoadState
 from rollout.corpus_delta import CorpusDelta
-from rollout.draft_corpus import ExternalCorpus, ExternalState, check_name
+from rollout.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
 from rollout.errors import InvalidInputError
 from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.corpus_inbox import CorpusInbox
@@ -88,14 +88,19 @@ class NgramCorpus:
         name: str,
         documents: Iterable[Sequence[NDArray[np.int32]]],
         fraction_read: Callable[[], float],
+        publishing: Publishing,
     ) -> None:
         if name in self.corpus.external_names():
             self.corpus.remove_external(name)
         try:
-            self._loads.start(name, documents, fraction_read=fraction_read)
+            self._loads.start(
+                name,
+                documents,
+                fraction_read=fraction_read,
+                on_request=publishing is Publishing.ON_REQUEST,
+            )
         except ValueError as error:  # closed
-            reason = str(error).removeprefix(f"name={name!r}: ")
-            raise InvalidInputError("name", name, reason) from None
+            raise _named(name, error) from None
 
     def remove_external(self, name: str) -> None:
         self._loads.remove(name)
@@ -118,6 +123,12 @@ class NgramCorpus:
 
     def publish(self) -> None:
         self._loads.publish()
+
+    def publish_external(self, name: str) -> None:
+        try:
+            self._loads.publish_one(name)
+        except ValueError as error:
+            raise _named(name, error) from None
 
     def share(self, max_bytes: int) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
@@ -166,6 +177,10 @@ class NgramCorpus:
             own["learned_tokens"] = float(self.inbox.learned_tokens)
             own["lost_rollouts"] = float(self.inbox.lost_rollouts)
         return self.corpus.counters() | own
+
+
+def _named(name: str, error: ValueError) -> InvalidInputError:
+    return InvalidInputError("name", name, str(error).removeprefix(f"name={name!r}: "))
 
 
 def _by_option(reason: str) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.corpora import CorpusCalls, CorpusExchange
+from rollout.cluster.corpora import CorpusCalls
+from rollout.cluster.corpus_exchange import CorpusExchange
+from rollout.cluster.external_corpora import ExternalCorpora
 from rollout.cluster.flights import Flight
 from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.messages import ReplicaFacts, Report
@@ -39,9 +41,9 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self.config = config
         self._cluster = cluster
         self.members = Members(pool, self)
+        self._externals = ExternalCorpora(self.members)
         self.members.on_join(self._bring_state)
         self.weight_bringer = WeightBringer(self.members)
-        self.members.on_join(self._bring_corpora)
         self.corpus_exchange = (
             CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
             if cluster.share_corpus and cluster.replicas > 1
@@ -58,9 +60,6 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._released = {}
         self._update = None
         self._groups = {}
-        self._sources = {}
-        self._failed = {}
-        self._removed = set()
         self.facts: dict[str, ReplicaFacts] = {}
         try:
             while not self.members.all_joined:
@@ -127,6 +126,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._dispatch()
         self.members.attend(0.0 if self._ended else WAIT_SECONDS)
         self._dispatch()
+        self._externals.attend()
         if self.corpus_exchange is not None:
             self.corpus_exchange.attend()
         return self.take_ended()

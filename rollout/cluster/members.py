@@ -117,11 +117,6 @@ class Members:
             raise failures[0]
         return values
 
-    def tell_newcomers(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method on those that were brought up to date in part; how it ends is no matter."""
-        for newcomer in self._newcomers.values():
-            newcomer.replica.call(method, *args, **kwargs)
-
     def on_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What an engine's method gives on a replica; on another, if that one dies meanwhile.
 

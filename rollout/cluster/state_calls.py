@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from rollout.cluster.external_corpora import ExternalCorpora
 from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.messages import Report
 from rollout.cluster.newcomers import WeightBringer
@@ -24,6 +25,7 @@ class StateCalls(ABC):
 
     members: Members
     weight_bringer: WeightBringer
+    _externals: ExternalCorpora
     _router: Router
     _num_steps: int
     _reports: dict[str, Report]  # of each replica that lives, the latest
@@ -50,7 +52,7 @@ class StateCalls(ABC):
             last_step=self.last_step,
             counters=some.counters,
             learned=some.learned,
-            corpora=some.corpora,
+            corpora=tuple(self._externals.known({n: each.corpora for n, each in known.items()})),
             corpus_tokens=self.corpus_tokens,
             replicas=dict(known),
         )

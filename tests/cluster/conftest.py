@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout import RolloutEngine
+from rollout.cluster.cluster import RolloutCluster
+from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from tests.cluster.workload import PARAMS, PROMPTS, content, key, ngram
+from rollout.specs import WorkerFactory
+from tests.cluster.thread_pool import ThreadPool
+from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
+from tests.helpers.text_model import save_text_model
+
+MakeCluster = Callable[..., tuple[RolloutCluster, ThreadPool]]
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +53,35 @@ def expected(config: EngineConfig) -> dict[Any, Any]:
     """What one engine gives for `submit_all`."""
     engine = RolloutEngine.from_config(config, ngram())
     return {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}
+
+
+@pytest.fixture(scope="module")
+def text_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """Of a model that reads text."""
+    return EngineConfig(
+        model=ModelConfig(path=str(save_text_model(tmp_path_factory.mktemp("text")))),
+        memory=MemoryConfig(max_kv_tokens=2048),
+        scheduler=SchedulerConfig(max_running=4, max_step_tokens=64),
+        num_threads=1,
+    )
+
+
+@pytest.fixture
+def make(text_config: EngineConfig) -> Iterator[MakeCluster]:
+    """A cluster of replicas on threads, and its pool."""
+    made: list[RolloutCluster] = []
+
+    def make(
+        replicas: int = 2, factory: WorkerFactory | None = None, **options: Any
+    ) -> tuple[RolloutCluster, ThreadPool]:
+        names = [f"replica-{i}" for i in range(replicas)]
+        pool = ThreadPool(text_config, factory or always_drafts(), names)
+        settings = ClusterConfig(
+            kind=ClusterKind.ray, replicas=replicas, **({"share_seconds": 0.005} | options)
+        )
+        made.append(RolloutCluster(text_config, settings, pool))
+        return made[-1], pool
+
+    yield make
+    for cluster in made:
+        cluster.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.host import ReplicaHost
 from rollout.cluster.messages import Submission
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
@@ -151,3 +152,16 @@ class ThreadPool:
             self.news.put((replica, None if error else future.result(), error))
 
         self.run(coroutine).add_done_callback(learn)
+
+
+def kill(cluster: RolloutCluster, pool: ThreadPool, name: str) -> None:
+    dead = pool.living[name]
+    dead.kill()
+    cluster.members.wait_until_gone(dead)
+
+
+def rejoined(cluster: RolloutCluster) -> None:
+    deadline = time.monotonic() + 60
+    while not cluster.members.all_joined:
+        cluster.step()
+        assert time.monotonic() < deadline

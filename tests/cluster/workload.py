@@ -17,6 +17,12 @@ def ngram() -> WorkerFactory:
     return worker_factory("ngram", corpus_bytes=1 << 20)
 
 
+def always_drafts(spec: str = "ngram") -> WorkerFactory:
+    """Whatever drafts cost, for a tiny model decodes too fast for any to pay."""
+    options = {"budget": "fixed", "calibration_seconds": 0, "corpus_bytes": 1 << 20}
+    return worker_factory(spec, **(options if spec == "ngram" else {}))
+
+
 def submit_all(
     engine: Engine, prompts: Sequence[list[int]] = PROMPTS, params: SamplingParams = PARAMS
 ) -> None:

@@ -203,6 +203,33 @@ def test_name_taken_behind_a_loads_back_fails_it(corpus, loads):
     assert corpus.external_names() == []
 
 
+def test_one_on_request_is_published_by_name_alone(corpus, loads):
+    late = Gated([i32(1, 2, 3)], [i32(4)])
+    loads.start("late", late, on_request=True)
+    with pytest.raises(ValueError, match=r"name='late': is loading; wait\(\) for it first"):
+        loads.publish_one("late")
+    loads.start("soon", [[i32(5, 6, 7)]])
+    loads.start("bad", [[i32(-1)]], on_request=True)
+    late.gate.set()
+    assert [loads.wait(each, PATIENCE).state for each in ("bad", "late", "soon")] == [
+        "failed", "ready", "ready",
+    ]  # fmt: skip
+    assert loads.publish() == ["soon"]
+    assert loads.publish() == []
+    assert drafted(corpus, 1, 2) == []
+    for _ in range(2):  # the second time it is published
+        loads.publish_one("late")
+        assert drafted(corpus, 1, 2) == [3]
+    with pytest.raises(ValueError, match=r"name='bad': has failed: .*tokens"):
+        loads.publish_one("bad")
+    with pytest.raises(ValueError, match="name='other': is not loaded"):
+        loads.publish_one("other")
+    loads.start("unwanted", [[i32(8)]], on_request=True)
+    assert loads.wait("unwanted", PATIENCE).state == "ready"
+    loads.remove("unwanted")
+    assert [each.name for each in loads.statuses()] == ["bad", "late", "soon"]
+
+
 @pytest.mark.parametrize("error", [TypeError, MemoryError])
 def test_what_cannot_be_published_fails_alone(corpus, loads, monkeypatch, error):
     for name in ("bad", "good"):

@@ -168,6 +168,46 @@ def test_generation_goes_on_while_corpora_load(engine: RolloutEngine) -> None:
     ]
 
 
+def test_on_request_it_is_drafted_from_when_it_is_asked_for(model: str) -> None:
+    plain = make_engine(model, "none").generate(PROMPTS, PARAMS)
+    chunks = [r.prompt_ids + r.token_ids for r in plain]
+    engine = make_engine(model, budget="fixed", calibration_seconds=0)
+    gated = GatedList(chunks)
+    engine.add_external_corpus("answers", token_chunks=gated, publish="on_request")
+    with pytest.raises(InvalidInputError, match="name='answers': is loading"):
+        engine.publish_external_corpus("answers")
+    gated.gate.opened.set()
+    engine.wait_for_external_corpora(30)
+    engine.add_external_corpus("others", token_chunks=[[1]], publish="on_request", wait=True)
+    assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(plain)
+    cold = engine.metrics().accepted
+    assert states(engine) == {"answers": "ready", "others": "ready"}
+    engine.publish_external_corpus("answers")
+    engine.publish_external_corpus("answers")  # it is
+    assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(plain)
+    assert engine.metrics().accepted - cold > cold + 20
+    assert states(engine) == {"answers": "published", "others": "ready"}
+    with pytest.raises(InvalidInputError, match=r"name='more': is unknown; there are answers, oth"):
+        engine.publish_external_corpus("more")
+    with pytest.raises(InvalidInputError, match="publish='soon': must be when_ready or on_request"):
+        engine.add_external_corpus("more", token_chunks=[[1]], publish="soon")
+    engine.add_external_corpus("bad", token_chunks=[[-1]], publish="on_request")
+    engine.wait_for_external_corpora(30)
+    with pytest.raises(InvalidInputError, match=r"name='bad': has failed: .*token_chunks"):
+        engine.publish_external_corpus("bad")
+
+
+def test_configured_ones_can_be_taken_from_it_before_they_begin(model: str, tmp_path) -> None:
+    (tmp_path / "notes.jsonl").write_text('"one"')
+    path = str(tmp_path / "notes.jsonl")
+    engine = make_engine(model, external_corpora={"notes": path})
+    assert engine.take_configured_corpora() == {"notes": path}
+    assert engine.take_configured_corpora() == {}
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert engine.external_corpora() == []
+    assert make_engine(model, "none").take_configured_corpora() == {}
+
+
 def test_a_load_is_cancelled_by_removing_it(engine: RolloutEngine) -> None:
     chunks = GatedList([[1, 2]] * 4)
     engine.add_external_corpus("notes", token_chunks=chunks)
@@ -245,6 +285,7 @@ def test_a_worker_without_a_corpus_says_which_has_one(model: str, tmp_path: Path
     calls = [
         lambda: engine.add_external_corpus(token_chunks=[[1]]),
         lambda: engine.remove_external_corpus("a"),
+        lambda: engine.publish_external_corpus("a"),
         engine.external_corpora,
         engine.wait_for_external_corpora,
         lambda: engine.save_corpus(tmp_path / "corpus"),

@@ -1,0 +1,87 @@
+"""What each replica commits, told to the others."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from rollout.cluster.members import WAIT_SECONDS, Members
+from rollout.cluster.replica import Replica
+from rollout.corpus_delta import CorpusDelta
+from rollout.errors import InvalidInputError
+
+
+class CorpusExchange:
+    """Every so often asks each replica what it committed, and tells all.
+
+    One round at a time: while a replica is slow to answer or to learn, nothing is asked, and what
+    waits is bounded in the replicas. Deltas are handed on as they came; each replica passes over
+    its own.
+    """
+
+    def __init__(self, members: Members, seconds: float, max_bytes: int) -> None:
+        self._members = members
+        self._seconds = seconds
+        self._max_bytes = max_bytes
+        self._has_corpus = False  # the replicas' workers
+        self._begun_at = time.monotonic()
+        self._taking: list[Future[CorpusDelta]] = []
+        self._learning: list[Future[None]] = []
+        self.rounds = 0
+        self.exchanged_bytes = 0  # taken; each is sent to all replicas but one
+        members.on_join(self._begin_to_share)
+
+    def attend(self) -> None:
+        """Go on with the round as far as answers have come. Never waits."""
+        under_way: list[Future[Any]] = [*self._taking, *self._learning]
+        if not all(future.done() for future in under_way):
+            return
+        if self._taking:
+            deltas = [delta for delta in map(_value, self._taking) if delta is not None]
+            deltas = [delta for delta in deltas if delta.rollouts_B.size]
+            self._taking = []
+            if deltas:
+                shared = self._members.share(deltas)
+                self._learning = self._call_all("learn_corpus_deltas", shared)
+                self.exchanged_bytes += sum(delta.num_bytes for delta in deltas)
+            return
+        self._learning = []
+        has_others = self._has_corpus and len(self._members.joined) > 1
+        if has_others and time.monotonic() - self._begun_at >= self._seconds:
+            self._begun_at = time.monotonic()
+            self.rounds += 1
+            self._taking = self._call_all("take_corpus_delta")
+
+    def finish(self) -> None:
+        """A whole round: when it returns, all replicas were told what was committed before."""
+        while self._taking or self._learning:
+            self.attend()
+            self._members.attend(WAIT_SECONDS)
+        self._begun_at = float("-inf")
+        self.attend()
+        while self._taking or self._learning:
+            self._members.attend(WAIT_SECONDS)
+            self.attend()
+
+    def _call_all(self, method: str, *args: Any) -> list[Future[Any]]:
+        return [each.call(method, *args) for each in self._members.joined.values()]
+
+    def _begin_to_share(self, replica: Replica) -> Future[None]:
+        begun: Future[None] = Future()
+
+        def note(answer: Future[Any]) -> None:
+            error = answer.exception()
+            self._has_corpus |= error is None  # the second time is refused
+            if error is None or isinstance(error, InvalidInputError):  # its worker has no corpus
+                begun.set_result(None)
+            else:
+                begun.set_exception(error)
+
+        replica.call("share_corpus", self._max_bytes).add_done_callback(note)
+        return begun
+
+
+def _value(future: Future[CorpusDelta]) -> CorpusDelta | None:
+    """None of a replica that died."""
+    return future.result() if future.exception() is None else None
