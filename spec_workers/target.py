@@ -130,8 +130,8 @@ class TargetWorker:
         self.runner = ModelRunner(
             model=self.model,
             kv_pool=self.kv_pool,
+            memory=self.memory,
             state_pool=self.state_pool,
-            req_to_token=self.memory.req_to_token.table,
             minimum_rows=self.minimum_rows,
             device=device,
             features=features,

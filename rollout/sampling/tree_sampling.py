@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> Tr
         sampled = sample(logits_RV, rows)
         paths = [
             _walk(trees, b, sampled.tokens[first:last])
-            for b, (first, last) in enumerate(zip(offsets_B1, offsets_B1[1:], strict=False))
+            for b, (first, last) in enumerate(pairwise(offsets_B1.tolist()))
         ]
     return TreeSamples(sampled=sampled, offsets_B1=offsets_B1, paths=paths)
 

@@ -1,0 +1,77 @@
+"""req_to_token on a device: a copy that is told what changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.memory.cache import CacheMemory
+from rollout.ops import gpu
+from rollout.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableChanges:
+    """What the device must be told before a batch runs. Legend: B entries, C places."""
+
+    rows_B: NDArray[np.int64]
+    versions_B: NDArray[np.int64]
+    ends_B: NDArray[np.int64]
+    arrays: dict[str, NDArray]  # ``table_places`` int64 [C], flat, and ``table_slots`` int32 [C]
+
+
+class DeviceTable:
+    """``tensor``, int32 [max_rows, max_context_len]: as the host's table, where a batch reads it.
+
+    Positions [0, known) of a row are the host's, as long as CacheMemory.row_versions says the same
+    of it as then: what a row says of computed positions does not change otherwise. What is at or
+    behind the start of a run may have changed, for a step that failed gives its slots back; so a
+    step sends [min(known, start), end): a token or a few, of a row that came or moved all of it.
+    On the CPU the tensor is a view of the host's table and nothing is sent.
+    """
+
+    def __init__(self, memory: CacheMemory, device: torch.device) -> None:
+        self._table = memory.req_to_token.table
+        self._versions_Q = memory.row_versions
+        self._is_view = not gpu.runs_on(device)
+        if self._is_view:
+            self.tensor = torch.from_numpy(self._table).to(device)
+        else:
+            self.tensor = torch.zeros(self._table.shape, dtype=torch.int32, device=device)
+        self._known_Q = np.zeros(len(self._table), dtype=np.int64)
+        self._known_versions_Q = np.full(len(self._table), -1, dtype=np.int64)
+
+    def changes(self, batch: Batch) -> TableChanges:
+        entries = batch.entries
+        rows_B = np.array([entry.request.row for entry in entries], dtype=np.int64)
+        starts_B = np.array([entry.start for entry in entries], dtype=np.int64)
+        ends_B = np.array([entry.end for entry in entries], dtype=np.int64)
+        versions_B = self._versions_Q[rows_B]
+        arrays: dict[str, NDArray] = {}
+        if not self._is_view:
+            is_known_B = self._known_versions_Q[rows_B] == versions_B
+            first_B = np.where(is_known_B, np.minimum(self._known_Q[rows_B], starts_B), 0)
+            width = self._table.shape[1]
+            places = [
+                np.arange(row * width + first, row * width + end)
+                for row, first, end in zip(
+                    rows_B.tolist(), first_B.tolist(), ends_B.tolist(), strict=True
+                )
+            ]
+            places_C = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
+            arrays = {
+                "table_places": places_C,
+                "table_slots": self._table.reshape(-1)[places_C],
+            }
+        return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, arrays=arrays)
+
+    def apply(self, changes: TableChanges, tensors: dict[str, torch.Tensor]) -> None:
+        """``tensors``: the changes' arrays, on the device."""
+        if not changes.arrays:
+            return
+        self.tensor.view(-1)[tensors["table_places"]] = tensors["table_slots"]
+        self._known_Q[changes.rows_B] = changes.ends_B
+        self._known_versions_Q[changes.rows_B] = changes.versions_B
