@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     PreTrainedModel,
     Qwen3_5ForCausalLM,
@@ -81,8 +84,48 @@ def tiny_hybrid(
     return model.to(dtype).eval()
 
 
+class TinyChain(nn.Module):
+    """The MTP head that Qwen3-Next and Qwen3.5 checkpoints bring: one step, of their own parts."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config = deepcopy(model.config)
+        config.layer_types = ["full_attention"]
+        layer, norm = type(model.model.layers[0]), type(model.model.norm)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.pre_fc_norm_embedding = norm(hidden, eps)
+        self.pre_fc_norm_hidden = norm(hidden, eps)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([layer(config, 0)])
+        self.norm = norm(hidden, eps)
+        randomise(self, seed=7)
+
+    def forward(
+        self, model: PreTrainedModel, tokens_L: torch.Tensor, hidden_LE: torch.Tensor
+    ) -> torch.Tensor:
+        """[L, E], what the head reads: ``tokens_L`` follow what the states have read."""
+        embedded = self.pre_fc_norm_embedding(model.get_input_embeddings()(tokens_L))
+        x = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden_LE)], dim=-1))[None]
+        length = len(tokens_L)
+        rotary = model.model.rotary_emb(x, torch.arange(length)[None])
+        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        return self.norm(self.layers[0](x, position_embeddings=rotary, attention_mask=mask))[0]
+
+
+def save_tiny_chain(folder: Path, family: str = "qwen3_5", **options: object) -> TinyChain:
+    """Write `tiny_hybrid` and its MTP head into one checkpoint; the head is returned."""
+    model = tiny_hybrid(family, **options)
+    model.save_pretrained(folder)
+    chain = TinyChain(model).to(model.dtype).eval()
+    stored = load_file(folder / "model.safetensors")
+    stored |= {f"mtp.{name}": values for name, values in chain.state_dict().items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return chain
+
+
 @torch.no_grad()
-def randomise(model: PreTrainedModel, *, sharpness: float = 6.0, seed: int = 0) -> None:
+def randomise(model: nn.Module, *, sharpness: float = 6.0, seed: int = 0) -> None:
     """Values that make every part of a model count; of the same names, the same values."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):

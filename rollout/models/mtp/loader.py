@@ -63,8 +63,9 @@ class MtpChain:
             as_llama = config | {"architectures": ["LlamaForCausalLM"]}
             decoder = ModelSpec.of(as_llama, max_context_len=target.max_context_len)
             _refuse_another_targets(folder, decoder, target)
-        decoder = replace(decoder, num_layers=1)
-        _refuse_gated_attention(checkpoint, layout, steps[0], decoder)
+        decoder = replace(decoder, num_layers=1, linear_attention=None)
+        if not decoder.gated_attention:
+            _refuse_gated_attention(checkpoint, layout, steps[0], decoder)
         spec = DraftSpec(
             family=DraftFamily.MTP,
             decoder=decoder,
@@ -183,11 +184,11 @@ def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec)
 def _refuse_gated_attention(
     checkpoint: Checkpoint, layout: MtpLayout, step: StepNames, decoder: ModelSpec
 ) -> None:
-    """Qwen3-Next's own layers have a gate beside every query: twice the rows."""
+    """A chain whose target has no gates beside its queries has none either."""
     name = f"{step.decoder}.self_attn.q_proj.weight"
     stored = checkpoint.tensors.get(name)
     if stored is not None and stored.shape[0] == 2 * decoder.num_heads * decoder.head_dim:
         raise UnsupportedModelError(
-            f"the {layout.title} MTP chain has gated attention, which is not implemented: {name} "
-            "holds a gate beside each query"
+            f"the {layout.title} MTP chain has gated attention, which is not implemented for a "
+            f"target without: {name} holds a gate beside each query"
         )

@@ -101,19 +101,20 @@ class MtpStep(OwnWeights):
         positions_T: torch.Tensor,
         attention: LayerAttention,
     ) -> torch.Tensor:
-        layer, eps = self._layer, self.spec.decoder.rms_norm_eps
+        layer, decoder = self._layer, self.spec.decoder
+        eps, unit_offset = decoder.rms_norm_eps, decoder.norm_unit_offset
         joined = [
-            rms_norm(self._embed(input_ids_T), self._embedding_norm_E, eps),
-            rms_norm(hidden_TE, self._hidden_norm_E, eps),
+            rms_norm(self._embed(input_ids_T), self._embedding_norm_E, eps, unit_offset),
+            rms_norm(hidden_TE, self._hidden_norm_E, eps, unit_offset),
         ]
         if self._hidden_first:
             joined.reverse()
         residual_TE = self._projection(torch.cat(joined, dim=1))
-        hidden_TE = rms_norm(residual_TE, layer.input_norm_E, eps)
-        hidden_TE = layer.attend(0, hidden_TE, positions_T, self._cos_sin_PD, attention)
-        hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps)
+        hidden_TE = rms_norm(residual_TE, layer.input_norm_E, eps, unit_offset)
+        hidden_TE = layer.mix(hidden_TE, positions_T, self._cos_sin_PD, attention)
+        hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps, unit_offset)
         hidden_TE = layer.feed_forward(hidden_TE)
-        return add_rms_norm(hidden_TE, residual_TE, self._final_norm_E, eps)
+        return add_rms_norm(hidden_TE, residual_TE, self._final_norm_E, eps, unit_offset)
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         return self._target.logits(hidden_RE) if self._head is None else self._head(hidden_RE)

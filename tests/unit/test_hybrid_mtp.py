@@ -1,0 +1,57 @@
+"""The MTP heads of Qwen3-Next and Qwen3.5 on their own targets."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.config import DType
+from rollout.models.features import Features, Taps
+from rollout.models.loader import load_model
+from rollout.models.mtp.loader import MtpChain
+from tests.helpers.dense_attention import DenseAttention
+from tests.helpers.dense_states import DenseStates
+from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
+
+TOKENS = torch.tensor([5, 9, 11, 3, 70, 12, 9, 9, 41, 80, 3])
+
+
+@pytest.fixture(params=["qwen3_5", "qwen3_next"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def loaded(family, tmp_path):
+    """Transformers' target and head, ours, and the folder."""
+    theirs = save_tiny_chain(tmp_path, family)
+    target = load_model(tmp_path, DType.float32, torch.device("cpu"))
+    chain = MtpChain.find(tmp_path, target.spec)
+    (step,) = chain.load(target)
+    return tiny_hybrid(family), theirs, target, step, tmp_path
+
+
+@torch.inference_mode()
+def test_a_step_is_what_transformers_parts_compute(loaded):
+    model, theirs, target, step, _ = loaded
+    assert step.spec.features == Features(final=True)
+    taps = Taps(step.spec.features, len(TOKENS), 48, torch.empty(0))
+    states = DenseStates(target.spec).begin([len(TOKENS)])
+    attention = DenseAttention([len(TOKENS)])
+    target.forward(TOKENS, attention.positions, attention, taps, states=states)
+    hidden = step.fuse(taps.features_TF)[:-1]
+    attention = DenseAttention([len(TOKENS) - 1])
+    ours = step.forward(TOKENS[1:], hidden, attention.positions, attention)
+    expected = theirs(model, TOKENS[1:], hidden)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    logits = model.lm_head(expected)
+    torch.testing.assert_close(step.logits(ours), logits, rtol=1e-4, atol=1e-3)
+
+
+def test_destinations_are_the_checkpoints_own(loaded):
+    _, _, target, step, folder = loaded
+    stored = load_file(folder / "model.safetensors")
+    destinations = step.destinations()
+    assert destinations.keys() == {name for name in stored if name.startswith("mtp.")}
+    for name, destination in destinations.items():
+        assert torch.equal(destination.read(), stored[name]), name
+    assert not destinations.keys() & target.destinations().keys()
