@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from rollout.errors import InvalidInputError
+from rollout.text_bound import TextBound
 from rollout.types import Prompt
 
 
@@ -40,16 +42,27 @@ class PromptEncoder:
 
         return cls(AutoTokenizer.from_pretrained(folder), vocab_size)
 
-    def encode(self, prompt: Prompt, field: str = "prompt") -> list[int]:
-        """Token ids of a prompt. Raises InvalidInputError naming ``field``."""
+    @cached_property
+    def _text_bound(self) -> TextBound | None:
+        return TextBound.of(self.tokenizer)
+
+    def encode(
+        self, prompt: Prompt, field: str = "prompt", *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a prompt. Raises InvalidInputError naming ``field``.
+
+        Args:
+            max_tokens: a text that is sure to have more is refused before the work of encoding it,
+                naming ``len(prompt)``; a shorter one may have more all the same.
+        """
         if not len(prompt):
             raise InvalidInputError(field, prompt, "is empty; give at least one token")
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer(field, prompt)
-            _require_encodable(prompt, field)
+            self._check_text(prompt, field, max_tokens)
             ids = tokenizer(prompt)["input_ids"]
         elif isinstance(prompt[0], dict):
-            return self.encode_chat(prompt, field)
+            return self.encode_chat(prompt, field, max_tokens=max_tokens)
         else:
             ids = _integers(prompt, field)
         return self._checked(ids, prompt, field)
@@ -62,6 +75,7 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a list of messages, each a dict with `role` and `content`, by the
         tokenizer's chat template.
@@ -70,6 +84,7 @@ class PromptEncoder:
             add_generation_prompt: the assistant's turn has begun at the end.
             continue_final_message: the last message has not ended.
             chat_template_kwargs: what the template may ask for beside the messages.
+            max_tokens: as for `encode`.
 
         Raises InvalidInputError naming ``field``.
         """
@@ -103,7 +118,7 @@ class PromptEncoder:
             raise InvalidInputError(
                 field, messages, f"must suit the chat template, which says: {error}"
             ) from error
-        _require_encodable(rendered, field)
+        self._check_text(rendered, field, max_tokens)
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return self._checked(ids, messages, field)
 
@@ -144,6 +159,16 @@ class PromptEncoder:
         """Special tokens spelled out, as stop strings may name them."""
         assert self.tokenizer is not None
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
+        _require_encodable(text, field)
+        if max_tokens is None or self._text_bound is None or len(text) <= max_tokens:
+            return
+        least = self._text_bound.least_tokens(text)
+        if least > max_tokens:
+            raise InvalidInputError(
+                "len(prompt)", f"{least} or more", f"must be 1 to {max_tokens} tokens"
+            )
 
     def _checked(self, ids: list[int], prompt: Prompt, field: str) -> list[int]:
         if not ids:

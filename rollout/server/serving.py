@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -66,19 +67,23 @@ class Serving:
         return derive_seed(self.seed, next(self._requests), 0) >> 1
 
     async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
-        """Checked token ids of each prompt; text is encoded off the event loop.
+        """Checked token ids of each prompt, none of them too long; off the event loop.
 
         Raises InvalidInputError naming ``field``.
         """
 
         def encode_all() -> list[list[int]]:
             names = [f"{field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [field]
-            return [
-                self.encoder.encode(prompt, name)
-                for prompt, name in zip(prompts, names, strict=True)
-            ]
+            encode = partial(self.encoder.encode, max_tokens=self.max_prompt_len)
+            return [encode(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
 
-        return await asyncio.to_thread(encode_all)
+        for prompt in prompts:
+            if not isinstance(prompt, str) and len(prompt) > self.max_prompt_len:
+                self.check_prompt_len(len(prompt))
+        all_ids = await asyncio.to_thread(encode_all)
+        for ids in all_ids:
+            self.check_prompt_len(len(ids))
+        return all_ids
 
     def require_batch(self, count: int, field: str = "batch") -> None:
         """Raises InvalidInputError where one call asks for too many samples, or none."""
@@ -95,12 +100,17 @@ class Serving:
         for params in {id(sample.params): sample.params for sample in samples}.values():
             self._check_params(params)
 
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens."""
+        most, configured = self.max_context_len - 1, self.config.max_prompt_len
+        return most if configured is None else min(most, configured)
+
     def check_prompt_len(self, length: int) -> None:
-        most = self.max_context_len - 1
-        if self.config.max_prompt_len is not None:
-            most = min(most, self.config.max_prompt_len)
-        if not 0 < length <= most:
-            raise InvalidInputError("len(prompt)", length, f"must be 1 to {most} tokens")
+        if not 0 < length <= self.max_prompt_len:
+            raise InvalidInputError(
+                "len(prompt)", length, f"must be 1 to {self.max_prompt_len} tokens"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         if len(params.stop_token_ids) > _MOST_STOP_TOKENS:  # every sample has a set of them

@@ -56,6 +56,7 @@ async def _samples(serving: Serving, body: ChatBody) -> list[Sample]:
         add_generation_prompt=body.begins_answer,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=body.chat_template_kwargs,
+        max_tokens=serving.max_prompt_len,
     )
     params = body.params(len(prompt_ids), serving.max_context_len, serving.fresh_seed())
     return [

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
+from rollout.server.body_fields import Listed
 from rollout.server.openai.extra_fields import check_extra_fields
 from rollout.server.openai.sampling_body import SamplingBody
 from rollout.types import SamplingParams
@@ -25,14 +26,14 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: str | list[ContentPart]
+    content: str | Listed[ContentPart]
 
 
 _NOT_TEXT = ("tool_calls", "function_call", "audio")  # parts of messages
 
 
 class ChatBody(SamplingBody):
-    messages: list[Message]
+    messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, description="default: what the context leaves")
     max_tokens: int | None = Field(None, description="its former name")
     logprobs: bool | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Annotated, cast
 
 from rollout.errors import InvalidInputError
+from rollout.server.body_fields import KnownIds, Listed
 from rollout.server.openai.sampling_body import SamplingBody
 from rollout.types import SamplingParams
 
@@ -12,7 +13,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionBody(SamplingBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[str | Listed[str] | Listed[int] | Listed[Listed[int]], KnownIds]
     max_tokens: int | None = None  # 0 with echo: score the prompt
     logprobs: int | None = None
     echo: bool | None = None

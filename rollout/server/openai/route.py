@@ -7,18 +7,18 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 
 from rollout.errors import InvalidInputError, OutOfMemoryError, RolloutError
 from rollout.server.errors import error_body
 from rollout.server.json_answer import JsonAnswer
+from rollout.server.json_route import JsonRoute
 
 
 class ModelNotFoundError(RolloutError):
     """A model is named that is not the one this server has."""
 
 
-class OpenAIRoute(APIRoute):
+class OpenAIRoute(JsonRoute):
     """Bad input is 400 to these clients, not 422; an unknown model 404."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

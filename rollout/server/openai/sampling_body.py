@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
+from rollout.server.body_fields import Biases, Listed
 from rollout.server.openai.extra_fields import check_extra_fields
 from rollout.types import SamplingParams
 
@@ -26,8 +27,8 @@ class SamplingBody(BaseModel):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="by token id")
-    stop: str | list[str] | None = None
+    logit_bias: Biases | None = Field(None, description="by token id")
+    stop: str | Listed[str] | None = None
     seed: int | None = Field(
         None, description="the same seed gives the same tokens; default: others each time"
     )
@@ -37,7 +38,7 @@ class SamplingBody(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rollout.byte_alphabet import BYTE_OF_CHARACTER
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -37,8 +39,8 @@ class TokenSpelling:
             piece = self._tokenizer.convert_ids_to_tokens(token_id)
             if match := _BYTE_PIECE.fullmatch(piece):
                 return [int(match[1], 16)]
-            if all(character in _BYTE_OF_CHARACTER for character in piece):
-                return [_BYTE_OF_CHARACTER[character] for character in piece]
+            if all(character in BYTE_OF_CHARACTER for character in piece):
+                return [BYTE_OF_CHARACTER[character] for character in piece]
         return list(text.encode())
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -48,16 +50,3 @@ class TokenSpelling:
 def by_id(token_id: int) -> str:
     """vLLM's way to write a token that needs no tokenizer to read."""
     return f"token_id:{token_id}"
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Characters that byte-level vocabularies write bytes with (Radford et al. 2019): printable
-    ones of Latin-1 mean themselves, the other bytes are counted from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTE_OF_CHARACTER = _byte_alphabet()

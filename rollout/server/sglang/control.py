@@ -13,6 +13,7 @@ from rollout.errors import InvalidInputError
 from rollout.server.auth import require_admin
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
+from rollout.server.json_route import JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
 from rollout.types import PauseMode
@@ -32,7 +33,7 @@ class PauseBody(BaseModel):
 
 
 def user_routes(serving: Serving) -> APIRouter:
-    router = APIRouter(tags=["sglang"])
+    router = APIRouter(tags=["sglang"], route_class=JsonRoute)
     check_admin = require_admin(serving.config)
 
     @router.post("/abort_request")
@@ -52,7 +53,7 @@ def user_routes(serving: Serving) -> APIRouter:
 
 
 def admin_routes(serving: Serving) -> APIRouter:
-    router = APIRouter(tags=["sglang"])
+    router = APIRouter(tags=["sglang"], route_class=JsonRoute)
 
     @router.post("/pause_generation", responses=CHANGED)
     async def pause_generation(body: PauseBody) -> JsonAnswer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,9 +12,11 @@ from starlette.exceptions import HTTPException
 from rollout.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.server.body_fields import KnownIds, Listed
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import json_body, openapi_body
+from rollout.server.json_route import JsonRoute
 from rollout.server.roots import Root
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, attempt, change, success
@@ -28,8 +31,8 @@ class AddBody(BaseModel):
 
     corpus_id: str | None = Field(None, min_length=1, max_length=200)
     file_path: str | None = None
-    documents: list[str] | None = None
-    token_chunks: list[list[int]] | None = None
+    documents: Listed[str] | None = None
+    token_chunks: Annotated[Listed[Listed[int]], KnownIds] | None = None
     wait: bool = True
 
 
@@ -40,7 +43,7 @@ class RemoveBody(BaseModel):
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(tags=["corpora"])
+    router = APIRouter(tags=["corpora"], route_class=JsonRoute)
     configured = serving.config.corpora_root
     root = Root("server.corpora_root", [] if configured is None else [configured])
 

@@ -14,6 +14,7 @@ from rollout.server.disconnect import while_connected
 from rollout.server.documented import EVENTS
 from rollout.server.event_stream import EventStream
 from rollout.server.json_answer import json_bytes
+from rollout.server.json_route import JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, Question, questions_of
@@ -22,7 +23,7 @@ from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(tags=["sglang"])
+    router = APIRouter(tags=["sglang"], route_class=JsonRoute)
     generator = _Generator(serving)
 
     @router.post("/generate", responses=EVENTS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
+from rollout.server.body_fields import KnownIds, Listed
 from rollout.server.samples import Sample
 from rollout.server.serving import Serving
 from rollout.server.sglang.fields import refuse_unknown
@@ -50,14 +51,14 @@ class GenerateBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: SamplingBody | list[SamplingBody] | None = None
-    rid: str | list[str] | None = None
+    text: str | Listed[str] | None = None
+    input_ids: Annotated[Listed[int] | Listed[Listed[int]], KnownIds] | None = None
+    sampling_params: SamplingBody | Listed[SamplingBody] | None = None
+    rid: str | Listed[str] | None = None
     stream: bool = False
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None  # -1: no prompt token is scored
-    top_logprobs_num: int | list[int] | None = None
+    return_logprob: bool | Listed[bool] | None = None
+    logprob_start_len: int | Listed[int] | None = None  # -1: no prompt token is scored
+    top_logprobs_num: int | Listed[int] | None = None
     return_text_in_logprobs: bool | None = None
 
 
@@ -144,8 +145,6 @@ async def questions_of(body: GenerateBody, serving: Serving) -> tuple[list[Quest
         )
         for index, prompt_ids in enumerate(all_ids)
     ]
-    for question in questions:
-        serving.check_prompt_len(len(question.prompt_ids))
     return questions, is_single and questions[0].params.n == 1
 
 

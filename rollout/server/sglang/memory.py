@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from rollout.engine_protocol import Engine
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
+from rollout.server.json_route import JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
 from rollout.types import MemoryTag
@@ -35,7 +36,7 @@ class ReleaseBody(ResumeBody):
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(tags=["memory"])
+    router = APIRouter(tags=["memory"], route_class=JsonRoute)
 
     @router.post("/release_memory_occupation", responses=CHANGED)
     async def release_memory_occupation(body: ReleaseBody | None = None) -> JsonAnswer:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
+from rollout.server.body_fields import Biases, Listed
 from rollout.server.sglang.fields import refuse_unknown
 from rollout.types import SamplingParams
 
@@ -35,9 +36,9 @@ class SamplingBody(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int | None] | None = None
+    logit_bias: Biases | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int | None] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None

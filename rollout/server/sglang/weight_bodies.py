@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rollout.server.body_fields import Listed
 from rollout.weights.dtype_names import named_dtype
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.options import UpdateOptions
@@ -47,7 +48,7 @@ class TensorFields(UpdateFields):
 class TensorBody(TensorFields):
     """Each text is one safetensors file in base64. Equal ones, as for several ranks, count once."""
 
-    serialized_named_tensors: list[str] = Field(min_length=1)
+    serialized_named_tensors: Listed[str] = Field(min_length=1)
 
 
 class DiskBody(UpdateFields):

@@ -26,7 +26,8 @@ from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_body import content_type, json_body, openapi_body
+from rollout.server.json_body import content_type, json_of_texts, openapi_body
+from rollout.server.json_route import JsonRoute
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
 from rollout.server.roots import Root
 from rollout.server.serving import Serving
@@ -53,7 +54,7 @@ _BINARY = {"type": "string", "format": "binary"}
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(tags=["weights"])
+    router = APIRouter(tags=["weights"], route_class=JsonRoute)
     update = serving.open_update
     root = _weights_root(serving)
 
@@ -217,7 +218,7 @@ async def _received(request: Request) -> tuple[TensorFields, ReceivedTensors]:
         raise HTTPException(
             415, f"the body must be one of application/json, {', '.join(RAW_TYPES)}"
         )
-    body = await json_body(request, TensorBody)
+    body = await json_of_texts(request, TensorBody)
     return body, await asyncio.to_thread(_decoded, body)
 
 

@@ -1,0 +1,93 @@
+"""Long JSON read in pieces is what the C parser makes of it as a whole, right or wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from rollout.server import json_pieces
+from rollout.server.json_pieces import Integers, loads_in_pieces
+
+PIECE = 8  # so that the borders of pieces meet everything
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_pieces, "_PIECE", PIECE)
+
+
+def parsed(loads: Any, data: bytes) -> tuple[Any, Any]:
+    """The value as text, for NaN is not itself; or the kind of error."""
+    try:
+        return json.dumps(loads(data)), None
+    except (ValueError, RecursionError) as error:
+        return None, type(error)
+
+
+def random_value(randomness: random.Random, depth: int) -> Any:
+    kind = randomness.randrange(10 if depth else 7)
+    if kind == 0:
+        return randomness.choice([None, True, False, 1e300, -0.5, float("inf"), float("-inf")])
+    if kind == 1:
+        return randomness.randint(-(10**20), 10**20)
+    if kind < 4:
+        return randomness.randint(-9, 99999)
+    if kind < 7:
+        alphabet = 'ab]}[{,:"\\ \n\té\U0001f600\ud800'
+        return "".join(randomness.choices(alphabet, k=randomness.randrange(12)))
+    count = randomness.randrange(6)
+    if kind == 7:
+        return {str(i): random_value(randomness, depth - 1) for i in range(count)}
+    if kind == 8:
+        return [randomness.randint(0, 50_000) for _ in range(2 * count)]
+    return [random_value(randomness, depth - 1) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_reads_what_the_c_parser_reads_and_refuses_what_it_refuses(seed: int) -> None:
+    randomness = random.Random(seed)
+    refused = 0
+    for _ in range(1500):
+        text = json.dumps(
+            random_value(randomness, 4),
+            ensure_ascii=randomness.random() < 0.5,
+            indent=randomness.choice([None, 0, 2]),
+        )
+        data = text.encode("utf-8", "surrogatepass")
+        assert parsed(loads_in_pieces, data) == parsed(json.loads, data)
+        place = randomness.randrange(len(data))
+        junk = bytes([randomness.choice(b'0123456789,,,]]}}[{":-.eE tn\\\xff')])
+        wrong = data[:place] + junk + data[place + randomness.randrange(2) :]
+        expected = parsed(json.loads, wrong)
+        refused += expected[0] is None
+        assert parsed(loads_in_pieces, wrong) == expected, wrong
+    assert refused > 500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1,2,3,4,5,6,7,8,]", "[1,2,3,,4,5,6,7]", "[,1,2,3,4,5]", "[1 2,3,4,5,6]", "[         ]",
+        "[         ", "[1,2,3,4,5,6,7", "[1,2,3,4,5,6,7,", "[123456789012345678,1]", "[01,2,3,4,5]",
+        "[1,2,3,4]  [5]", '{"a":1,"a":[1,2],}', '{"a" 1.0e5}  ', '{1:2,     3:4}',
+        "\ufeff[1,2,3,4,5]",
+        "[1,2,3,4,-Infinity,NaN]", "[1,2,3,4,--5]", "1234567890.5", '"123456789', "",
+        "[" * 5000 + "]" * 5000, f"[{'9' * 5000}]", f"[1,2,{'9' * 5000}, 3]",
+    ],
+)  # fmt: skip
+def test_odd_texts(text: str) -> None:
+    for encoding in ("utf-8", "utf-16", "utf-32-le"):
+        data = text.encode(encoding)
+        assert parsed(loads_in_pieces, data) == parsed(json.loads, data)
+
+
+def test_arrays_of_integers_are_known_and_no_others() -> None:
+    integers, mixed, nested = loads_in_pieces(
+        b"[[1,2,3,4,5,6,7,8,9], [1,2,3,4,5,6,7.5,8,9,10], [[1,2,3,4],[true]]]"
+    )
+    assert type(integers) is Integers
+    assert type(mixed) is type(nested) is type(nested[1]) is list
+    assert type(nested[0]) is Integers

@@ -1,0 +1,91 @@
+"""Bodies that are long, or wrong in very many places, hold up nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from rollout.server.body_fields import Listed
+from rollout.server.json_pieces import Integers
+from rollout.server.json_route import JsonRequest
+from rollout.server.openai.completion_body import CompletionBody
+from rollout.server.sglang.generate_body import GenerateBody
+from tests.server.conftest import Live
+
+LONG = list(range(50_000, 51_000)) * 20  # more than is parsed at once
+JSON = {"Content-Type": "application/json"}
+
+
+def test_others_go_on_while_a_long_body_is_parsed() -> None:
+    """A parser that held the interpreter's lock would leave them two turns: before and after."""
+    body = json.dumps({"input_ids": LONG * 100}).encode()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    async def turns_meanwhile() -> tuple[int, Any]:
+        turns, request = 0, JsonRequest({"type": "http"}, receive)
+        parsing = asyncio.create_task(request.json())
+        while not parsing.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        return turns, parsing.result()
+
+    turns, value = asyncio.run(turns_meanwhile())
+    assert turns >= 8
+    assert type(value["input_ids"]) is Integers
+    assert GenerateBody.model_validate(value).input_ids is value["input_ids"]
+    assert CompletionBody.model_validate({"prompt": [value["input_ids"]]}).prompts == [LONG * 100]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "status"),
+    [("/generate", "input_ids", 422), ("/v1/completions", "prompt", 400)],
+)
+def test_long_bodies_are_refused_as_short_ones_are(
+    live: Live, path: str, field: str, status: int
+) -> None:
+    with live.client() as client:
+
+        def refused(value: Any, expected: int = status) -> Any:
+            answer = client.post(path, json={field: value})
+            assert answer.status_code == expected, answer.text
+            return answer.json()["error"]["param"]
+
+        assert refused(LONG) == refused([LONG]) == refused([[5], LONG]) == "len(prompt)"
+        for wrong in ([1.5], [[True]], [["x"]], [[5], 5, LONG], ["x", 5], [[5.0], LONG]):
+            param = refused(wrong)
+            assert refused([*wrong, *["x"] * 20_000]).split(".")[0] == param.split(".")[0] == field
+        half = json.dumps({field: LONG}).encode()[:-5]
+        answer = client.post(path, content=half, headers=JSON)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            400, "the body is not JSON",
+        )  # fmt: skip
+
+
+def test_the_first_wrong_value_is_enough(live: Live) -> None:
+    """What is wrong with each of a million values would fill gigabytes."""
+    many, half = ["x"] * 100_000, {str(token): "x" for token in range(100_000)}
+    for body in (
+        {"input_ids": many},
+        {"input_ids": [5], "sampling_params": many},
+        {"input_ids": [5], "sampling_params": {"logit_bias": half}},
+    ):
+        with pytest.raises(ValueError, match="validation error") as wrong:
+            GenerateBody.model_validate(body)
+        assert wrong.value.error_count() <= 3
+    with pytest.raises(ValueError, match="validation error") as wrong:
+        CompletionBody.model_validate({"prompt": [*LONG, "x"], "logit_bias": {"1": True} | half})
+    assert {error["loc"][0] for error in wrong.value.errors()} == {"prompt", "logit_bias"}
+    assert wrong.value.error_count() <= 5
+
+
+def test_lists_that_end_at_an_error_are_documented_as_lists() -> None:
+    schema = GenerateBody.model_json_schema()["properties"]["input_ids"]["anyOf"]
+    integers = {"type": "array", "items": {"type": "integer"}}
+    assert schema == [integers, {"type": "array", "items": integers}, {"type": "null"}]
+    assert hash(Listed[int]) == hash(Listed[int])  # as members of unions must be
