@@ -27,8 +27,8 @@ class TextBound:
     def of(cls, tokenizer: Any) -> Self | None:
         """Of a transformers tokenizer.
 
-        None where no bound is known: vocabularies with one token for whatever they lack, tokens that
-        take blanks along, steps that drop what they meet.
+        None where no bound is known: vocabularies with one token for whatever they lack, tokens
+        that take blanks along, steps that drop what they meet.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
