@@ -103,10 +103,45 @@ class SchedulerConfig:
             )
 
 
+class ParallelMode(enum.StrEnum):
+    """Names as a user writes them."""
+
+    none = "none"
+    tensor = "tensor"  # ranks run the same requests, and each has a part of every weight
+    lockstep = "lockstep"  # ranks have requests of their own, and a part of every MLP
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """Processes that run one model. Each makes the same calls to an engine of its own."""
+
+    mode: ParallelMode = ParallelMode.none
+    size: int = 1  # processes: as many as the launcher started
+    timeout: float = 300.0  # seconds that a rank waits for the others before it gives up
+    check: bool = False  # compare what ranks drafted and sampled, each step
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mode, ParallelMode):
+            try:
+                self.mode = ParallelMode(self.mode)
+            except ValueError:
+                names = ", ".join(ParallelMode)
+                raise InvalidInputError("parallel.mode", self.mode, f"one of {names}") from None
+        if self.size < 1 or (self.size > 1) != (self.mode is not ParallelMode.none):
+            raise InvalidInputError(
+                "parallel.size", self.size,
+                f"must be {'1' if self.mode is ParallelMode.none else '2 or more'} "
+                f"with parallel.mode={self.mode}",
+            )  # fmt: skip
+        if not 0 < self.timeout < 1e6:
+            raise InvalidInputError("parallel.timeout", self.timeout, "must be seconds > 0")
+
+
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     exact: bool = True  # bitwise the same whatever shares the batch and however it was reached
     num_threads: int | None = None  # CPU threads; default: torch's

@@ -63,5 +63,9 @@ class IntegrityError(RolloutError):
     """A pool's own books do not balance: a bug of ours, found by check_integrity()."""
 
 
+class ParallelError(RolloutError):
+    """Ranks that run one model have lost each other, or differ in what they compute."""
+
+
 class ClusterError(RolloutError):
     """The cluster cannot go on: its replicas die again and again, or none could be started."""

@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.config import (
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from rollout.errors import InvalidInputError
 
 
 def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
     """Each override goes to the part that has a field of its name; names are unique across parts.
+
+    ``parallel`` is a ParallelConfig, or a mapping of its fields.
 
     Raises InvalidInputError for a name no part has.
     """
@@ -30,9 +38,13 @@ def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
         else:
             known = ", ".join(sorted((owner.keys() | own) - {"path"}))
             raise InvalidInputError(f"overrides[{name!r}]", value, f"unknown; there are {known}")
+    parallel = chosen["engine"].pop("parallel", {})
+    if not isinstance(parallel, ParallelConfig):
+        parallel = ParallelConfig(**parallel)
     return EngineConfig(
         model=ModelConfig(path=str(path), **chosen["model"]),
         memory=MemoryConfig(**chosen["memory"]),
         scheduler=SchedulerConfig(**chosen["scheduler"]),
+        parallel=parallel,
         **chosen["engine"],
     )

@@ -19,6 +19,7 @@ from rollout.memory.state_pool import StatePool
 from rollout.memory.state_sizing import state_sizes
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.parallel import local_rank, open_ranks
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
 from rollout.sampling.rows import rows_of_continuation
@@ -61,15 +62,17 @@ class TargetWorker:
             features: hidden states that drafts want of every row.
             draft_bytes: what a draft's keys and values are going to take.
         """
-        device = resolve_device(config.model.device)
+        device = resolve_device(config.model.device, local_rank(config.parallel))
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        self.ranks = open_ranks(config.parallel, device)
         self.model = load_model(
             config.model.path,
             config.model.dtype,
             device,
             config.model.max_context_len,
             load_format=config.model.load_format,
+            ranks=self.ranks,
             progress=progress,
         )
         spec = self.model.spec
@@ -86,9 +89,11 @@ class TargetWorker:
         self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
         if config.exact:
-            exact_rows = make_row_invariant(self.model.linears(), self.longest_step)
-            self.minimum_rows = max(self.minimum_rows, exact_rows)
-        budget = memory_budget(config.memory, device)
+            most_rows = self.longest_step * self.ranks.rows.size
+            exact_rows = make_row_invariant(self.model.linears(), most_rows)
+            self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
+        # All schedule alike, so all have as many slots of each kind.
+        budget = min(self.ranks.all.numbers(memory_budget(config.memory, device)))
         recurrent, states, state_bytes = spec.linear_attention, None, 0
         if recurrent is not None:
             each = StatePool.bytes_per_slot(recurrent, self.model.dtype)
@@ -103,6 +108,7 @@ class TargetWorker:
             draft_bytes=draft_bytes.apart,
             state_bytes=state_bytes,
         )
+        num_slots = min(self.ranks.all.numbers(num_slots))
         # One row more than requests may run: scoring borrows it between steps.
         self.memory = CacheMemory(
             num_slots,

@@ -9,11 +9,15 @@ import torch
 
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear, linear_destinations
+from rollout.layers.shard import input_shards_of, shards_of, summed
 from rollout.models.causal_lm import LayerAttention
+from rollout.models.head_parts import HeadParts
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
 from rollout.ops.rotary import rotary_
 from rollout.ops.sigmoid_gate import sigmoid_gate_
+from rollout.parallel import RankGroup
+from rollout.parallel.partition import scaled
 
 
 class Attention:
@@ -31,9 +35,15 @@ class Attention:
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
+        group: RankGroup,
         inputs: int | None = None,
     ) -> None:
-        """``inputs``: I; default: the hidden size."""
+        """
+        Args:
+            spec: of what this rank runs: some of the heads.
+            group: the ranks that have the others.
+            inputs: I; default: the hidden size.
+        """
 
         def linear(inputs: int, outputs: int, bias: bool) -> Linear:
             return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
@@ -42,6 +52,7 @@ class Attention:
             return torch.empty(spec.head_dim, dtype=dtype, device=device) if spec.qk_norm else None
 
         self.spec = spec
+        self._group = group
         gates = spec.num_heads if spec.gated_attention else 0
         self.heads = (spec.num_heads, gates, spec.num_kv_heads, spec.num_kv_heads)
         outputs = sum(self.heads) * spec.head_dim
@@ -68,7 +79,7 @@ class Attention:
         attended_THD = attention.run(index, q_THD, k_TKD, v_TKD)
         if spec.gated_attention:
             sigmoid_gate_(attended_THD, gate_THD)
-        return self.o(attended_THD.flatten(1))
+        return summed(self.o, attended_THD.flatten(1), self._group)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o]
@@ -88,10 +99,16 @@ class Attention:
             f"{at}.{name}.weight": Destination.of(norm) for name, norm in self._norms().items()
         }
         q, gate, k, v = (heads * spec.head_dim for heads in self.heads)
-        qkv = linear_destinations(at, self.qkv, {"q_proj": q + gate, "k_proj": k, "v_proj": v})
+        own = linear_destinations(at, self.qkv, {"q_proj": q + gate, "k_proj": k, "v_proj": v})
         if gate:
             by_head = torch.arange(q + gate).view(spec.num_heads, 2, spec.head_dim)
             order = by_head.transpose(0, 1).flatten()
-            for name in qkv.keys() & {f"{at}.q_proj.weight", f"{at}.q_proj.bias"}:
-                qkv[name] = qkv[name].reordered(order)
-        return found | qkv | linear_destinations(at, self.o, {"o_proj": spec.hidden_size})
+            for name in own.keys() & {f"{at}.q_proj.weight", f"{at}.q_proj.bias"}:
+                own[name] = own[name].reordered(order)
+        heads = HeadParts.of(spec.entire, self._group.size)
+        queries = scaled(heads.queries, spec.head_dim * (2 if gate else 1))
+        keys = scaled(heads.keys, spec.head_dim)
+        found |= shards_of(own, self._group, {"q_proj": queries, "k_proj": keys, "v_proj": keys})
+        inputs = scaled(heads.queries, spec.head_dim)
+        output = linear_destinations(at, self.o, {"o_proj": self.o.out_features})
+        return found | input_shards_of(output, self._group, inputs)

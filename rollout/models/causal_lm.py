@@ -15,6 +15,7 @@ from rollout.layers.experts import RouteRecorder
 from rollout.layers.linear import Linear
 from rollout.models.features import Taps
 from rollout.models.spec import ModelSpec
+from rollout.parallel import ModelRanks
 
 __all__ = ["CausalLM", "LayerAttention", "LayerStates", "RouteRecorder"]
 
@@ -63,7 +64,8 @@ class LayerStates(Protocol):
 class CausalLM(Protocol):
     """A decoder-only transformer over flat rows. Calls belong under torch.inference_mode."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # of what this rank runs
+    ranks: ModelRanks
     dtype: torch.dtype
     device: torch.device
 

@@ -17,6 +17,7 @@ from rollout.models.attention import Attention
 from rollout.models.causal_lm import LayerAttention, RouteRecorder
 from rollout.models.mlp import FeedForward, Mlp
 from rollout.models.spec import ModelSpec
+from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class Mixer(Protocol):
@@ -43,13 +44,14 @@ class Layer:
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
+        ranks: ModelRanks,
     ) -> None:
         """``mixer_name``: that of the mixer in checkpoints."""
         self.spec = spec
         self._mixer = mixer
         self._mixer_name = mixer_name
         self.mlp_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.mlp: FeedForward = Mlp(spec, dtype=dtype, device=device, packing=packing)
+        self.mlp: FeedForward = Mlp(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
 
     def feed_forward(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
@@ -87,14 +89,26 @@ class DecoderLayer(Layer):
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
+        ranks: ModelRanks = ONE_RANK,
         attention_inputs: int | None = None,
     ) -> None:
         """``attention_inputs``: I; default: the hidden size."""
         self._attention = Attention(
-            spec, dtype=dtype, device=device, packing=packing, inputs=attention_inputs
+            spec,
+            dtype=dtype,
+            device=device,
+            packing=packing,
+            group=ranks.tensor,
+            inputs=attention_inputs,
         )
         super().__init__(
-            spec, self._attention, "self_attn", dtype=dtype, device=device, packing=packing
+            spec,
+            self._attention,
+            "self_attn",
+            dtype=dtype,
+            device=device,
+            packing=packing,
+            ranks=ranks,
         )
 
     def attend(

@@ -11,10 +11,13 @@ import torch
 
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear, linear_destinations
+from rollout.layers.shard import input_shards_of, shard_of, shards_of, summed
 from rollout.models.causal_lm import LayerStates
 from rollout.models.spec import ModelSpec
 from rollout.ops.delta_gates import delta_gates
 from rollout.ops.gated_rms_norm import gated_rms_norm
+from rollout.parallel import RankGroup
+from rollout.parallel.partition import even_parts, scaled
 
 
 class GatedDeltaNet:
@@ -24,10 +27,24 @@ class GatedDeltaNet:
     """
 
     def __init__(
-        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, packing: bool
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        group: RankGroup,
     ) -> None:
+        """
+        Args:
+            spec: of what this rank runs: some of the heads.
+            group: the ranks that have the others.
+        """
         assert spec.linear_attention is not None
+        assert spec.entire.linear_attention is not None
         self.spec = spec.linear_attention
+        self._entire = spec.entire.linear_attention
+        self._group = group
         self.eps = spec.rms_norm_eps
         value_heads, value_dim = self.spec.num_value_heads, self.spec.value_dim
         values = value_heads * value_dim
@@ -63,7 +80,7 @@ class GatedDeltaNet:
             beta_TG,
         )
         normed_TGV = gated_rms_norm(out_TGV, gate.view(values), self.norm_V, self.eps)
-        return self.output(normed_TGV.flatten(1))
+        return summed(self.output, normed_TGV.flatten(1), self._group)
 
     def linears(self) -> list[Linear]:
         return [self.inputs, self.output]
@@ -74,29 +91,57 @@ class GatedDeltaNet:
     def destinations(self, at: str) -> dict[str, Destination]:
         """``at``: the prefix of its names in checkpoints, as model.layers.0.linear_attn."""
         conv_C1W = self.conv_CW.unsqueeze(1)
+        group, value_heads = self._group, self._parts(1, by_key_head=False)
+        conv = Destination.of(conv_C1W, (id(self.conv_CW), 0))
         found = {
-            f"{at}.conv1d.weight": Destination.of(conv_C1W, (id(self.conv_CW), 0)),
-            f"{at}.A_log": Destination.of(self.log_rates_G),
-            f"{at}.dt_bias": Destination.of(self.rate_bias_G),
+            f"{at}.conv1d.weight": shard_of(conv, group, self._channel_parts()),
+            f"{at}.A_log": shard_of(Destination.of(self.log_rates_G), group, value_heads),
+            f"{at}.dt_bias": shard_of(Destination.of(self.rate_bias_G), group, value_heads),
             f"{at}.norm.weight": Destination.of(self.norm_V),
         }
-        found |= linear_destinations(at, self.output, {"out_proj": self.output.out_features})
-        return found | self._input_destinations(at)
+        output = linear_destinations(at, self.output, {"out_proj": self.output.out_features})
+        values = self._parts(self.spec.value_dim, by_key_head=False)
+        return found | input_shards_of(output, group, values) | self._input_destinations(at)
 
     def _input_destinations(self, at: str) -> dict[str, Destination]:
+        spec, group = self.spec, self._group
         channels, values, step_sizes, decays = self._widths
-        if not self.spec.interleaved:
+        if not spec.interleaved:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-            return linear_destinations(at, self.inputs, dict(zip(names, self._widths, strict=True)))
-        spec = self.spec
+            own = linear_destinations(at, self.inputs, dict(zip(names, self._widths, strict=True)))
+            heads = self._parts(1, by_key_head=False)
+            of_values = self._parts(spec.value_dim, by_key_head=False)
+            parts = (self._channel_parts(), of_values, heads, heads)
+            return shards_of(own, group, dict(zip(names, parts, strict=True)))
         per_key_head = spec.num_value_heads // spec.num_key_heads
-        widths = (spec.key_dim, spec.key_dim, *[per_key_head * spec.value_dim] * 2)
-        parts = {"in_proj_qkvz": channels + values, "in_proj_ba": step_sizes + decays}
-        found = linear_destinations(at, self.inputs, parts)
-        for name, of_a_head in (("in_proj_qkvz", widths), ("in_proj_ba", (per_key_head,) * 2)):
+        widths = {
+            "in_proj_qkvz": (spec.key_dim, spec.key_dim, *[per_key_head * spec.value_dim] * 2),
+            "in_proj_ba": (per_key_head,) * 2,
+        }
+        rows = {"in_proj_qkvz": channels + values, "in_proj_ba": step_sizes + decays}
+        own = linear_destinations(at, self.inputs, rows)
+        for name, of_a_head in widths.items():
             name = f"{at}.{name}.weight"
-            found[name] = found[name].reordered(_apart(of_a_head, spec.num_key_heads))
-        return found
+            own[name] = own[name].reordered(_apart(of_a_head, spec.num_key_heads))
+        by_head = {name: self._parts(sum(w), by_key_head=True) for name, w in widths.items()}
+        return shards_of(own, group, by_head)
+
+    def _parts(self, width: int, *, by_key_head: bool) -> tuple[range, ...]:
+        """What ranks have of something that is ``width`` indices for each head."""
+        entire = self._entire
+        heads = entire.num_key_heads if by_key_head else entire.num_value_heads
+        return scaled(even_parts(heads, self._group.size), width)
+
+    def _channel_parts(self) -> list[tuple[range, ...]]:
+        """Likewise of queries, keys and values, which come one after the other."""
+        entire = self._entire
+        keys = entire.num_key_heads * entire.key_dim
+        of_keys = self._parts(entire.key_dim, by_key_head=True)
+        of_values = self._parts(entire.value_dim, by_key_head=False)
+        return [
+            (q, range(keys + q.start, keys + q.stop), range(2 * keys + v.start, 2 * keys + v.stop))
+            for q, v in zip(of_keys, of_values, strict=True)
+        ]
 
 
 def _apart(widths: tuple[int, ...], num_heads: int) -> torch.Tensor:

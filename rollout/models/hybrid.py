@@ -19,6 +19,7 @@ from rollout.models.decoder_layer import Layer
 from rollout.models.gated_delta_net import GatedDeltaNet
 from rollout.models.llama import Llama, LlamaLayer, ModelLayer
 from rollout.models.spec import ModelSpec
+from rollout.parallel import ModelRanks
 
 
 class DeltaLayer(Layer):
@@ -32,11 +33,20 @@ class DeltaLayer(Layer):
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
+        ranks: ModelRanks,
     ) -> None:
         """``index``: among the recurrent layers."""
-        self._delta_net = GatedDeltaNet(spec, dtype=dtype, device=device, packing=packing)
+        self._delta_net = GatedDeltaNet(
+            spec, dtype=dtype, device=device, packing=packing, group=ranks.tensor
+        )
         super().__init__(
-            spec, self._delta_net, "linear_attn", dtype=dtype, device=device, packing=packing
+            spec,
+            self._delta_net,
+            "linear_attn",
+            dtype=dtype,
+            device=device,
+            packing=packing,
+            ranks=ranks,
         )
         self.index = index
         self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
@@ -66,7 +76,14 @@ class Hybrid(Llama):
             kind = LlamaLayer if layer in attending else DeltaLayer
             index = attending.get(layer, layer - len(attending.keys() & set(range(layer))))
             layers.append(
-                kind(self.spec, index=index, dtype=self.dtype, device=self.device, packing=packing)
+                kind(
+                    self.spec,
+                    index=index,
+                    dtype=self.dtype,
+                    device=self.device,
+                    packing=packing,
+                    ranks=self.ranks,
+                )
             )
         return layers
 

@@ -14,15 +14,18 @@ from typing import Protocol
 
 import torch
 
-from rollout.layers.destination import Destination, with_alias
+from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear
 from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.features import Taps
+from rollout.models.head_parts import spec_of_rank
 from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec
+from rollout.models.vocabulary import Vocabulary
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
+from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class ModelLayer(Protocol):
@@ -64,9 +67,10 @@ class LlamaLayer(DecoderLayer):
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
+        ranks: ModelRanks = ONE_RANK,
     ) -> None:
         """``index``: among the layers that attend."""
-        super().__init__(spec, dtype=dtype, device=device, packing=packing)
+        super().__init__(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
         self.index = index
         self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
 
@@ -94,23 +98,18 @@ class Llama(OwnWeights):
         dtype: torch.dtype,
         device: torch.device,
         packing: bool = True,
+        ranks: ModelRanks = ONE_RANK,
     ) -> None:
-        self.spec = spec
+        """``spec``: of the whole model; the attribute of that name is what this rank runs of it."""
+        self.spec = spec = spec_of_rank(spec, ranks.tensor)
+        self.ranks = ranks
         self.dtype = dtype
         self.device = device
-        self.embedding_VE = torch.empty(
-            spec.vocab_size, spec.hidden_size, dtype=dtype, device=device
+        self.vocabulary = Vocabulary(
+            spec, dtype=dtype, device=device, packing=packing, group=ranks.tensor
         )
         self.layers = self._make_layers(packing)
         self.final_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.head = Linear(
-            spec.hidden_size,
-            spec.vocab_size,
-            dtype=dtype,
-            device=device,
-            packing=packing,
-            table_OI=self.embedding_VE if spec.tied_embeddings else None,
-        )
         self.cos_sin_PD = cos_sin_table(spec.rope, spec.rotary_dim, spec.max_context_len, device)
         self._next_norms_E = [layer.input_norm_E for layer in self.layers[1:]]
         self._next_norms_E.append(self.final_norm_E)
@@ -119,7 +118,12 @@ class Llama(OwnWeights):
         """In order."""
         return [
             LlamaLayer(
-                self.spec, index=index, dtype=self.dtype, device=self.device, packing=packing
+                self.spec,
+                index=index,
+                dtype=self.dtype,
+                device=self.device,
+                packing=packing,
+                ranks=self.ranks,
             )
             for index in range(self.spec.num_layers)
         ]
@@ -153,28 +157,23 @@ class Llama(OwnWeights):
         return hidden_TE
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        return self.embedding_VE[input_ids_T]
+        return self.vocabulary.embed(input_ids_T)
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden_RE)
+        return self.vocabulary.logits(hidden_RE)
 
     def linears(self) -> list[Linear]:
-        return [linear for layer in self.layers for linear in layer.linears()] + [self.head]
+        return [linear for layer in self.layers for linear in layer.linears()] + [
+            self.vocabulary.head
+        ]
 
     def _plain_weights(self) -> list[torch.Tensor]:
         """Those that are no product's, the embedding included."""
         of_layers = [weight for layer in self.layers for weight in layer.plain_weights()]
-        return [self.embedding_VE, *of_layers, self.final_norm_E]
+        return [self.vocabulary.embedding_WE, *of_layers, self.final_norm_E]
 
     def destinations(self) -> dict[str, Destination]:
-        spec = self.spec
-        head = self.head.weight_rows(0, spec.vocab_size)
-        if spec.tied_embeddings:
-            remedy = "set tie_word_embeddings to false or send one of them"
-            found = with_alias("model.embed_tokens.weight", "lm_head.weight", head, remedy)
-        else:
-            embedding = Destination.of(self.embedding_VE)
-            found = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+        found = self.vocabulary.destinations("model.embed_tokens.weight", "lm_head.weight")
         found["model.norm.weight"] = Destination.of(self.final_norm_E)
         for index, layer in enumerate(self.layers):
             found |= layer.destinations(f"model.layers.{index}")

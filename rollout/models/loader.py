@@ -15,6 +15,7 @@ from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.dtype import resolve_dtype
 from rollout.models.registry import MODEL_CLASSES
 from rollout.models.spec import ModelSpec
+from rollout.parallel import ONE_RANK, ModelRanks
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes in all, after every tensor."""
@@ -28,6 +29,7 @@ def load_model(
     *,
     load_format: LoadFormat = LoadFormat.safetensors,
     packing: bool = True,
+    ranks: ModelRanks = ONE_RANK,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Read config.json and safetensors into a model ready to run.
@@ -35,6 +37,7 @@ def load_model(
     Tensors go one by one from the mapped file to their place, converted on the way: there is no
     second copy of the model. ``packing=False`` keeps weights at stable addresses on the CPU too.
     With ``LoadFormat.dummy`` no tensor is read and every weight is zero.
+    Of several ``ranks`` each reads its part of every tensor.
 
     Raises CheckpointError for an incomplete, damaged or mismatching folder, UnsupportedModelError
     for a model not implemented here, InvalidInputError for a ``max_context_len`` out of reach.
@@ -46,7 +49,11 @@ def load_model(
     checkpoint = Checkpoint(folder) if load_format is LoadFormat.safetensors else None
     stored = spec.dtype or (torch.bfloat16 if checkpoint is None else checkpoint.dtype)
     model = MODEL_CLASSES[spec.architecture](
-        spec, dtype=resolve_dtype(dtype, stored, device), device=device, packing=packing
+        spec,
+        dtype=resolve_dtype(dtype, stored, device),
+        device=device,
+        packing=packing,
+        ranks=ranks,
     )
     if checkpoint is None:
         _fill_with_zeros(model)
@@ -64,10 +71,15 @@ def _fill_with_zeros(model: CausalLM) -> None:
     model.finish_loading()
 
 
-def resolve_device(name: str) -> torch.device:
-    """``auto`` is cuda where there is one, else cpu. Raises InvalidInputError."""
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
+    """``auto`` is cuda where there is one, else cpu. Raises InvalidInputError.
+
+    ``local_rank``: of several processes on this host, each with a GPU of its own.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and local_rank is not None:
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError:

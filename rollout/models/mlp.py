@@ -1,6 +1,6 @@
 """The dense MLP half of a decoder layer: SwiGLU (Shazeer 2020).
 
-Legend: T query rows, E hidden.
+Legend: T query rows of this rank, S of all ranks, E hidden, F ffn.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from typing import Protocol
 
 import torch
 
+from rollout.errors import InvalidInputError
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear, linear_destinations
+from rollout.layers.shard import input_shards_of, shards_of, summed
 from rollout.models.causal_lm import RouteRecorder
 from rollout.models.spec import ModelSpec
 from rollout.ops.silu_mul import silu_mul
+from rollout.parallel import ModelRanks
+from rollout.parallel.partition import even_parts, gather_columns, gather_rows
 
 
 class FeedForward(Protocol):
@@ -37,23 +41,60 @@ class FeedForward(Protocol):
 
 
 class Mlp:
-    """See FeedForward. Gate and up are one product."""
+    """See FeedForward. Gate and up are one product.
+
+    Tensor-parallel ranks have some of the F features each, and add up what those give.
+
+    Ranks with rows of their own have some of the output features of both products, and compute
+    them for the rows of all: no sum is split, so a row's bits are those of one rank alone.
+    """
 
     def __init__(
-        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, packing: bool
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        ranks: ModelRanks,
     ) -> None:
+        """Raises InvalidInputError for more ranks than can have a part."""
+
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear(
                 inputs, outputs, bias=spec.mlp_bias, dtype=dtype, device=device, packing=packing
             )
 
-        self.gate_up = linear(spec.hidden_size, 2 * spec.ffn_size)
-        self.down = linear(spec.ffn_size, spec.hidden_size)
+        hidden, ffn = spec.hidden_size, spec.ffn_size
+        self._group, self._has_own_rows = ranks.all, ranks.rows.size > 1
+        rank, size = self._group.rank, self._group.size
+        self._features = even_parts(ffn, size)
+        self._outputs = even_parts(hidden, size)
+        if not self._features[-1] or not self._outputs[-1]:
+            raise InvalidInputError(
+                "parallel.size", size, f"is too many for an MLP of {hidden} and {ffn}"
+            )
+        features = len(self._features[rank])
+        self.gate_up = linear(hidden, 2 * features)
+        self.down = (
+            linear(ffn, len(self._outputs[rank]))
+            if self._has_own_rows
+            else linear(features, hidden)
+        )
 
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
-        return self.down(silu_mul(self.gate_up(hidden_TE)))
+        """T may be zero where other ranks have rows."""
+        if self._has_own_rows:
+            return self._among_all_rows(hidden_TE)
+        return summed(self.down, silu_mul(self.gate_up(hidden_TE)), self._group)
+
+    def _among_all_rows(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        hidden_SE, own = gather_rows(self._group, hidden_TE)
+        part_SF = silu_mul(self.gate_up(hidden_SE))
+        activated_SF = gather_columns(self._group, part_SF, self._features)
+        return gather_columns(self._group, self.down(activated_SF), self._outputs)[own]
 
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
@@ -62,6 +103,13 @@ class Mlp:
         return []
 
     def destinations(self, at: str) -> dict[str, Destination]:
-        ffn = self.down.in_features
-        found = linear_destinations(at, self.gate_up, {"gate_proj": ffn, "up_proj": ffn})
-        return found | linear_destinations(at, self.down, {"down_proj": self.down.out_features})
+        features = len(self._features[self._group.rank])
+        gate_up = linear_destinations(
+            at, self.gate_up, {"gate_proj": features, "up_proj": features}
+        )
+        parts = {"gate_proj": self._features, "up_proj": self._features}
+        found = shards_of(gate_up, self._group, parts)
+        down = linear_destinations(at, self.down, {"down_proj": self.down.out_features})
+        if self._has_own_rows:
+            return found | shards_of(down, self._group, {"down_proj": self._outputs})
+        return found | input_shards_of(down, self._group, self._features)

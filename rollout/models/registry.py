@@ -13,11 +13,18 @@ from rollout.models.hybrid import Hybrid
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.llama import Llama
 from rollout.models.spec import ModelSpec
+from rollout.parallel import ModelRanks
 
 
 class ModelClass(Protocol):
     def __call__(
-        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, packing: bool
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        ranks: ModelRanks,
     ) -> CausalLM: ...
 
 

@@ -77,6 +77,13 @@ class ModelSpec:
     norm_unit_offset: bool = False  # norms multiply by 1 + weight; those after a gate do not
     decoder_names: tuple[str, ...] = ("model",)  # prefixes its tensors go by, its own first
 
+    whole: ModelSpec | None = None  # of which this is a rank's part; None: all of it
+
+    @property
+    def entire(self) -> ModelSpec:
+        """Of the model that all ranks run together."""
+        return self if self.whole is None else self.whole
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values."""

@@ -232,7 +232,7 @@ def test_a_draft_is_a_part_that_holds_its_own_alone(save, options, target_path, 
     kept = KeptWeights(parts, frozenset({"draft"}))
     num_bytes = sum(destination.read().nbytes for destination in own.values())
     assert draft.release() >= num_bytes  # packed weights are padded
-    assert target.embedding_VE.untyped_storage().nbytes()
+    assert target.vocabulary.embedding_WE.untyped_storage().nbytes()
     draft.allocate()
     kept.write_back(parts)
     kept.discard()
@@ -247,4 +247,4 @@ def test_products_pack_where_the_targets_do(target_path, target, tmp_path):
         linears = draft.linears()
         assert len(linears) == 6
         packed = {linear.is_packed for linear in linears}
-        assert packed == ({target.head.is_packed} if packing else {False})
+        assert packed == ({target.vocabulary.head.is_packed} if packing else {False})

@@ -22,7 +22,7 @@ def test_taps_are_the_residual_stream_and_change_nothing(tiny_model_path):
     tapped = model.forward(tokens, attention.positions, attention, taps)
     assert torch.equal(tapped, untapped)
     first, last, final = taps.features_TF.split(48, dim=1)
-    assert torch.equal(first, model.embedding_VE[tokens[:7]])
+    assert torch.equal(first, model.vocabulary.embedding_WE[tokens[:7]])
     assert torch.equal(final, untapped[:7])
     last = last.double()
     normed = last * (last.square().mean(-1, keepdim=True) + model.spec.rms_norm_eps).rsqrt()

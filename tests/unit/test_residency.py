@@ -79,7 +79,7 @@ def test_tokens_and_weights_after_waking_are_those_before(tiny_model_path, spec,
         assert engine.weights_digest() == digest
         assert outcome(engine) == before
     assert engine.weight_version == version
-    assert engine.worker.target.model.head.is_packed
+    assert engine.worker.target.model.vocabulary.head.is_packed
 
 
 def test_a_fork_that_ends_leaves_the_kept_weights(engine, folder):
@@ -110,7 +110,7 @@ def test_memory_is_gone_while_released(engine):
     assert released["kv_cache"] == kv_bytes
     assert released["weights"] >= weight_bytes, "packed weights are padded"
     assert plain_storages(engine) == {0}
-    assert not engine.worker.target.model.head.is_packed
+    assert not engine.worker.target.model.vocabulary.head.is_packed
     engine.resume_memory()
     assert 0 not in plain_storages(engine)
 
@@ -138,7 +138,7 @@ def test_every_tensor_of_a_model_is_freed_and_comes_back(tmp_path, architecture,
     model.finish_loading()
     saved = weights_of(model)
     held = sum(values.nbytes for _, values in saved)
-    copied = saved[0][1].nbytes if tied and packing and model.head.is_packed else 0
+    copied = saved[0][1].nbytes if tied and packing and model.vocabulary.head.is_packed else 0
     addresses = [id(tensor) for tensor in model._plain_weights()]
     released = model.release()
     # A packed head is a copy of its table, and packed weights are padded.
@@ -310,11 +310,11 @@ def two_models(engine, tmp_path):
             draft.finish_loading()
 
         def release(self):
-            return draft.release() + engine.worker.target.model.head.release()
+            return draft.release() + engine.worker.target.model.vocabulary.head.release()
 
         def allocate(self):
             draft.allocate()
-            engine.worker.target.model.head.allocate()
+            engine.worker.target.model.vocabulary.head.allocate()
 
     engine.worker.weights.parts.add("draft", Draft())
     return engine

@@ -44,7 +44,13 @@ class Eagle(OwnWeights):
         self.fc = Linear(
             2 * hidden, hidden, bias=fc_bias, dtype=self.dtype, device=self.device, packing=packing
         )
-        self.layer = DecoderLayer(decoder, dtype=self.dtype, device=self.device, packing=packing)
+        self.layer = DecoderLayer(
+            decoder,
+            dtype=self.dtype,
+            device=self.device,
+            packing=packing,
+            ranks=target.ranks.of_drafts,
+        )
         self.embedding_VE: torch.Tensor | None = None
         if own_embedding:
             shape = (decoder.vocab_size, hidden)

@@ -18,6 +18,7 @@ from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec
 from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
+from rollout.parallel import ModelRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,22 @@ class Eagle3Layer(DecoderLayer):
     """Attends from the normed embedding beside the normed hidden state: 2E columns."""
 
     def __init__(
-        self, spec: DraftSpec, *, dtype: torch.dtype, device: torch.device, packing: bool
+        self,
+        spec: DraftSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        ranks: ModelRanks,
     ) -> None:
         hidden = spec.hidden_size
         super().__init__(
-            spec.decoder, dtype=dtype, device=device, packing=packing, attention_inputs=2 * hidden
+            spec.decoder,
+            dtype=dtype,
+            device=device,
+            packing=packing,
+            ranks=ranks,
+            attention_inputs=2 * hidden,
         )
         self.embedding_norm_E = torch.empty(hidden, dtype=dtype, device=device)
         self.hidden_norm_E = torch.empty(hidden, dtype=dtype, device=device)
@@ -96,7 +108,13 @@ class Eagle3(OwnWeights):
         self.feature_norms = [table(spec.target_hidden_size) for _ in each]
         self.feature_norm_F = table(spec.feature_size) if options.norm_before_fc else None
         self.fc = linear(spec.feature_size, hidden, options.fc_bias)
-        self.layer = Eagle3Layer(spec, dtype=self.dtype, device=self.device, packing=packing)
+        self.layer = Eagle3Layer(
+            spec,
+            dtype=self.dtype,
+            device=self.device,
+            packing=packing,
+            ranks=target.ranks.of_drafts,
+        )
         self.final_norm_E = table(hidden)
         self.head = linear(hidden, spec.draft_vocab_size) if options.own_head else None
         self.embedding_VE = table(decoder.vocab_size, hidden) if options.own_embedding else None

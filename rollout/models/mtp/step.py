@@ -77,7 +77,11 @@ class MtpStep(OwnWeights):
         self._hidden_norm_E = tensors.table(names.hidden_norm, hidden)
         self._projection = tensors.linear(names.projection, 2 * hidden, hidden)
         self._layer = LlamaLayer(
-            spec.decoder, dtype=self.dtype, device=self.device, packing=tensors.packing
+            spec.decoder,
+            dtype=self.dtype,
+            device=self.device,
+            packing=tensors.packing,
+            ranks=target.ranks.of_drafts,
         )
         self._final_norm_E = tensors.table(names.final_norm, hidden)
         self._embedding_VE = (

@@ -1,0 +1,62 @@
+"""Which heads tensor-parallel ranks have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rollout.errors import InvalidInputError
+from rollout.models.spec import ModelSpec
+from rollout.parallel import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """By rank: query heads, and the kv heads they read. A kv head may be on several ranks."""
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
+
+    @staticmethod
+    def of(spec: ModelSpec, size: int) -> HeadParts:
+        """Of the entire model. Raises InvalidInputError where heads cannot be shared out evenly."""
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        if heads % size or (kv_heads % size and size % kv_heads):
+            raise InvalidInputError(
+                "parallel.size", size,
+                f"must divide the model's {heads} query heads, and divide its {kv_heads} kv heads "
+                "or be a multiple of them",
+            )  # fmt: skip
+        each = heads // size
+        queries = tuple(range(rank * each, (rank + 1) * each) for rank in range(size))
+        shared_by = heads // kv_heads
+        keys = tuple(range(q.start // shared_by, (q.stop - 1) // shared_by + 1) for q in queries)
+        return HeadParts(queries, keys)
+
+
+def spec_of_rank(spec: ModelSpec, group: RankGroup) -> ModelSpec:
+    """What a tensor-parallel rank runs, and keeps keys, values and states of.
+
+    Raises InvalidInputError where heads cannot be shared out evenly.
+    """
+    if group.size == 1:
+        return spec
+    heads = HeadParts.of(spec, group.size)
+    linear = spec.linear_attention
+    if linear is not None:
+        if linear.num_key_heads % group.size:
+            raise InvalidInputError(
+                "parallel.size", group.size,
+                f"must divide the {linear.num_key_heads} key heads of linear attention",
+            )  # fmt: skip
+        linear = replace(
+            linear,
+            num_key_heads=linear.num_key_heads // group.size,
+            num_value_heads=linear.num_value_heads // group.size,
+        )
+    return replace(
+        spec,
+        num_heads=len(heads.queries[group.rank]),
+        num_kv_heads=len(heads.keys[group.rank]),
+        linear_attention=linear,
+        whole=spec,
+    )

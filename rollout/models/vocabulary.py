@@ -1,0 +1,74 @@
+"""Vocabulary: embedding and head, whole or spread over tensor-parallel ranks.
+
+Legend: T query rows, R sampled rows, E hidden, V vocabulary, W a rank's part of it, N ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.errors import InvalidInputError
+from rollout.layers.destination import Destination, with_alias
+from rollout.layers.linear import Linear
+from rollout.layers.shard import shard_of
+from rollout.models.spec import ModelSpec
+from rollout.parallel import RankGroup
+from rollout.parallel.partition import even_parts, gather_columns
+
+
+class Vocabulary:
+    """Each rank has the rows of some tokens, in both tables or in the one that is both.
+
+    Every rank is given whole embeddings and whole rows of logits, of the same bits.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        group: RankGroup,
+    ) -> None:
+        """Raises InvalidInputError for more ranks than can have a part."""
+        self._group = group
+        self._parts = even_parts(spec.vocab_size, group.size)
+        if not self._parts[-1]:
+            raise InvalidInputError(
+                "parallel.size", group.size, f"is too many for {spec.vocab_size} tokens"
+            )
+        self._part = self._parts[group.rank]
+        width = len(self._part)
+        self.embedding_WE = torch.empty(width, spec.hidden_size, dtype=dtype, device=device)
+        self._is_tied = spec.tied_embeddings
+        self.head = Linear(
+            spec.hidden_size,
+            width,
+            dtype=dtype,
+            device=device,
+            packing=packing,
+            table_OI=self.embedding_WE if spec.tied_embeddings else None,
+        )
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, E], a new tensor."""
+        if self._group.size == 1:
+            return self.embedding_WE[ids_T]
+        rows_T = (ids_T - self._part.start).clamp(0, len(self._part) - 1)
+        gathered_NTE = self._group.gather(self.embedding_WE[rows_T])
+        owners_T = ids_T // len(self._parts[0])
+        return gathered_NTE[owners_T, torch.arange(len(ids_T), device=ids_T.device)]
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """[R, V]."""
+        return gather_columns(self._group, self.head(hidden_RE), self._parts)
+
+    def destinations(self, embedding: str, head: str) -> dict[str, Destination]:
+        """Under those names, of which a tied table has both."""
+        rows = shard_of(self.head.weight_rows(0, len(self._part)), self._group, self._parts)
+        if self._is_tied:
+            remedy = "set tie_word_embeddings to false or send one of them"
+            return with_alias(embedding, head, rows, remedy)
+        own = Destination.of(self.embedding_WE)
+        return {embedding: shard_of(own, self._group, self._parts), head: rows}

@@ -1,0 +1,16 @@
+"""Several processes that run one model."""
+
+from rollout.parallel.model_ranks import ONE_RANK, ModelRanks
+from rollout.parallel.opening import local_rank, open_ranks
+from rollout.parallel.process_ranks import ProcessRanks
+from rollout.parallel.rank_group import RankGroup, SingleRank
+
+__all__ = [
+    "ONE_RANK",
+    "ModelRanks",
+    "ProcessRanks",
+    "RankGroup",
+    "SingleRank",
+    "local_rank",
+    "open_ranks",
+]

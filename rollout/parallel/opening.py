@@ -1,0 +1,63 @@
+"""The ranks of this process, from its configuration and its launcher's environment."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from rollout.config import ParallelConfig, ParallelMode
+from rollout.errors import InvalidInputError, ParallelError
+from rollout.parallel.model_ranks import ONE_RANK, ModelRanks
+from rollout.parallel.process_ranks import ProcessRanks
+from rollout.parallel.rank_group import SingleRank
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def local_rank(config: ParallelConfig) -> int | None:
+    """This process's among those on its host, by torchrun's LOCAL_RANK; None: it is alone."""
+    return None if config.size == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def open_ranks(config: ParallelConfig, device: torch.device) -> ModelRanks:
+    """Meet the other ranks, where there are any.
+
+    They are those of torchrun: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who and where.
+    Raises InvalidInputError where the environment is of another size, ParallelError where ranks do
+    not come in time.
+    """
+    if config.size == 1:
+        return ONE_RANK
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing or int(os.environ["WORLD_SIZE"]) != config.size:
+        found = f"{', '.join(missing)} not set" if missing else os.environ["WORLD_SIZE"]
+        raise InvalidInputError(
+            "parallel.size", config.size,
+            f"needs as many processes, of which the environment tells (WORLD_SIZE: {found}): "
+            f"start it with torchrun --nproc-per-node {config.size}",
+        )  # fmt: skip
+    rank = int(os.environ["RANK"])
+    timeout = timedelta(seconds=config.timeout)
+    try:
+        store, _, _ = next(iter(rendezvous("env://", rank, config.size, timeout=timeout)))
+        # Each rank's groups in the order it opens them, whoever else uses the store.
+        number = store.add(f"specrollout/opened/{rank}", 1)
+    except RuntimeError as error:
+        raise ParallelError(
+            f"rank {rank} of {config.size}: the store at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"
+        ) from error
+    group = ProcessRanks(
+        PrefixStore(f"specrollout/{number}", store),
+        rank,
+        config.size,
+        device=device,
+        timeout=config.timeout,
+    )
+    if config.mode is ParallelMode.lockstep:
+        return ModelRanks(tensor=SingleRank(), rows=group)
+    return ModelRanks(tensor=group, rows=SingleRank())

@@ -1,0 +1,157 @@
+"""Ranks that are processes, through torch's own transports: gloo on the CPU, NCCL on GPUs.
+
+The groups are this object's alone: torch's default group, which a trainer in the same process may
+have, is neither needed nor touched.
+
+Legend: N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from rollout.errors import ParallelError
+
+_SCATTERED = 1 << 15
+"""Elements from which a sum over more than two ranks is shared out: each rank adds a part."""
+
+
+class ProcessRanks:
+    """See `RankGroup`."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        """Waits for all ranks.
+
+        Args:
+            store: of this group alone, the same for every rank.
+            timeout: seconds that any call waits for the others; also the time there is to start.
+
+        Raises ParallelError.
+        """
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._device = device
+        self._lost = ""  # why the group is of no use any more
+        self._timeout = timedelta(seconds=timeout)
+        self._groups: list[Any] = []
+        try:
+            gloo = PrefixStore("gloo", store)
+            self._groups.append(dist.ProcessGroupGloo(gloo, rank, size, self._timeout))
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                nccl = PrefixStore("nccl", store)
+                self._groups.append(dist.ProcessGroupNCCL(nccl, rank, size, options))
+        except RuntimeError as error:
+            self._fail(error)
+        self.first([0.0])  # connects
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            flat = gathered.view(-1)
+            self._run(lambda: self._groups[-1]._allgather_base(flat, x.contiguous().view(-1)))
+        return gathered
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size > 2 and x.numel() >= _SCATTERED:
+            return self._sum_of_parts(x)
+        return _added(self.gather(x))
+
+    def _sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Each rank adds a stretch of the elements, so that 2 / N of what `gather` moves moves.
+
+        The order in which an element is added up is the same.
+        """
+        width = -(-x.numel() // self.size)
+        sent = x.new_zeros(self.size * width)
+        sent[: x.numel()] = x.reshape(-1)
+        parts = torch.empty_like(sent)
+        self._run(lambda: self._groups[-1].alltoall_base(parts, sent, [], []))
+        own = _added(parts.view(self.size, width))
+        return self.gather(own).view(-1)[: x.numel()].view(x.shape)
+
+    def first(self, numbers: Sequence[float]) -> list[float]:
+        values = torch.tensor(numbers, dtype=torch.float64)
+        self._run(lambda: self._groups[0].broadcast(values, 0))
+        return values.tolist()
+
+    def numbers(self, number: int) -> list[int]:
+        gathered = self._gather_bytes(np.array([number], dtype=np.int64).view(np.uint8))
+        return gathered.view(np.int64)[:, 0].tolist()
+
+    def exchange(self, text: str) -> list[str]:
+        data = np.frombuffer(text.encode(), dtype=np.uint8)
+        sizes = self.numbers(data.size)
+        padded = np.zeros(max(sizes), dtype=np.uint8)
+        padded[: data.size] = data
+        rows = self._gather_bytes(padded)
+        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_bytes(self, data: np.ndarray) -> np.ndarray:
+        gathered = torch.empty((self.size, data.size), dtype=torch.uint8)
+        if data.size:
+            own = torch.from_numpy(data.copy())
+            self._run(lambda: self._groups[0]._allgather_base(gathered.view(-1), own))
+        return gathered.numpy()
+
+    def post(self, topic: str, text: str) -> None:
+        try:
+            self._store.set(f"{topic}/{self.rank}", text)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def collect(self, topic: str) -> list[str]:
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.wait(keys, self._timeout)
+            return [self._store.get(key).decode() for key in keys]
+        except RuntimeError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Leave. Others that wait for this rank hear that it is gone."""
+        self._lost = self._lost or "the group is closed"
+        self._groups.clear()
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        if self._lost:
+            raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
+        try:
+            start().wait()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        self._lost = (
+            f"a rank is gone or did not come in {self._timeout.total_seconds():g} seconds "
+            f"({str(error).splitlines()[0]}); end all ranks and start them again"
+        )
+        self._groups.clear()
+        raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error
+
+
+def _added(parts: torch.Tensor) -> torch.Tensor:
+    """Along the first dimension, in order, in float32. Of two that is their sum, rounded once."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
