@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.trainers import weight_source
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
 from tests.parity.test_eagle_chain import FIXED, PARAMS, numbers, prompts
@@ -70,3 +71,18 @@ def test_no_draft_can_be_seen(target, eagle3, plain, spec, options, name):
         assert numbers(rollouts) == numbers(plain[name])
         engine.check_integrity()
     assert sum(rollout.stats.drafted for rollout in rollouts) > 0
+
+
+def test_a_trainers_update_is_a_load(family, target, tmp_path):
+    """The trainer's model comes without MTP heads, which stay; cached states go with their KV."""
+    spec_options = FIXED | {"draft_path": str(target)}
+    engine = RolloutEngine.from_pretrained(target, "mtp", **OPTIONS, spec_options=spec_options)
+    old = numbers(engine.generate(prompts(), PARAMS["greedy"]))
+    trainer = tiny_hybrid(family, seed=1)
+    engine.update_weights_from_tensor(weight_source(trainer), selector="target")
+    trainer.save_pretrained(tmp_path)
+    fresh = RolloutEngine.from_pretrained(tmp_path, "none", **OPTIONS)
+    new = numbers(engine.generate(prompts(), PARAMS["greedy"]))
+    assert new == numbers(fresh.generate(prompts(), PARAMS["greedy"]))
+    assert new != old
+    engine.check_integrity()
