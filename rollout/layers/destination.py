@@ -110,19 +110,15 @@ def mismatches(
         wanted = destinations[name].shape if name in destinations else tuple(shape)
         if tuple(shape) != wanted:
             lines.append(f"wrong shape: {name} is {list(shape)}, the model has {list(wanted)}")
-    filled: set[str] = set()
-    for name in offered:
-        if name in destinations:
-            canonical = destinations[name].alias_of or name
-            filled.update(destinations[canonical].parts or (canonical,))
+    canonical = {destinations[name].alias_of or name for name in offered if name in destinations}
     lines += [
         f"comes twice: {name} holds {part} too"
-        for name in offered
-        if name in destinations
+        for name in sorted(canonical)
         for part in destinations[name].parts
-        if part in offered
+        if part in canonical
     ]
     if not partial:
+        filled = {part for name in canonical for part in destinations[name].parts or (name,)}
         lines += [
             f"missing: {name}"
             for name, destination in destinations.items()

@@ -15,7 +15,7 @@ from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear
 from rollout.models.attention import Attention
 from rollout.models.causal_lm import LayerAttention, RouteRecorder
-from rollout.models.mlp import FeedForward, Mlp
+from rollout.models.mlp import FeedForward, feed_forward
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
 
@@ -41,17 +41,24 @@ class Layer:
         mixer: Mixer,
         mixer_name: str,
         *,
+        layer: int,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
         ranks: ModelRanks,
     ) -> None:
-        """``mixer_name``: that of the mixer in checkpoints."""
+        """
+        Args:
+            mixer_name: that of the mixer in checkpoints.
+            layer: which of the model's it is.
+        """
         self.spec = spec
         self._mixer = mixer
         self._mixer_name = mixer_name
         self.mlp_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.mlp: FeedForward = Mlp(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
+        self.mlp: FeedForward = feed_forward(
+            spec, layer, dtype=dtype, device=device, packing=packing, ranks=ranks
+        )
 
     def feed_forward(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
@@ -86,13 +93,14 @@ class DecoderLayer(Layer):
         self,
         spec: ModelSpec,
         *,
+        layer: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
         ranks: ModelRanks = ONE_RANK,
         attention_inputs: int | None = None,
     ) -> None:
-        """``attention_inputs``: I; default: the hidden size."""
+        """``layer``: which of the model's. ``attention_inputs``: I; default: the hidden size."""
         self._attention = Attention(
             spec,
             dtype=dtype,
@@ -102,14 +110,9 @@ class DecoderLayer(Layer):
             inputs=attention_inputs,
         )
         super().__init__(
-            spec,
-            self._attention,
-            "self_attn",
-            dtype=dtype,
-            device=device,
-            packing=packing,
-            ranks=ranks,
-        )
+            spec, self._attention, "self_attn",
+            layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks,
+        )  # fmt: skip
 
     def attend(
         self,

@@ -30,24 +30,20 @@ class DeltaLayer(Layer):
         spec: ModelSpec,
         *,
         index: int,
+        layer: int,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
         ranks: ModelRanks,
     ) -> None:
-        """``index``: among the recurrent layers."""
+        """``index``: among the recurrent layers. ``layer``: among all of the model's."""
         self._delta_net = GatedDeltaNet(
             spec, dtype=dtype, device=device, packing=packing, group=ranks.tensor
         )
         super().__init__(
-            spec,
-            self._delta_net,
-            "linear_attn",
-            dtype=dtype,
-            device=device,
-            packing=packing,
-            ranks=ranks,
-        )
+            spec, self._delta_net, "linear_attn",
+            layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks,
+        )  # fmt: skip
         self.index = index
         self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
 
@@ -79,6 +75,7 @@ class Hybrid(Llama):
                 kind(
                     self.spec,
                     index=index,
+                    layer=layer,
                     dtype=self.dtype,
                     device=self.device,
                     packing=packing,
@@ -95,6 +92,8 @@ class Hybrid(Llama):
             if destination.alias_of is not None:
                 canonical, *_ = _spellings(destination.alias_of, self.spec.decoder_names)
                 destination = replace(destination, alias_of=canonical)
+            parts = [_spellings(part, self.spec.decoder_names)[0] for part in destination.parts]
+            destination = replace(destination, parts=tuple(parts))
             found[own] = destination
             for other in others:
                 found |= with_alias(own, other, destination)

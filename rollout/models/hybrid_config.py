@@ -10,7 +10,13 @@ from rollout.models.config_fields import size
 from rollout.models.layer_spec import LinearAttentionSpec
 
 HYBRIDS = frozenset(
-    {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+    {
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
 )
 VISION = ("model.visual.", "visual.")
 """Prefixes of tensors that a text model passes over."""
@@ -94,19 +100,6 @@ def linear_attention_spec(
             f"linear_num_key_heads={spec.num_key_heads}"
         )
     return spec
-
-
-def refuse_experts(config: Mapping[str, Any], architecture: str) -> None:
-    """In Qwen3-Next every layer is sparse that is not named."""
-    dense = config.get("mlp_only_layers") or ()
-    step = size(config, "decoder_sparse_step", 1)
-    layers = range(size(config, "num_hidden_layers"))
-    sparse = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
-    if architecture == "Qwen3NextForCausalLM" and config.get("num_experts", 512) and sparse:
-        raise UnsupportedModelError(
-            f"config.json: layer {sparse[0]} has experts, which are not implemented for "
-            f"{architecture}; only mlp_only_layers are"
-        )
 
 
 def _linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and MiMo (qkv bias), Qwen3 (normed q and k).
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and MiMo (qkv bias), Qwen3 (normed q and k) and
+Qwen3-MoE (experts).
 
 Sources: Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 (Yang et al. 2024), MiMo
 (Xiaomi 2025), Qwen3 (Yang et al. 2025). They differ in what their ModelSpec says, and in nothing
@@ -64,13 +65,16 @@ class LlamaLayer(DecoderLayer):
         spec: ModelSpec,
         *,
         index: int = 0,
+        layer: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
         ranks: ModelRanks = ONE_RANK,
     ) -> None:
-        """``index``: among the layers that attend."""
-        super().__init__(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
+        """``index``: among the layers that attend. ``layer``: among all of the model's."""
+        super().__init__(
+            spec, layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks
+        )
         self.index = index
         self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
 
@@ -119,13 +123,14 @@ class Llama(OwnWeights):
         return [
             LlamaLayer(
                 self.spec,
-                index=index,
+                index=layer,
+                layer=layer,
                 dtype=self.dtype,
                 device=self.device,
                 packing=packing,
                 ranks=self.ranks,
             )
-            for index in range(self.spec.num_layers)
+            for layer in range(self.spec.num_layers)
         ]
 
     def forward(

@@ -1,4 +1,4 @@
-"""The dense MLP half of a decoder layer: SwiGLU (Shazeer 2020).
+"""The MLP half of a decoder layer, which looks at each row alone.
 
 Legend: T query rows of this rank, S of all ranks, E hidden, F ffn.
 """
@@ -11,6 +11,7 @@ import torch
 
 from rollout.errors import InvalidInputError
 from rollout.layers.destination import Destination
+from rollout.layers.experts import Experts
 from rollout.layers.linear import Linear, linear_destinations
 from rollout.layers.shard import input_shards_of, shards_of, summed
 from rollout.models.causal_lm import RouteRecorder
@@ -40,8 +41,39 @@ class FeedForward(Protocol):
         ...
 
 
+def feed_forward(
+    spec: ModelSpec,
+    layer: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    packing: bool,
+    ranks: ModelRanks,
+) -> FeedForward:
+    """Of this layer of the model's: experts where ``spec.experts`` names it."""
+    experts = spec.experts
+    if experts is None or layer not in experts.layers:
+        return Mlp(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
+    if ranks.all.size > 1:
+        raise InvalidInputError(
+            "parallel.size", ranks.all.size, "must be 1 for mixtures of experts"
+        )
+    return Experts(
+        experts.layers.index(layer),
+        hidden_size=spec.hidden_size,
+        num_experts=experts.num_experts,
+        experts_per_token=experts.experts_per_token,
+        ffn_size=experts.ffn_size,
+        shared_ffn_size=experts.shared_ffn_size,
+        normalizes=experts.normalizes,
+        dtype=dtype,
+        device=device,
+        packing=packing,
+    )
+
+
 class Mlp:
-    """See FeedForward. Gate and up are one product.
+    """SwiGLU (Shazeer 2020). See FeedForward. Gate and up are one product.
 
     Tensor-parallel ranks have some of the F features each, and add up what those give.
 

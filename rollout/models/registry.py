@@ -34,6 +34,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
         "MistralForCausalLM": Llama,
         "Qwen2ForCausalLM": Llama,
         "Qwen3ForCausalLM": Llama,
+        "Qwen3MoeForCausalLM": Llama,
         "MiMoForCausalLM": Llama,
         **dict.fromkeys(HYBRIDS, Hybrid),
     }

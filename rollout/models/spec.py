@@ -13,13 +13,13 @@ import torch
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.layers.rope import RopeSpec
 from rollout.models.config_fields import size
+from rollout.models.experts_config import experts_spec
 from rollout.models.hybrid_config import (
     HYBRIDS,
     VISION,
     decoder_names,
     linear_attention_spec,
     plain_rope,
-    refuse_experts,
     text_config,
 )
 from rollout.models.layer_spec import ExpertsSpec, LinearAttentionSpec
@@ -169,10 +169,11 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
             "model.max_context_len", max_context_len, f"the checkpoint's positions end at {limit}"
         )
     num_layers = size(config, "num_hidden_layers")
+    experts = experts_spec(config, architecture)
+    is_all_sparse = experts is not None and len(experts.layers) == num_layers
     linear_attention = None
     if is_hybrid:
         linear_attention = linear_attention_spec(config, str(architecture))
-        refuse_experts(config, str(architecture))
     else:
         _refuse_sliding_window(config, architecture, num_layers, max_context_len)
 
@@ -184,7 +185,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_size=size(config, "intermediate_size"),
+        ffn_size=size(config, "moe_intermediate_size" if is_all_sparse else "intermediate_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope,
         max_context_len=max_context_len,
@@ -192,11 +193,12 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=is_hybrid or architecture == "Qwen3ForCausalLM",
+        qk_norm=is_hybrid or architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         eos_token_ids=_token_ids(config.get("eos_token_id"), extra_eos),
         dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
         num_mtp_layers=size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
         linear_attention=linear_attention,
+        experts=experts,
         rotary_dim=rotary_dim,
         gated_attention=is_hybrid,
         norm_unit_offset=is_hybrid,
@@ -214,15 +216,16 @@ def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool
             return False, False, False
         case "Qwen2ForCausalLM" | "MiMoForCausalLM":
             return True, False, False
-        case "Qwen3ForCausalLM":
+        case "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM":
             return attention, attention, False
     if architecture in HYBRIDS:
         return attention, attention, False
     raise UnsupportedModelError(
         f"config.json: architectures={config.get('architectures')!r} is not implemented; only "
         "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-        "MiMoForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM and "
-        "Qwen3_5ForConditionalGeneration are"
+        "Qwen3MoeForCausalLM, MiMoForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
+        "Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration and "
+        "Qwen3_5MoeForConditionalGeneration are"
     )
 
 
@@ -238,6 +241,9 @@ def _refuse_sliding_window(
         slides = bool(config.get("use_sliding_window", False))
         slides &= config.get("max_window_layers", 28) < num_layers
         default: int | None = 4096
+    elif architecture == "Qwen3MoeForCausalLM":  # all layers slide or none does
+        slides = bool(config.get("use_sliding_window", False))
+        default = 4096
     else:
         slides = True
         default = 4096 if architecture == "MistralForCausalLM" else None

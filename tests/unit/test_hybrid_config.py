@@ -148,7 +148,6 @@ def test_stretched_contexts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "changes", "names"),
     [
-        (NEXT, {"mlp_only_layers": []}, ("layer 0", "experts")),
         (NEXT, {"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
         (READING, {"attn_output_gate": False}, ("attn_output_gate", "False")),
         (READING, {"output_gate_type": "sigmoid"}, ("output_gate_type", "sigmoid")),

@@ -1,0 +1,154 @@
+"""Models with experts are what transformers computes, under the names it and checkpoints use."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.config import DType
+from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.layers.experts import Experts
+from rollout.models.layer_spec import ExpertsSpec
+from rollout.models.loader import load_model
+from rollout.models.spec import ModelSpec
+from rollout.weights.options import UpdateOptions
+from rollout.weights.transaction import WeightTransaction
+from tests.helpers.dense_attention import logits_of
+from tests.helpers.tiny_hybrid import tiny_hybrid
+from tests.helpers.tiny_moe import tiny_moe
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 9, 11, 3, 70, 12, 9, 9, 41] * 5, [1], [96, 0, 2, 7]]
+MODELS = {
+    "qwen3_moe": tiny_moe,
+    "qwen3_moe plain probabilities": lambda **options: tiny_moe(normalizes=False, **options),
+    "qwen3_next": lambda **options: tiny_hybrid("qwen3_next", experts=True, **options),
+    "qwen3_5": lambda **options: tiny_hybrid("qwen3_5", experts=True, **options),
+}
+
+
+@pytest.fixture(params=MODELS)
+def make(request):
+    return MODELS[request.param]
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "plain"])
+@torch.inference_mode()
+def test_logits(make, packing, tmp_path):
+    theirs = make()
+    model = load_model(saved(theirs, tmp_path), DType.auto, CPU, packing=packing)
+    for prompt, ours in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
+        expected = theirs(torch.tensor([prompt])).logits[0]
+        assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_half_precision_errs_no_more_than_transformers_does(tmp_path):
+    exact = tiny_moe(sharpness=1.0)
+    model = load_model(saved(exact, tmp_path), DType.bfloat16, CPU)
+    theirs = tiny_moe(sharpness=1.0, dtype=torch.bfloat16)
+    tokens = torch.tensor([PROMPTS[0]])
+    truth = exact(tokens).logits[0]
+    their_error = (theirs(tokens).logits[0].float() - truth).abs().mean()
+    our_error = (logits_of(model, PROMPTS[:1])[0].float() - truth).abs().mean()
+    assert our_error < 1.3 * their_error
+
+
+@torch.inference_mode()
+def test_fused_and_single_experts_are_one_update(make, tmp_path):
+    """From a trainer's memory, where transformers fuses them, and from its files, where not."""
+    model = load_model(saved(make(), tmp_path / "old"), DType.auto, CPU)
+    trainer = make(seed=1)
+    saved(trainer, tmp_path / "new")
+    fused = trainer.state_dict()
+    single = load_file(tmp_path / "new" / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") for name in fused)
+    expected = logits_of(load_model(tmp_path / "new", DType.auto, CPU), PROMPTS)
+    transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
+    for tensors in (fused, make().state_dict(), single):
+        transaction.begin(UpdateOptions())
+        transaction.load(tensors.items())
+        transaction.commit()
+        is_old = tensors is not fused and tensors is not single
+        for ours, theirs in zip(logits_of(model, PROMPTS), expected, strict=True):
+            assert torch.equal(ours, theirs) != is_old
+
+
+def test_of_both_forms_one_comes(tmp_path):
+    model = load_model(saved(tiny_moe(), tmp_path), DType.auto, CPU)
+    single = load_file(tmp_path / "model.safetensors")
+    transaction = WeightTransaction({"target": model})
+    transaction.begin(UpdateOptions())
+    with pytest.raises(InvalidInputError, match=r"comes twice.*experts\.gate_up_proj"):
+        transaction.load((single | tiny_moe().state_dict()).items())
+    assert transaction.serves
+    del single["model.layers.2.mlp.experts.6.down_proj.weight"]
+    save_file(single, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"missing: model\.layers\.2\.mlp\.experts\.6\.down_proj"
+    ):
+        load_model(tmp_path, DType.auto, CPU)
+
+
+def spec_of(folder, model, **changes) -> ModelSpec:
+    model.config.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": [type(model).__name__]} | changes
+    file.write_text(json.dumps({name: it for name, it in config.items() if it != "absent"}))
+    return ModelSpec.read(folder)
+
+
+def test_which_layers_are_sparse(tmp_path):
+    spec = spec_of(tmp_path, tiny_moe(num_layers=5))
+    assert spec.experts == ExpertsSpec(
+        layers=(0, 2, 3, 4), num_experts=7, experts_per_token=3, ffn_size=24, normalizes=True
+    )
+    assert spec.ffn_size == 80
+    assert spec_of(tmp_path, tiny_moe(num_layers=5), decoder_sparse_step=2).experts.layers == (3,)
+    assert spec_of(tmp_path, tiny_moe(), mlp_only_layers=[0, 1, 2]).experts is None
+    all_sparse = spec_of(tmp_path, tiny_moe(), mlp_only_layers=[], intermediate_size="absent")
+    assert all_sparse.experts.layers == (0, 1, 2)
+
+
+def test_both_names_of_the_number_of_experts(tmp_path):
+    changes = {"num_local_experts": "absent", "num_experts": 5}
+    assert spec_of(tmp_path, tiny_moe(), **changes).experts.num_experts == 5
+
+
+def test_hybrids_have_a_shared_expert(tmp_path):
+    spec = spec_of(tmp_path, MODELS["qwen3_next"]())
+    assert spec.experts.layers == (0, 2, 3)
+    assert (spec.experts.shared_ffn_size, spec.experts.normalizes) == (40, True)
+    spec = spec_of(tmp_path, MODELS["qwen3_5"]())
+    assert spec.experts.layers == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "names"),
+    [
+        ({"num_experts_per_tok": 9}, CheckpointError, "num_experts_per_tok=9"),
+        ({"moe_intermediate_size": "absent"}, CheckpointError, "moe_intermediate_size is missing"),
+        ({"num_local_experts": -1}, CheckpointError, "num_local_experts=-1"),
+        ({"use_sliding_window": True, "sliding_window": 8}, UnsupportedModelError, "=8"),
+    ],
+)
+def test_what_is_refused(changes, error, names, tmp_path):
+    with pytest.raises(error, match=names):
+        spec_of(tmp_path, tiny_moe(), **changes)
+
+
+def test_memory_is_given_back_whole(tmp_path):
+    model = load_model(saved(tiny_moe(), tmp_path), DType.auto, CPU)
+    experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+    assert len(experts) == 2
+    stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    assert model.release() >= stored
+    model.allocate()
