@@ -259,7 +259,8 @@ class CacheMemory:
             owned_from = len(tokens)
         del self._rows[row]
         if self.states is not None:
-            self.states.close(row, None if node is None else self.prefix_cache.path_slots(node))
+            no_slots = np.empty(0, dtype=np.int32)
+            self.states.close(row, self.prefix_cache.path_slots(node) if node else no_slots)
         self.slots.free(self.req_to_token.table[row, owned_from : state.allocated_len])
         self.prefix_cache.unlock(state.node)
         self.req_to_token.free_row(row)

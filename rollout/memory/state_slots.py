@@ -178,16 +178,15 @@ class StateSlots:
         """
         self._keep(self._rows[row], kv_slots)
 
-    def close(self, row: int, kv_slots: np.ndarray | None) -> None:
-        """The request leaves. What it has becomes checkpoints, where they can be cached.
+    def close(self, row: int, kv_slots: np.ndarray) -> None:
+        """The request leaves. What it has becomes checkpoints, as far as ``kv_slots`` reach.
 
-        ``kv_slots``: as for `keep`; None: nothing is cached.
+        ``kv_slots``: as for `keep`, of tokens that are cached; maybe none.
         """
         state = self._rows.pop(row)
-        if kv_slots is not None:
-            if state.length == len(kv_slots) > 0:
-                state.taken[state.length] = state.slot
-            self._keep(state, kv_slots)
+        if state.length == len(kv_slots) > 0:
+            state.taken[state.length] = state.slot
+        self._keep(state, kv_slots)
         self.slots.free(np.array(self._let_go(state), dtype=np.int32))
 
     def reset(self) -> None:
@@ -223,6 +222,9 @@ class StateSlots:
         unused: list[int] = []
         for length, slot in row.taken.items():
             is_own = slot == row.slot
+            if length > len(kv_slots):
+                unused += [] if is_own else [slot]
+                continue
             kv_slot = int(kv_slots[length - 1])
             if is_own and row.pinned != NULL_SLOT:
                 self.checkpoints.touch(kv_slot)  # it came from there
