@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.attention import PagedAttention, RecurrentStates, state_plan
+from rollout.attention import PagedAttention, RecurrentStates, state_arrays, state_plan
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
 from rollout.memory.kv_pool import KvPool
@@ -79,11 +79,14 @@ class ModelRunner:
         self._kv_pool.note_forward(step.slots_T)
         changes = self._table.changes(batch)
         others = changes.arrays | {"sampled_R": self._head_rows(step.sampled_R)}
-        arrays = step.padded(self._minimum_rows).inputs() | others
+        padded = step.padded(self._minimum_rows)
+        if self._state_pool is not None:
+            rows = len(padded.input_ids_T)
+            others |= state_arrays(batch, trees, padded.q_offsets_B1, rows)
+        arrays = padded.inputs() | others
         tensors = upload(arrays, self._device)
         self._table.apply(changes, tensors)
-        states = self._states(batch, trees, step.q_offsets_B1, len(arrays["input_ids_T"]))
-        hidden_TE, features_TF = self._hidden(tensors, step.longest, states)
+        hidden_TE, features_TF = self._hidden(tensors, step.longest)
         return Forwarded(
             logits_RV=self.model.logits(hidden_TE[tensors["sampled_R"]])[: step.sampled_R.size],
             features_TF=features_TF[: step.num_rows],
@@ -91,7 +94,7 @@ class ModelRunner:
         )
 
     def _hidden(
-        self, tensors: dict[str, torch.Tensor], longest: int, states: RecurrentStates | None
+        self, tensors: dict[str, torch.Tensor], longest: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and features, padding included."""
         attention = PagedAttention(
@@ -104,20 +107,16 @@ class ModelRunner:
         input_ids_T = tensors["input_ids_T"]
         taps = self._taps(len(input_ids_T))
         hidden_TE = self.model.forward(
-            input_ids_T, tensors["positions_T"], attention, taps, states=states
+            input_ids_T, tensors["positions_T"], attention, taps, states=self._states(tensors)
         )
         return hidden_TE, hidden_TE[:, :0] if taps is None else taps.features_TF
 
-    def _states(
-        self, batch: Batch, trees: DraftTrees, offsets_B1: NDArray[np.int32], num_rows: int
-    ) -> RecurrentStates | None:
+    def _states(self, tensors: dict[str, torch.Tensor]) -> RecurrentStates | None:
         pool = self._state_pool
         if pool is None:
             return None
         return RecurrentStates(
-            convolutions=pool.convolutions,
-            recurrent=pool.recurrent,
-            plan=state_plan(batch, trees, offsets_B1, num_rows, self._device),
+            convolutions=pool.convolutions, recurrent=pool.recurrent, plan=state_plan(tensors)
         )
 
     def _taps(self, rows: int) -> Taps | None:

@@ -6,7 +6,7 @@ G value heads of V.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -52,15 +52,18 @@ class RecurrentStates:
         )
 
 
-def state_plan(
-    batch: Batch, trees: DraftTrees, offsets_B1: NDArray[np.int32], rows: int, device: torch.device
-) -> StatePlan:
-    """Of a step laid out as ``offsets_B1`` says, padded to ``rows``; each entry has its states."""
+def state_arrays(
+    batch: Batch, trees: DraftTrees, q_offsets_B1: NDArray[np.int32], rows: int
+) -> dict[str, NDArray[np.int32]]:
+    """What `state_plan` reads besides ``q_offsets_B1``, on the host.
+
+    ``q_offsets_B1`` and ``rows`` may count padding in. Each entry has its states.
+    """
     entries, states = batch.entries, []
-    for entry in batch.entries:
+    for entry in entries:
         assert entry.states is not None, "scheduled without states"
         states.append(entry.states)
-    firsts_B = offsets_B1[:-1]
+    firsts_B = q_offsets_B1[: len(entries)]
     roots_B = firsts_B + np.array([entry.run_len for entry in entries], dtype=np.int32) - 1
     counts_B = np.diff(trees.offsets_B1)
     roots_N = np.repeat(roots_B, counts_B)
@@ -69,7 +72,7 @@ def state_plan(
     parents_T = np.arange(-1, rows - 1, dtype=np.int32)
     parents_T[firsts_B] = -1
     parents_T[nodes_N] = roots_N + trees.parents_N
-    parents_T[offsets_B1[-1] :] = -1
+    parents_T[q_offsets_B1[-1] :] = -1
 
     targets_T = np.full(rows, NO_STATE, dtype=np.int32)
     for entry, own, first in zip(entries, states, firsts_B.tolist(), strict=True):
@@ -79,12 +82,12 @@ def state_plan(
     node_slots = [own.nodes[:count] for own, count in zip(states, counts_B.tolist(), strict=True)]
     targets_T[nodes_N] = np.concatenate([np.empty(0, dtype=np.int32), *node_slots])
 
-    def tensor(array: NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    sources_B = np.full(len(q_offsets_B1) - 1, NO_STATE, dtype=np.int32)
+    sources_B[: len(entries)] = [own.source for own in states]
+    return {"sources_B": sources_B, "parents_T": parents_T, "targets_T": targets_T}
 
-    return StatePlan(
-        q_offsets_B1=tensor(offsets_B1),
-        sources_B=tensor(np.array([own.source for own in states], dtype=np.int32)),
-        parents_T=tensor(parents_T),
-        targets_T=tensor(targets_T),
-    )
+
+def state_plan(tensors: Mapping[str, torch.Tensor]) -> StatePlan:
+    """Of `state_arrays` and ``q_offsets_B1``, as tensors."""
+    names = ("q_offsets_B1", "sources_B", "parents_T", "targets_T")
+    return StatePlan(**{name: tensors[name] for name in names})
