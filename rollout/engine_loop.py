@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -70,7 +71,8 @@ class EngineLoop(Generic[E]):
     While it lives, the engine is touched inside ``call`` alone. What is asked (submit, abort, call)
     is done in the order it was asked, between two steps. A step is run while ``engine.can_run`` and
     something is unfinished; else the thread sleeps until something is asked. So requests simply
-    wait while the engine is paused, asleep, or its weights torn.
+    wait while the engine is paused, asleep, or its weights torn. Calls take turns with steps: once
+    those since the last step have taken longer than it did, the next call waits for another one.
 
     A step that raises is a bug or a broken machine: every unfinished future gets an
     EngineStateError caused by what was raised, the engine drops their requests, and every later
@@ -95,6 +97,7 @@ class EngineLoop(Generic[E]):
         self._queued: dict[int, Ticket] = {}  # by request id, until the engine hands it out
         self._listeners: dict[int, _Listener] = {}  # likewise
         self._stopping = False
+        self._step_seconds = 0.0  # of the last one
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         # A daemon does not keep the process alive, but must not be killed inside native code.
         atexit.register(self.close)
@@ -231,9 +234,7 @@ class EngineLoop(Generic[E]):
                 if self._stopping:
                     return
                 if self._can_step:
-                    self._hand_out(self._engine.step())
-                    for listener in self._listeners.values():
-                        listener.tell()
+                    self._step()
         except BaseException as error:  # nobody joins this thread for its exception
             self._break(error)
 
@@ -243,9 +244,25 @@ class EngineLoop(Generic[E]):
         return self._engine.can_run and self._engine.has_unfinished
 
     def _run_commands(self) -> None:
+        calls_seconds = (
+            0.0  # submits and aborts are short, and the sooner done the fuller the batch
+        )
         for _ in range(len(self._commands)):  # those that come meanwhile wait for one step
+            is_call = self._commands[0].future is not None
+            if is_call and calls_seconds > self._step_seconds:
+                return
+            started = time.perf_counter()
             self._commands.popleft().run()
             self._hand_out(self._engine.take_ended())
+            if is_call:
+                calls_seconds += time.perf_counter() - started
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        self._hand_out(self._engine.step())
+        for listener in self._listeners.values():
+            listener.tell()
+        self._step_seconds = time.perf_counter() - started
 
     def _submit(
         self, ticket: Ticket, submit: Callable[[], Request], on_tokens: OnTokens | None

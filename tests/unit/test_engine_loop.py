@@ -159,6 +159,38 @@ def test_calls_run_in_order_between_steps_on_one_thread(loop):
     assert len(ticket.future.result(TIMEOUT).token_ids) == 400
 
 
+def test_calls_that_take_long_take_turns_with_steps(loop):
+    """A hundred long calls delay a request by one for each step, not by all of them at once."""
+    ticket = loop.submit(PROMPT, LONG)
+    step_until(loop, lambda engine: engine.metrics().generated_tokens > 0)
+    gate, slow = Gate(loop), []
+
+    def call(engine: RolloutEngine) -> None:
+        slow.append(engine.metrics().generated_tokens)
+        time.sleep(loop._step_seconds + 0.001)
+
+    calls = [loop.call(call) for _ in range(8)]
+    others = [loop.submit([9, 10 + i], SHORT) for i in range(3)]
+    # Requests are taken as soon as no call is before them, however many there are.
+    known = loop.call(lambda engine: [ticket.request_id for ticket in others])
+    gate.open()
+    wait(calls)
+    assert slow == sorted(set(slow))  # tokens came between any two
+    assert None not in known.result(TIMEOUT)
+    for other in others:
+        assert len(other.future.result(TIMEOUT).token_ids) == 8
+    ticket.abort()
+
+
+def test_calls_are_not_held_up_where_no_step_can_run(loop):
+    loop.call(lambda engine: engine.pause_generation("in_place")).result(TIMEOUT)
+    ticket = loop.submit(PROMPT, SHORT)
+    wait([loop.call(lambda _: time.sleep(0.005)) for _ in range(20)])
+    assert not ticket.future.done()
+    loop.call(lambda engine: engine.continue_generation()).result(TIMEOUT)
+    assert len(ticket.future.result(TIMEOUT).token_ids) == 8
+
+
 def test_an_error_in_a_call_is_nobody_elses(loop):
     ticket = loop.submit(PROMPT, LONG)
     with pytest.raises(ZeroDivisionError):
