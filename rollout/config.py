@@ -67,6 +67,8 @@ class MemoryConfig:
     # 2 * (max_running + 1), and 10 * max_running more as far as half of the bytes hold them.
     state_slots: int | None = None
     state_interval: int = 512  # tokens of a prefill between states kept in the prefix cache
+    graph_bytes: int = 1 << 30  # most that captured CUDA graphs may hold; 0: capture none
+    graph_rows: int = 256  # query rows of the largest step that is captured
 
     def __post_init__(self) -> None:
         if self.kv_bytes is not None and self.kv_bytes <= 0:
@@ -83,6 +85,10 @@ class MemoryConfig:
             raise InvalidInputError(
                 "memory.state_interval", self.state_interval, "must be >= 1 token"
             )
+        if self.graph_bytes < 0:
+            raise InvalidInputError("memory.graph_bytes", self.graph_bytes, "must be >= 0 bytes")
+        if not 1 <= self.graph_rows <= 4096:
+            raise InvalidInputError("memory.graph_rows", self.graph_rows, "must be in [1, 4096]")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import torch
+
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.memory.system import return_freed_memory
+from rollout.graphs import ForwardGraphs
+from rollout.memory.system import free_bytes, return_freed_memory
 from rollout.types import MemoryTag
 from rollout.weights.kept import KeptWeights
 from rollout.weights.transaction import WeightTransaction
 
+log = logging.getLogger(__name__)
+
 _NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
-"""To run. Graphs are captured again when they are wanted."""
+"""To run. Without graphs steps are launched kernel by kernel."""
 
 
 class Pool(Protocol):
@@ -33,10 +39,24 @@ class Residency:
     Who calls it sees to it that no request has KV when the KV cache goes.
     """
 
-    def __init__(self, weights: WeightTransaction, kv_pools: Sequence[Pool]) -> None:
-        """``kv_pools``: of the target, its states too, and of every draft that has one."""
+    def __init__(
+        self,
+        weights: WeightTransaction,
+        kv_pools: Sequence[Pool],
+        *,
+        graphs: ForwardGraphs | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            kv_pools: of the target, its states too, and of every draft that has one.
+            graphs: of the target.
+            device: a GPU whose free memory is measured and logged.
+        """
         self._weights = weights
         self._kv_pools = list(kv_pools)
+        self._graphs = graphs
+        self._device = device
         self._kept: KeptWeights | None = None
         self.released: frozenset[MemoryTag] = frozenset()
 
@@ -69,19 +89,37 @@ class Residency:
         ``keep_weights``: their values are set aside and `resume` brings them back; else they are
         lost, but for frozen parts, whose weights nobody would send again. Raises what
         `require_held` and `KeptWeights` raise; then nothing was released.
+
+        Graphs go with whatever goes, as they know addresses of all of it: without their own tag
+        they are captured again by themselves, with it not before `resume`.
         """
         self.require_held(tags)
         freed = dict.fromkeys(tags, 0)
+        before = self._free_bytes()
         if MemoryTag.WEIGHTS in tags:
             parts = self._weights.parts
             names = frozenset(parts) if keep_weights else parts.frozen
             self._kept = KeptWeights(parts, names) if names else None
+        if self._graphs is not None:
+            dropped = self._graphs.drop()
+            if MemoryTag.GRAPHS in tags:
+                self._graphs.is_paused = True
+                freed[MemoryTag.GRAPHS] = dropped
+        if MemoryTag.WEIGHTS in tags:
             self._weights.is_resident = False
-            freed[MemoryTag.WEIGHTS] = sum(part.release() for part in parts.values())
+            freed[MemoryTag.WEIGHTS] = sum(part.release() for part in self._weights.parts.values())
         if MemoryTag.KV_CACHE in tags:
             freed[MemoryTag.KV_CACHE] = sum(pool.release() for pool in self._kv_pools)
         self.released |= frozenset(tags)
         return_freed_memory()
+        if (after := self._free_bytes()) is not None and before is not None:
+            log.info(
+                "released %s: %d MiB more are free on %s, %d MiB in all",
+                ", ".join(tags),
+                (after - before) >> 20,
+                self._device,
+                after >> 20,
+            )
         return freed
 
     def resume(self, tags: Collection[MemoryTag]) -> None:
@@ -100,6 +138,8 @@ class Residency:
             elif tag is MemoryTag.KV_CACHE:
                 for pool in self._kv_pools:
                     pool.allocate()
+            elif self._graphs is not None:
+                self._graphs.is_paused = False
             self.released -= {tag}
 
     def _resume_weights(self) -> None:
@@ -121,3 +161,8 @@ class Residency:
         finally:
             kept.discard()
             return_freed_memory()
+
+    def _free_bytes(self) -> int | None:
+        if self._device is None or self._device.type != "cuda":
+            return None
+        return free_bytes(self._device)

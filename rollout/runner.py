@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.attention import PagedAttention, RecurrentStates, state_arrays, state_plan
+from rollout.graphs import ForwardGraphs
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
 from rollout.memory.kv_pool import KvPool
@@ -28,7 +29,7 @@ class Forwarded:
     """What one forward gave. Its query rows are, per entry, the run's and then the draft nodes'."""
 
     logits_RV: torch.Tensor  # model dtype
-    features_TF: torch.Tensor  # model dtype; no columns where none were asked for
+    features_TF: torch.Tensor  # model dtype; no columns where none were asked for; until the next
     offsets_B1: NDArray[np.int32]  # entry b owns query rows [offsets[b], offsets[b + 1])
 
 
@@ -50,11 +51,13 @@ class ModelRunner:
         minimum_rows: int,
         device: torch.device,
         features: Features | None = None,
+        graphs: ForwardGraphs | None = None,
     ) -> None:
         """
         Args:
             state_pool: where the model has recurrent layers.
             features: hidden states that every forward keeps; default: none.
+            graphs: capture forwards; default: each is launched anew.
         """
         self.model = model
         self._kv_pool = kv_pool
@@ -63,6 +66,7 @@ class ModelRunner:
         self._table = DeviceTable(memory, device)
         self._minimum_rows = minimum_rows
         self._device = device
+        self._graphs = graphs
         self.features = features or Features()
 
     @torch.inference_mode()
@@ -79,14 +83,21 @@ class ModelRunner:
         self._kv_pool.note_forward(step.slots_T)
         changes = self._table.changes(batch)
         others = changes.arrays | {"sampled_R": self._head_rows(step.sampled_R)}
-        padded = step.padded(self._minimum_rows)
-        if self._state_pool is not None:
-            rows = len(padded.input_ids_T)
-            others |= state_arrays(batch, trees, padded.q_offsets_B1, rows)
-        arrays = padded.inputs() | others
-        tensors = upload(arrays, self._device)
-        self._table.apply(changes, tensors)
-        hidden_TE, features_TF = self._hidden(tensors, step.longest)
+        placed = None
+        if self._graphs is not None:
+            placed = self._graphs.place(step, others, self.features)
+        if self._graphs is not None and placed is not None:
+            tensors = placed.tensors
+            self._table.apply(changes, tensors)
+            hidden_TE, features_TF = self._graphs.run(placed, self._hidden)
+        else:
+            padded = step.padded(self._minimum_rows)
+            if self._state_pool is not None:
+                rows = len(padded.input_ids_T)
+                others |= state_arrays(batch, trees, padded.q_offsets_B1, rows)
+            tensors = upload(padded.inputs() | others, self._device)
+            self._table.apply(changes, tensors)
+            hidden_TE, features_TF = self._hidden(tensors, step.longest)
         return Forwarded(
             logits_RV=self.model.logits(hidden_TE[tensors["sampled_R"]])[: step.sampled_R.size],
             features_TF=features_TF[: step.num_rows],

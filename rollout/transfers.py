@@ -18,6 +18,11 @@ _ALIGNMENT = 16
 """Bytes: what torch and Triton want of the start of any tensor."""
 
 
+def packed_bytes(arrays: Mapping[str, NDArray]) -> int:
+    """What they take in a buffer of `upload`."""
+    return sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())
+
+
 def upload(
     arrays: Mapping[str, NDArray], device: torch.device, into: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
@@ -32,28 +37,23 @@ def upload(
     """
     if not gpu.runs_on(device) and into is None:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    offsets, end = {}, 0
-    for name, array in arrays.items():
-        offsets[name] = end
-        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    # The pinned allocator hands memory out again only when copies from it are done.
-    packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = packed.numpy()
-    for name, array in arrays.items():
-        first = offsets[name]
-        host[first : first + array.nbytes] = array.reshape(-1).view(np.uint8)
+    size = packed_bytes(arrays)
     if into is None:
-        into = torch.empty(end, dtype=torch.uint8, device=device)
-    assert end <= into.numel(), f"{end} bytes sent into a buffer of {into.numel()}"
-    into[:end].copy_(packed, non_blocking=True)
-    return {
-        name: _view(into, offsets[name], array).view(array.shape) for name, array in arrays.items()
-    }
-
-
-def _view(buffer: torch.Tensor, first: int, like: NDArray) -> torch.Tensor:
-    dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
-    return buffer[first : first + like.nbytes].view(dtype)
+        into = torch.empty(size, dtype=torch.uint8, device=device)
+    assert size <= len(into), f"{size} bytes sent into a buffer of {len(into)}"
+    # The pinned allocator hands memory out again only when copies from it are done.
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    tensors: dict[str, torch.Tensor] = {}
+    first = 0
+    for name, array in arrays.items():
+        part = slice(first, first + array.nbytes)
+        host[part] = array.reshape(-1).view(np.uint8)
+        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+        tensors[name] = into[part].view(dtype).view(array.shape)
+        first += packed_bytes({name: array})
+    into[:size].copy_(packed, non_blocking=True)
+    return tensors
 
 
 def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,12 +12,16 @@ import torch
 from rollout.config import EngineConfig, LoadFormat
 from rollout.device_name import device_name
 from rollout.errors import OutOfMemoryError
+from rollout.graphs import Buckets, ForwardGraphs
+from rollout.graphs.capture import Capture, CudaCapture
 from rollout.layers.row_invariance import make_row_invariant
+from rollout.memory.activations import activation_bytes
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.sizing import memory_budget, num_kv_slots
 from rollout.memory.state_pool import StatePool
 from rollout.memory.state_sizing import state_sizes
+from rollout.memory.system import free_bytes
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.parallel import local_rank, open_ranks
@@ -40,6 +45,8 @@ from rollout.weights.transaction import WeightTransaction
 from spec_workers.draft_tree import only_roots
 from spec_workers.neural.draft_sizing import NO_DRAFT, DraftBytes
 
+log = logging.getLogger(__name__)
+
 _QUICKEST_ROWS = 4
 """oneDNN's products of fewer rows are slower than those of four: with the demo model in bf16 a step
 of one row took 16.0 ms, a step of four 14.2."""
@@ -55,12 +62,14 @@ class TargetWorker:
         *,
         features: Features | None = None,
         draft_bytes: DraftBytes = NO_DRAFT,
+        capture: Capture | None = None,
     ) -> None:
         """
         Args:
             progress: told how far the weights are read.
             features: hidden states that drafts want of every row.
             draft_bytes: what a draft's keys and values are going to take.
+            capture: how forwards are captured; default: as CUDA graphs on a GPU, else not at all.
         """
         device = resolve_device(config.model.device, local_rank(config.parallel))
         if config.num_threads is not None:
@@ -93,7 +102,9 @@ class TargetWorker:
             exact_rows = make_row_invariant(self.model.linears(), most_rows)
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
         # All schedule alike, so all have as many slots of each kind.
-        budget = min(self.ranks.all.numbers(memory_budget(config.memory, device)))
+        reserved_bytes = self._reserved_bytes(config, device)
+        budget = memory_budget(config.memory, device, reserved_bytes)
+        budget = min(self.ranks.all.numbers(budget))
         recurrent, states, state_bytes = spec.linear_attention, None, 0
         if recurrent is not None:
             each = StatePool.bytes_per_slot(recurrent, self.model.dtype)
@@ -132,7 +143,15 @@ class TargetWorker:
                 recurrent, num_slots=states.num_slots, dtype=self.model.dtype, device=device
             )
         pools = [self.kv_pool, self.state_pool]
-        self.residency = Residency(self.weights, [pool for pool in pools if pool is not None])
+        if capture is None and device.type == "cuda":
+            capture = CudaCapture(device)
+        self.graphs = None if capture is None else self._forward_graphs(config, capture)
+        self.residency = Residency(
+            self.weights,
+            [pool for pool in pools if pool is not None],
+            graphs=self.graphs,
+            device=device,
+        )
         self.runner = ModelRunner(
             model=self.model,
             kv_pool=self.kv_pool,
@@ -141,15 +160,56 @@ class TargetWorker:
             minimum_rows=self.minimum_rows,
             device=device,
             features=features,
+            graphs=self.graphs,
         )
+
+    def _reserved_bytes(self, config: EngineConfig, device: torch.device) -> int:
+        """What steps and graphs will want on a GPU, where KV is sized by what is free."""
+        if device.type != "cuda" or config.memory.kv_bytes is not None:
+            return 0
+        sampled = min(self.longest_step, config.scheduler.max_running * MAX_TREE_NODES)
+        activations = activation_bytes(self.model, rows=self.longest_step, sampled=sampled)
+        log.info(
+            "%s: %d MiB are free beside the weights; a step takes up to %d MiB of them, CUDA "
+            "graphs %d MiB, KV %.0f %% of the rest",
+            device,
+            free_bytes(device) >> 20,
+            activations >> 20,
+            config.memory.graph_bytes >> 20,
+            config.memory.kv_fraction * 100,
+        )
+        return activations + config.memory.graph_bytes
+
+    def _forward_graphs(self, config: EngineConfig, capture: Capture) -> ForwardGraphs | None:
+        """None where nothing may be captured: sparse layers choose sizes as they run, recurrent
+        ones are told slots of their own, and ranks wait for each other."""
+        spec, memory = self.model.spec, config.memory
+        varies = spec.experts is not None or spec.linear_attention is not None
+        if not memory.graph_bytes or varies or self.ranks.all.size > 1:
+            return None
+        buckets = Buckets(
+            max_rows=memory.graph_rows,
+            max_context_len=self.max_context_len,
+            minimum_rows=self.minimum_rows,
+        )
+        return ForwardGraphs(
+            buckets, max_bytes=memory.graph_bytes, capture=capture, device=self.model.device
+        )
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Numbers of rows that forwards are padded to; larger ones run as they are."""
+        return () if self.graphs is None else self.graphs.buckets.rows
 
     @property
     def description(self) -> str:
         """What the time of a forward depends on, beside the batch."""
         spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
+        captured = f", captured up to {self.row_buckets[-1]}" if self.row_buckets else ""
         return (
             f"{device_name(self.model.device)}; {spec.num_layers} layers of {spec.hidden_size}, "
             f"vocabulary of {spec.vocab_size}, {dtype}, padded to {self.minimum_rows} rows"
+            f"{captured}"
         )
 
     def room_for(self, request: Request) -> int:

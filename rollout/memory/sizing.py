@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from rollout.config import MemoryConfig
 from rollout.errors import OutOfMemoryError
 from rollout.memory.kv_pool import KvPool
+from rollout.memory.system import free_bytes
 from rollout.models.spec import ModelSpec
 
 
-def memory_budget(config: MemoryConfig, device: torch.device) -> int:
-    """Bytes: ``kv_bytes``, else ``kv_fraction`` of what is free on the device now."""
+def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: int = 0) -> int:
+    """Bytes: ``kv_bytes``, else ``kv_fraction`` of what is free on the device now.
+
+    ``reserved_bytes``: of what is free, what steps are going to need beside it.
+    """
     if config.kv_bytes is not None:
         return config.kv_bytes
-    return int(_free_bytes(device) * config.kv_fraction)
+    return int(max(0, free_bytes(device) - reserved_bytes) * config.kv_fraction)
 
 
 def num_kv_slots(
@@ -54,10 +57,3 @@ def num_kv_slots(
             + (" or memory.state_slots" if state_bytes and config.state_slots is not None else "")
         )
     return slots
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading and probing left with torch is free as well
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

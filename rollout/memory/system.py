@@ -1,10 +1,19 @@
-"""From memory the process has freed to memory others can use."""
+"""Memory that is free, and from memory the process has freed to memory others can use."""
 
 from __future__ import annotations
 
 import ctypes
 
+import psutil
 import torch
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the device, for whoever asks first; on the CPU without swapping."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of what was freed is free as well
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 def return_freed_memory() -> None:

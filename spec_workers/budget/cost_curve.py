@@ -6,7 +6,7 @@ Legend: K knots, flat: contexts x rows; H row knots.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,21 @@ class CostCurve:
     ten times as long. What is read is monotone in rows and context.
     """
 
-    def __init__(self, minimum_rows: int, max_rows: int, max_context_len: int) -> None:
-        """``minimum_rows``: shorter forwards are padded to so many, and cost about as much."""
-        self.rows_H = _row_knots(max(2, minimum_rows, max_rows))
+    def __init__(
+        self,
+        minimum_rows: int,
+        max_rows: int,
+        max_context_len: int,
+        row_buckets: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            minimum_rows: shorter forwards are padded to so many, and cost about as much.
+            row_buckets: ascending; forwards of no more rows than the last are padded to the next of
+                them, and cost what that one does.
+        """
+        self._buckets = np.array(row_buckets, dtype=np.int64)
+        self.rows_H = _row_knots(max(2, minimum_rows, max_rows), self._buckets)
         self.contexts = _context_knots(max_context_len)
         self.observations_K = np.zeros(self.rows_H.size * len(self.contexts))
         guess_H = np.log1p(np.maximum(self.rows_H, minimum_rows) / _FIXED_ROWS)
@@ -70,6 +82,7 @@ class CostCurve:
         if not milliseconds > 0:
             return
         self._covariance_KK += steps * self._drift_KK
+        num_rows = int(self._padded(np.array([num_rows]))[0])
         first, beyond = self._place(num_rows, longest_context)
         second = first + (beyond > 0)
         covariance_K = (1 - beyond) * self._covariance_KK[first]
@@ -88,6 +101,7 @@ class CostCurve:
     def milliseconds(self, rows: NDArray[np.int64], longest_context: int) -> NDArray[np.float64]:
         """The time of a forward of each number of rows: float64, like ``rows``."""
         heights_H = self._heights(self._context(longest_context) + 1)[-1]
+        rows = self._padded(rows)
         times = np.interp(rows, self.rows_H, heights_H)
         beyond = np.maximum(rows / self.rows_H[-1], 1.0)  # past the last knot: in proportion
         return np.exp(times) * beyond
@@ -133,6 +147,12 @@ class CostCurve:
     def _spread(self, scale: float, shape: float) -> None:
         self._covariance_KK = scale**2 + shape**2 * self._alike_KK
         self._drift_KK = _SCALE_DRIFT**2 + _SHAPE_DRIFT**2 * self._alike_KK
+
+    def _padded(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self._buckets.size:
+            return rows
+        place = np.searchsorted(self._buckets, rows)
+        return np.where(rows > self._buckets[-1], rows, self._buckets.take(place, mode="clip"))
 
     def _heights(self, most_contexts: int) -> NDArray[np.float64]:
         """Log milliseconds [most_contexts, H], monotone.
@@ -184,9 +204,11 @@ def _loaded_knots(learned: Mapping[str, Any], name: str) -> NDArray[np.float64]:
     return knots
 
 
-def _row_knots(last: int) -> NDArray[np.int64]:
+def _row_knots(last: int, buckets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The buckets, and beyond the last of them steps of half an octave."""
     steps = np.arange(math.ceil(math.log2(last) * _KNOTS_PER_OCTAVE) + 1) / _KNOTS_PER_OCTAVE
-    return np.unique(np.round(2.0**steps)).astype(np.int64)
+    knots = np.unique(np.round(2.0**steps)).astype(np.int64)
+    return np.concatenate([buckets, knots[knots > buckets.max(initial=0)]])
 
 
 def _context_knots(max_context_len: int) -> tuple[int, ...]:

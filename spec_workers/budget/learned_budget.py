@@ -78,7 +78,9 @@ class LearnedBudget:
         cls, target: TargetWorker, sources: Sequence[str], min_probability: float
     ) -> LearnedBudget:
         """``sources``: names of the values of ``DraftTrees.sources_N``."""
-        curve = CostCurve(target.minimum_rows, target.longest_step, target.max_context_len)
+        curve = CostCurve(
+            target.minimum_rows, target.longest_step, target.max_context_len, target.row_buckets
+        )
         cost = StepCost(target.description, curve)
         return cls(cost, NodeValues(sources), min_probability)
 

@@ -58,8 +58,10 @@ class OracleWorker(SpecWorker):
         return tokens, parents
 
 
-def oracle_factory(recorded: dict, **options):
+def oracle_factory(recorded: dict, capture=None, **options):
+    """``capture``: as of TargetWorker."""
+
     def build(config: EngineConfig, progress=None) -> OracleWorker:
-        return OracleWorker(TargetWorker(config, progress), recorded, **options)
+        return OracleWorker(TargetWorker(config, progress, capture=capture), recorded, **options)
 
     return build

@@ -25,7 +25,7 @@ class NodeKeys:
     """
 
     slots_NW: torch.Tensor  # int32 [N, 2 * BLOCK]
-    lens_N: torch.Tensor  # int32, between 1 and 2 * BLOCK - 1
+    lens_N: torch.Tensor  # int32, between 1 and 2 * BLOCK - 1; 0 for nodes that are no entry's
 
 
 def node_keys(plan: AttentionPlan) -> NodeKeys:
@@ -53,6 +53,9 @@ def _node_keys_kernel(
 ):  # fmt: skip
     node = tl.program_id(0)
     index = tl.arange(0, ENTRIES) + 1
+    if node >= tl.load(node_offsets_ptr + num_entries):  # no entry's: a plan may be padded
+        tl.store(own_lens_ptr + node, 0)
+        return
     offsets = tl.load(node_offsets_ptr + index, mask=index <= num_entries, other=2**30)
     entry = tl.sum((offsets <= node).to(tl.int32))
     context = tl.load(starts_ptr + entry) + tl.load(run_lens_ptr + entry)

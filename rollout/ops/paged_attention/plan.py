@@ -27,7 +27,8 @@ class AttentionPlan:
     j at position start + j, then its draft nodes. Draft node j of an entry is tree node j + 1; tree
     node 0, the root, is the run's last token. Parents come before their children. Rows of T past
     q_offsets[B] are padding. Where there are fewer rows than run tokens and nodes, they are
-    the last ones: keys and values of the others are in the pools already.
+    the last ones: keys and values of the others are in the pools already. So an entry may have no
+    rows at all, and nodes past node_offsets[B] are padding.
 
     With ``req_to_token[rows[b]]`` the entry's slots by position, row j of the run sees the slots
     [0, start + j + 1) and a node sees [0, start + run_len), then the slots of the draft nodes on

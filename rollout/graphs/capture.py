@@ -1,0 +1,72 @@
+"""What captures a forward, and its CUDA form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Captured(Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that capturing it took."""
+        ...
+
+    def replay(self) -> None:
+        """Do again what was captured, on whatever its tensors hold now."""
+        ...
+
+
+class Capture(Protocol):
+    def __call__(self, run: Callable[[], None]) -> Captured:
+        """Capture what ``run`` does. Raises RuntimeError where that cannot be captured."""
+        ...
+
+    def reset(self) -> None:
+        """Give back the memory of all that was captured and is let go of."""
+        ...
+
+
+class CudaCapture:
+    """Graphs that share one pool of memory, as no two of them run at once.
+
+    What a graph computes is overwritten by the next one: ``run`` ends by copying its results to
+    tensors from outside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], None]) -> Captured:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Kernels are compiled and libraries make their workspaces before anything is recorded.
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, a trainer's or a server's, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        taken = free - torch.cuda.mem_get_info(self._device)[0]
+        return _CudaGraph(graph, max(0, taken))
+
+    def reset(self) -> None:
+        self._pool = None
+        torch.cuda.empty_cache()
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int) -> None:
+        self._graph = graph
+        self.num_bytes = num_bytes
+
+    def replay(self) -> None:
+        self._graph.replay()

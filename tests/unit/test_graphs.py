@@ -1,0 +1,268 @@
+"""Captured forwards: their shapes, their bound, and that nobody can see them.
+
+A stand-in runs what was captured again, on tensors at the same places, as a CUDA graph does.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import InvalidInputError
+from rollout.graphs import Bucket, Buckets
+from rollout.memory.activations import activation_bytes, run_padding
+from rollout.memory.cache import CacheMemory
+from rollout.memory.device_table import DeviceTable
+from rollout.models.features import Features
+from rollout.overrides import engine_config
+from rollout.step_arrays import StepArrays
+from spec_workers.budget import LearnedBudget
+from tests.helpers.oracle_worker import oracle_factory
+from tests.helpers.replaying import ReplayingCapture, plain_factory
+from tests.helpers.requests import decode_batch, make_request, make_trees
+
+BUCKETS = Buckets(max_rows=100, max_context_len=20_000)
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, seed=3, n=2, ignore_eos=True)
+
+
+def step_of(trees, context: int = 9) -> StepArrays:
+    """Requests of so many tokens decode, with trees below them."""
+    batch = decode_batch([make_request([1] * context, request_id=b) for b in range(len(trees))])
+    for b, entry in enumerate(batch.entries):
+        entry.request.row = b
+    table = np.arange(len(trees) * context, dtype=np.int32).reshape(len(trees), context)
+    return StepArrays.of(batch, make_trees(trees), table)
+
+
+def outcome(engine):
+    return [(r.token_ids, r.logprobs, r.finish_reason) for r in engine.generate(PROMPTS, PARAMS)]
+
+
+def plain_engine(path, capture, **overrides):
+    overrides = {"max_running": 8} | overrides
+    return RolloutEngine.from_config(engine_config(path, overrides), plain_factory(capture))
+
+
+@pytest.fixture(scope="module")
+def eager(tiny_model_path):
+    return outcome(RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8))
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_model_path):
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8)
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    return {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in rollouts}
+
+
+def test_rows_go_up_by_a_half_and_a_third() -> None:
+    assert BUCKETS.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+    assert Buckets(max_rows=64, max_context_len=10, minimum_rows=5).rows[0] == 6
+    padding = [rows / step for rows, step in zip(BUCKETS.rows[1:], BUCKETS.rows, strict=False)]
+    assert max(padding[2:]) <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("trees", "context", "bucket"),
+    [
+        ([([], [])], 9, Bucket(1, 1, 0, 1024)),
+        ([([], [])] * 5, 1024, Bucket(6, 6, 0, 1024)),
+        ([([], [])] * 9, 1025, Bucket(12, 12, 0, 4096)),
+        ([([1, 2], [0, 1]), ([], []), ([3], [0])], 5000, Bucket(6, 4, 6, 16_384)),
+        ([([], [])] * 96, 20_000, Bucket(96, 96, 0, 20_000)),
+        ([([], [])] * 97, 9, None),
+        ([], 9, None),
+    ],
+)
+def test_a_step_goes_to_the_least_bucket_that_holds_it(trees, context, bucket) -> None:
+    assert BUCKETS.bucket(step_of(trees, context)) == bucket
+
+
+def test_padding_is_nobodys() -> None:
+    step = step_of([([1, 2], [0, 1]), ([], [])])
+    padded = step.padded(rows=6, entries=4, nodes=6)
+    assert padded.num_rows == step.num_rows == 4
+    assert padded.input_ids_T.tolist() == [1, 1, 2, 1, 0, 0]
+    assert padded.positions_T.tolist() == [8, 9, 10, 8, 0, 0]
+    assert padded.slots_T.tolist()[4:] == [0, 0]
+    assert padded.q_offsets_B1.tolist() == [0, 3, 4, 4, 4]
+    assert padded.node_offsets_B1.tolist() == [0, 2, 2, 2, 2]
+    assert padded.run_lens_B.tolist() == [1, 1, 1, 1]
+    assert padded.starts_B.tolist() == [8, 8, 0, 0]
+    assert padded.node_masks_N.tolist() == [3, 7, 1, 1, 1, 1]
+    assert padded.node_slots_N.tolist() == [0, 1, 0, 0, 0, 0]
+    for name, array in step.inputs().items():
+        assert padded.inputs()[name].dtype == array.dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_cannot_be_seen(tiny_model_path, dtype) -> None:
+    options = {"dtype": dtype, "max_running": 8}
+    plain = RolloutEngine.from_pretrained(tiny_model_path, spec="none", **options)
+    capture = ReplayingCapture()
+    engine = plain_engine(tiny_model_path, capture, **options)
+    assert outcome(engine) == outcome(plain)
+    assert capture.replays > 10
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+def test_graphs_of_trees_cannot_be_seen(tiny_model_path, eager, recorded, chain) -> None:
+    capture = ReplayingCapture()
+    factory = oracle_factory(recorded, capture, size=9, right=0.7, chain=chain)
+    config = engine_config(tiny_model_path, {"max_running": 5, "chunk_len": 7})
+    engine = RolloutEngine.from_config(config, factory)
+    assert outcome(engine) == eager
+    assert outcome(engine) == eager
+    assert capture.replays > 10
+    assert {bucket.nodes > 0 for bucket, _ in engine.worker.target.graphs._graphs} == {True, False}
+    engine.check_integrity()
+
+
+def test_a_shape_is_captured_when_it_comes_back(tiny_model_path) -> None:
+    capture = ReplayingCapture()
+    engine = plain_engine(tiny_model_path, capture)
+    graphs = engine.worker.target.graphs
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    engine.generate([[5]], params)  # the prompt runs alone, and so does the first token
+    assert (graphs.num_graphs, capture.replays) == (1, 1)
+    engine.generate([[5]], params)
+    assert (graphs.num_graphs, capture.replays) == (1, 3)
+    assert graphs.num_bytes == 1000
+
+
+def test_features_are_those_of_the_rows_and_have_graphs_of_their_own(tiny_model_path) -> None:
+    capture = ReplayingCapture()
+    engine = plain_engine(tiny_model_path, capture)
+    other = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8)
+    kept: dict[str, list] = {"with": [], "without": []}
+    for name, worker in (("with", engine.worker), ("without", other.worker)):
+        worker.observe = lambda step, name=name: kept[name].append(
+            step.forwarded.features_TF.clone()
+        )
+    one = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    for features in (Features(), Features(layers=(1,), final=True), Features(final=True)):
+        for each in (engine, other):
+            each.worker.target.runner.features = features
+            each.generate([[5, 6]], one)
+    assert [tuple(f.shape) for f in kept["with"]] == [tuple(f.shape) for f in kept["without"]]
+    assert {f.shape[1] for f in kept["with"]} == {0, 48, 96}
+    assert all(map(torch.equal, kept["with"], kept["without"]))
+    assert capture.replays > 3
+
+
+def test_outgrown_graphs_go_together_and_come_back_more_slowly(tiny_model_path, eager) -> None:
+    capture = ReplayingCapture(num_bytes=1000)
+    engine = plain_engine(tiny_model_path, capture, graph_bytes=1500)
+    graphs = engine.worker.target.graphs
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    captures = []
+    for width in (3, 6, 8, 3, 6, 8):
+        engine.generate([[5]] * width, params)
+        assert graphs.num_bytes <= 1500
+        captures.append(len(capture.captures))
+    assert outcome(engine) == eager
+    # Of the second shape and of the third one graph too many: after 2 uses, then after 4, then 8.
+    assert captures == [1, 3, 4, 4, 4, 5]
+    assert capture.resets == 2
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_a_capture_that_fails_is_told_and_lived_without(
+    tiny_model_path, eager, caplog, fails_at
+) -> None:
+    capture = ReplayingCapture(fails_at=fails_at)
+    engine = plain_engine(tiny_model_path, capture)
+    with caplog.at_level(logging.WARNING):
+        assert outcome(engine) == eager
+        engine.generate([[5]], PARAMS)  # another shape
+        assert outcome(engine) == eager
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "operation not permitted" in warning
+    assert "without graphs" in warning
+    assert len(capture.captures) == fails_at
+    assert engine.worker.target.graphs.num_graphs == 0
+
+
+def test_graphs_go_with_the_memory_they_know_the_addresses_of(tiny_model_path, eager) -> None:
+    capture = ReplayingCapture()
+    engine = plain_engine(tiny_model_path, capture)
+    graphs = engine.worker.target.graphs
+    for tags in (["kv_cache"], ["weights"], ["kv_cache", "weights"]):
+        assert outcome(engine) == eager
+        assert graphs.num_graphs > 0
+        engine.release_memory(tags)
+        assert graphs.num_graphs == 0
+        engine.resume_memory()
+    assert outcome(engine) == eager
+    held = graphs.num_bytes
+    assert engine.release_memory(["graphs"]) == {"graphs": held}
+    assert outcome(engine) == eager
+    assert graphs.num_graphs == 0, "nothing is captured while their memory is away"
+    engine.resume_memory(["graphs"])
+    assert outcome(engine) == eager
+    assert graphs.num_graphs > 0
+
+
+def test_updates_leave_graphs_valid(tiny_model_path) -> None:
+    capture = ReplayingCapture()
+    engine = plain_engine(tiny_model_path, capture)
+    other = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8)
+    outcome(engine)
+    captured = engine.worker.target.graphs.num_graphs
+    name = "model.layers.0.mlp.down_proj.weight"
+    shape = (48, 80)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 9
+    for each in (engine, other):
+        each.update_weights_from_tensor([(name, tensor)], partial=True)
+    assert engine.worker.target.graphs.num_graphs == captured > 0
+    assert outcome(engine) == outcome(other)
+
+
+def test_nothing_is_captured_where_nothing_may_be(tiny_model_path, eager) -> None:
+    assert RolloutEngine.from_pretrained(tiny_model_path, "none").worker.target.graphs is None
+    capture = ReplayingCapture()
+    engine = plain_engine(tiny_model_path, capture, graph_bytes=0)
+    assert outcome(engine) == eager
+    assert engine.worker.target.row_buckets == ()
+    assert not capture.captures
+    engine = plain_engine(tiny_model_path, capture, graph_rows=8)
+    assert outcome(engine) == eager
+    assert max(engine.worker.target.row_buckets) == 8
+
+
+@pytest.mark.parametrize(("field", "value"), [("graph_bytes", -1), ("graph_rows", 0)])
+def test_bad_bounds_are_named(tiny_model_path, field, value) -> None:
+    with pytest.raises(InvalidInputError, match=field):
+        RolloutEngine.from_pretrained(tiny_model_path, **{field: value})
+
+
+def test_the_cost_curve_knows_what_is_padded(tiny_model_path) -> None:
+    config = engine_config(tiny_model_path, {"max_running": 8, "graph_rows": 64})
+    worker = plain_factory(ReplayingCapture())(config)
+    curve = LearnedBudget.for_target(worker.target, ["ngram"], 0.02).cost.curve
+    assert set(worker.target.row_buckets) <= set(curve.rows_H.tolist())
+    curve.observe(33, 100, 2.0)
+    rows = np.array([33, 40, 48, 49])
+    times = curve.milliseconds(rows, 100)
+    assert times[0] == times[1] == times[2] < times[3]
+
+
+def test_the_largest_step_can_be_tried_before_there_is_kv(tiny_model_path) -> None:
+    model = RolloutEngine.from_pretrained(tiny_model_path, spec="none").worker.target.model
+    logits = run_padding(model, rows=40, sampled=7)
+    assert logits.shape == (7, 97)
+    assert logits.isfinite().all()
+    assert activation_bytes(model, rows=40, sampled=7) == 0, "on the CPU nothing is measured"
+
+
+def test_on_the_cpu_the_devices_table_is_the_hosts() -> None:
+    memory = CacheMemory(20, 2, 10, prefix_cache=False)
+    table = DeviceTable(memory, torch.device("cpu"))
+    memory.req_to_token.table[1, 3] = 7
+    assert table.tensor[1, 3] == 7
