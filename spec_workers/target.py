@@ -205,11 +205,12 @@ class TargetWorker:
     def description(self) -> str:
         """What the time of a forward depends on, beside the batch."""
         spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
-        captured = f", captured up to {self.row_buckets[-1]}" if self.row_buckets else ""
+        padding = f"padded to {self.minimum_rows} rows"
+        if self.row_buckets:
+            padding += f", captured up to {self.row_buckets[-1]}"
         return (
             f"{device_name(self.model.device)}; {spec.num_layers} layers of {spec.hidden_size}, "
-            f"vocabulary of {spec.vocab_size}, {dtype}, padded to {self.minimum_rows} rows"
-            f"{captured}"
+            f"vocabulary of {spec.vocab_size}, {dtype}, {padding}"
         )
 
     def room_for(self, request: Request) -> int:
