@@ -93,6 +93,7 @@ class EngineLoop(Generic[E]):
         self._unfinished: set[Ticket] = set()
         self._closed = False
         self._failure: BaseException | None = None
+        self._busy_since: float | None = None  # written by the loop alone, read by anyone
         # The loop's thread alone:
         self._queued: dict[int, Ticket] = {}  # by request id, until the engine hands it out
         self._listeners: dict[int, _Listener] = {}  # likewise
@@ -178,6 +179,12 @@ class EngineLoop(Generic[E]):
         with self._changed:
             return len(self._unfinished)
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long the step or the call that is running has taken; 0.0 while none is."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self, timeout: float = 60.0) -> None:
         """Do what was asked so far, abort what is unfinished, and end the thread.
 
@@ -235,6 +242,7 @@ class EngineLoop(Generic[E]):
                     return
                 if self._can_step:
                     self._step()
+                self._busy_since = None
         except BaseException as error:  # nobody joins this thread for its exception
             self._break(error)
 
@@ -244,10 +252,10 @@ class EngineLoop(Generic[E]):
         return self._engine.can_run and self._engine.has_unfinished
 
     def _run_commands(self) -> None:
-        calls_seconds = (
-            0.0  # submits and aborts are short, and the sooner done the fuller the batch
-        )
+        # Submits and aborts are short, and the sooner done the fuller the batch.
+        calls_seconds = 0.0
         for _ in range(len(self._commands)):  # those that come meanwhile wait for one step
+            self._busy_since = time.monotonic()
             is_call = self._commands[0].future is not None
             if is_call and calls_seconds > self._step_seconds:
                 return
@@ -258,6 +266,7 @@ class EngineLoop(Generic[E]):
                 calls_seconds += time.perf_counter() - started
 
     def _step(self) -> None:
+        self._busy_since = time.monotonic()
         started = time.perf_counter()
         self._hand_out(self._engine.step())
         for listener in self._listeners.values():

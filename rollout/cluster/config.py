@@ -31,6 +31,9 @@ class ClusterConfig:
     share_seconds: float = 0.5  # between two rounds
     # Of tokens that wait in a replica; of more, whole rollouts are left out.
     share_bytes: int = 8 << 20
+    # A replica that is silent for so long hangs, and is replaced. It answers beside its engine,
+    heartbeat_seconds: float = 60.0
+    stall_seconds: float = 1800.0  # one step or call of which may take so long.
     max_deaths: int = 5  # of a replica, one after the other without a rollout: then it gives up
     max_deaths_per_request: int = 3  # under a request, the last while it ran alone: then it fails
 
@@ -48,5 +51,7 @@ class ClusterConfig:
         require("report_seconds", self.report_seconds > 0, "must be > 0")
         require("share_seconds", self.share_seconds > 0, "must be > 0")
         require("share_bytes", self.share_bytes >= 1, "must be >= 1")
+        require("heartbeat_seconds", self.heartbeat_seconds > 0, "must be > 0")
+        require("stall_seconds", self.stall_seconds > 0, "must be > 0")
         require("max_deaths", self.max_deaths >= 1, "must be >= 1")
         require("max_deaths_per_request", self.max_deaths_per_request >= 1, "must be >= 1")

@@ -71,6 +71,10 @@ class ReplicaHost:
         """Returns when there is something to report. Asked for one at a time."""
         return await self._news.report()
 
+    async def pulse(self) -> float:
+        """Seconds that the engine's step or call under way has taken; 0.0 while nothing is."""
+        return 0.0 if self._loop is None else self._loop.busy_seconds
+
     async def close(self) -> None:
         loop = self._loop
         if loop is not None:

@@ -5,18 +5,38 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from rollout.config import EngineConfig
 from rollout.errors import CheckpointError
 from rollout.models.loader import Progress
+from rollout.types import Batch, StepResult
+from rollout.worker import Worker
+from tests.cluster.workload import ngram
 
 
 def dies(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
     print("the driver of this GPU is of another age", file=sys.stderr, flush=True)
-    time.sleep(1.0)  # until it is known where its log is: an answer on its way dies with it
     os._exit(3)
 
 
 def refuses(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
     raise CheckpointError("model.safetensors is no more")
+
+
+def sticks(flag: Path, config: EngineConfig, progress: Progress | None = None) -> Worker:
+    """Whoever finds the file ``flag`` first as it steps takes it, and steps for ever."""
+    worker = ngram()(config, progress)
+    step = worker.step
+
+    def step_or_stick(batch: Batch) -> StepResult:
+        try:
+            flag.unlink()
+        except FileNotFoundError:
+            return step(batch)
+        while True:
+            time.sleep(1.0)
+
+    worker.step = step_or_stick
+    return worker

@@ -26,6 +26,8 @@ def test_without_ray_the_error_says_how_to_get_it(config, monkeypatch):
         ("num_gpus", -1),
         ("start_seconds", 0),
         ("report_seconds", 0),
+        ("heartbeat_seconds", 0.0),
+        ("stall_seconds", -1.0),
         ("max_deaths", 0),
         ("max_deaths_per_request", 0),
     ],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -66,6 +68,33 @@ def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
     assert drain(cluster) == expected
 
 
+def test_replicas_that_hang_are_not_seen_and_replaced(config, expected, tmp_path, caplog):
+    """One is stopped as a debugger would; the step of the other never ends."""
+    flag = tmp_path / "flag"
+    options = settings(2, heartbeat_seconds=5.0, stall_seconds=5.0, max_deaths=100)
+    before = replica_processes()
+    hanging = open_with(config, partial(broken_workers.sticks, flag), options)
+    stopped: list[psutil.Process] = []
+
+    def hang() -> None:
+        if not stopped and hanging.metrics().generated_tokens:
+            stopped.append(next(each for each in replica_processes() if each not in before))
+            stopped[0].suspend()
+            flag.touch()
+
+    try:
+        submit_all(hanging)
+        started = time.monotonic()
+        assert drain(hanging, hang) == expected
+        assert time.monotonic() - started < RECOVERY_SECONDS
+        assert not flag.exists()
+        assert "no sign of life for" in caplog.text
+        assert "in one step or call" in caplog.text
+        wait_until_gone(stopped, 60)
+    finally:
+        hanging.close()
+
+
 def test_one_that_dies_too_often_ends_it_with_its_last_words(config):
     with pytest.raises(ClusterError, match="replica-0 died 1 times") as caught:
         open_with(config, broken_workers.dies, settings(1, max_deaths=1))
@@ -75,6 +104,8 @@ def test_one_that_dies_too_often_ends_it_with_its_last_words(config):
 def test_an_engine_that_cannot_be_made_raises_its_own_error(config):
     with pytest.raises(CheckpointError, match="is no more"):
         open_with(config, broken_workers.refuses, settings(1))
+    with pytest.raises(TypeError, match="pickle"):
+        open_with(config, partial(broken_workers.refuses, progress=(i for i in [])), settings(1))
 
 
 def test_what_cannot_be_sent_takes_no_turn(cluster):

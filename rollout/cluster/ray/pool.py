@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
 import time
 import uuid
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +16,12 @@ import ray
 
 from rollout.cluster.config import ClusterConfig
 from rollout.cluster.ray.actor import ReplicaActor
+from rollout.cluster.ray.heartbeats import Heartbeats, Pulsed
 from rollout.cluster.ray.instance import RayInstance
 from rollout.cluster.ray.last_words import Residence, last_lines
 from rollout.cluster.ray.replica import RayReplica, cause_of
 from rollout.cluster.ray.resources import ReplicaResources, replica_resources
-from rollout.cluster.replica import Died, Event, Opened, Reported
+from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
 from rollout.errors import ClusterError, RolloutError
 from rollout.specs import WorkerFactory
@@ -43,8 +45,9 @@ class _Seat:
 class RayPool:
     """See `rollout.cluster.replica.Pool`.
 
-    Of each actor one answer is always awaited, `ReplicaActor.open`'s and then a report's. An error
-    in its place is the actor's death.
+    Of each actor one answer is always awaited: where it lives, then `ReplicaActor.open`'s, then a
+    report's. An error in its place is the actor's death. One that answers nothing any more is
+    killed, wherever the cluster waits meanwhile.
     """
 
     def __init__(
@@ -54,15 +57,27 @@ class RayPool:
         self._cluster = cluster
         self._names = f"specrollout-{uuid.uuid4().hex[:8]}"  # of its actors, in Ray's namespace
         self._lives = itertools.count()
-        self._factory = factory
         self._instance = RayInstance(cluster)
         self._resources = replica_resources(
             cluster, config.model.device, self._instance.resources, self._instance.num_nodes
         )
-        self._config = _config_of_each(config, self._resources)
+        try:  # once, so that what cannot be pickled shows now
+            self._settings = [
+                ray.put(_config_of_each(config, self._resources)),
+                ray.put(factory),
+                cluster.report_seconds,
+            ]
+        except BaseException:
+            self._instance.close()
+            raise
         # Filled on Ray's threads, emptied by `events`.
         self._answers: queue.SimpleQueue[tuple[RayReplica, Any, BaseException | None]] = (
             queue.SimpleQueue()
+        )
+        # Ray's own thread, on which answers come, must not ask for more.
+        self._opener = ThreadPoolExecutor(1, "opener")
+        self._heartbeats = Heartbeats(
+            cluster.heartbeat_seconds, cluster.stall_seconds, self._end_hung
         )
         self._has_opened = False  # any of them, ever
         self._failure: RolloutError | None = None
@@ -99,6 +114,8 @@ class RayPool:
 
     def close(self) -> None:
         seats, self._seats = self._seats, {}
+        self._heartbeats.close()
+        self._opener.shutdown(cancel_futures=True)
         try:
             closing = [seat.replica.actor.close.remote() for seat in seats.values()]
             if closing:
@@ -123,16 +140,26 @@ class RayPool:
         )
         replica = RayReplica(name, actor)
         self._await(replica, actor.residence.remote())
-        self._await(replica, actor.open.remote(
-            self._config, self._factory, self._cluster.report_seconds
-        ))  # fmt: skip
         return replica
+
+    def _open(self, replica: RayReplica) -> None:
+        """It is known where its log is: whatever becomes of it now can be looked up there."""
+        self._await(replica, replica.actor.open.remote(*self._settings))
+
+    def _end_hung(self, replica: Pulsed, reason: str) -> None:
+        """On the heartbeats' thread."""
+        assert isinstance(replica, RayReplica)
+        self._answers.put((replica, None, ReplicaDiedError(reason)))  # before Ray's: it says more
+        replica.kill()
 
     def _await(self, replica: RayReplica, reference: Any) -> None:
         def note(answered: Future[Any]) -> None:
             error = answered.exception()
             value = None if error is not None else answered.result()
             self._answers.put((replica, value, error))
+            if isinstance(value, Residence):
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self._opener.submit(self._open, replica)
 
         reference.future().add_done_callback(note)
 
@@ -150,6 +177,7 @@ class RayPool:
         self._await(replica, replica.actor.report.remote())
         if not seat.is_open:
             seat.is_open = self._has_opened = True
+            self._heartbeats.watch(replica)
             return [Opened(replica, value)]
         if value.ended:
             seat.deaths = 0
@@ -161,6 +189,7 @@ class RayPool:
             return []
         dead, reason = seat.replica, str(error).strip()
         dead.kill()
+        self._heartbeats.forget(dead)
         seat.deaths += 1
         if seat.deaths >= self._cluster.max_deaths:
             self._failure = ClusterError(

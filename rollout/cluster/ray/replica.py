@@ -57,7 +57,12 @@ class RayReplica:
         reference.future().add_done_callback(settle)
         return settled
 
+    def pulse(self) -> Future[float]:
+        """See `Heartbeats`."""
+        return self.actor.pulse.remote().future()
+
     def kill(self) -> None:
+        """Its calls fail at once; a process that does not end itself is ended within seconds."""
         ray.kill(self.actor, no_restart=True)
 
     def _send(self, method: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
