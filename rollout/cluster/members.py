@@ -85,13 +85,18 @@ class Members:
                 self._let_in(name, newcomer)
 
     def on_all(
-        self, method: str, *args: Any, newcomers: bool = False, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        newcomers: bool = False,
+        undo: Callable[[Replica], Future[Any]] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """What an engine's method gives on each replica that has joined and lives, by name.
 
         Those that come while the dead are waited for are called too. ``newcomers``: so are those
         not up to date yet, and do not answer. Raises what the first that failed raised, when all
-        have answered.
+        have answered, and those that did not fail have done what ``undo`` calls.
         """
         values: dict[str, Any] = {}
         failures: list[BaseException] = []
@@ -114,6 +119,12 @@ class Members:
                 except Exception as error:
                     failures.append(error)
         if failures:
+            if undo is not None:
+                for newcomer in self._newcomers.values() if newcomers else ():
+                    newcomer.answers.append(undo(newcomer.replica))
+                done = [each for name, each in self._joined.items() if name in values]
+                for answer in [undo(each) for each in done]:
+                    answer.exception()  # who cannot says so when it is next asked
             raise failures[0]
         return values
 

@@ -112,10 +112,16 @@ class StateCalls(ABC):
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]:
-        """Bytes by tag, of all replicas together."""
+        """Bytes by tag, of all replicas together. Where one fails, the others take theirs back."""
         freed: dict[str, int] = {}
-        answers = self.members.on_all("release_memory", tags := list(tags), keep_weights,
-                                      newcomers=True)  # fmt: skip
+        tags = list(tags)
+        answers = self.members.on_all(
+            "release_memory",
+            tags,
+            keep_weights,
+            newcomers=True,
+            undo=lambda each: each.call("resume_memory", tags),
+        )
         for each in answers.values():
             for tag, num_bytes in each.items():
                 freed[tag] = freed.get(tag, 0) + num_bytes

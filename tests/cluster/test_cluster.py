@@ -228,6 +228,21 @@ def test_memory_is_released_and_resumed_everywhere_also_by_newcomers(make_cluste
     assert found | drain(cluster) == expected
 
 
+def test_memory_that_one_cannot_release_the_others_take_back(make_cluster, expected):
+    cluster, pool = make_cluster(3)
+    submit_all(cluster)
+    found = {key(each): content(each) for each in cluster.step()}
+    pool.living["replica-1"].call("release_memory", ["kv_cache"]).result()  # the second time fails
+    with pytest.raises(EngineStateError, match="released"):
+        cluster.release_memory()
+    assert cluster.released_tags == frozenset()
+    reasons = {name: each.why_not for name, each in cluster.members.on_all("status").items()}
+    assert reasons.pop("replica-1")
+    assert reasons == {"replica-0": "", "replica-2": ""}
+    pool.living["replica-1"].call("resume_memory").result()
+    assert found | drain(cluster) == expected
+
+
 def test_scores_are_those_of_the_rollouts(make_cluster, expected):
     cluster, _ = make_cluster(2)
     token_ids, logprobs, *_ = expected[0, 0]
