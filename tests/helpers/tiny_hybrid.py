@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
@@ -91,6 +92,8 @@ class TinyChain(nn.Module):
         super().__init__()
         config = deepcopy(model.config)
         config.layer_types = ["full_attention"]
+        if "mlp_only_layers" in config.to_dict():  # Qwen3-Next's: sparse where any layer is
+            config.mlp_only_layers = [0] if 0 in config.mlp_only_layers else []
         layer, norm = type(model.model.layers[0]), type(model.model.norm)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
@@ -119,9 +122,21 @@ def save_tiny_chain(folder: Path, family: str = "qwen3_5", **options: object) ->
     model.save_pretrained(folder)
     chain = TinyChain(model).to(model.dtype).eval()
     stored = load_file(folder / "model.safetensors")
-    stored |= {f"mtp.{name}": values for name, values in chain.state_dict().items()}
+    stored |= {f"mtp.{name}": values for name, values in _one_by_one(chain.state_dict())}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return chain
+
+
+def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts as published: not fused."""
+    for name, values in tensors.items():
+        at, is_fused, which = name.partition(".experts.")
+        for expert, weight in enumerate(values if is_fused else ()):
+            names = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
+            for part, own in zip(names, weight.chunk(len(names)), strict=True):
+                yield f"{at}.experts.{expert}.{part}.weight", own.contiguous()
+        if not is_fused:
+            yield name, values
 
 
 @torch.no_grad()

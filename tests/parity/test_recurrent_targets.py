@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,15 +16,20 @@ from tests.parity.test_eagle_chain import FIXED, PARAMS, numbers, prompts
 OPTIONS = {"max_running": 3, "chunk_len": 7}
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
-def family(request):
-    return request.param
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3_5", False), ("qwen3_next", True)],
+    ids=["qwen3_5", "qwen3_next experts"],
+)
+def make(request):
+    family, experts = request.param
+    return partial(tiny_hybrid, family, experts=experts)
 
 
 @pytest.fixture(scope="module")
-def target(family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(family)
-    save_tiny_chain(folder, family)
+def target(make, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    save_tiny_chain(folder, *make.args, **make.keywords)
     return folder
 
 
@@ -32,8 +39,8 @@ def plain(target):
     return {name: engine.generate(prompts(), PARAMS[name]) for name in ("greedy", "shaped")}
 
 
-def test_logprobs_are_those_of_transformers(family, target):
-    theirs = tiny_hybrid(family)
+def test_logprobs_are_those_of_transformers(make, target):
+    theirs = make()
     engine = RolloutEngine.from_pretrained(target, "none", **OPTIONS)
     params = SamplingParams(max_new_tokens=30, seed=3, n=2)
     for rollout in engine.generate(prompts(), params):
@@ -73,12 +80,12 @@ def test_no_draft_can_be_seen(target, eagle3, plain, spec, options, name):
     assert sum(rollout.stats.drafted for rollout in rollouts) > 0
 
 
-def test_a_trainers_update_is_a_load(family, target, tmp_path):
+def test_a_trainers_update_is_a_load(make, target, tmp_path):
     """The trainer's model comes without MTP heads, which stay; cached states go with their KV."""
     spec_options = FIXED | {"draft_path": str(target)}
     engine = RolloutEngine.from_pretrained(target, "mtp", **OPTIONS, spec_options=spec_options)
     old = numbers(engine.generate(prompts(), PARAMS["greedy"]))
-    trainer = tiny_hybrid(family, seed=1)
+    trainer = make(seed=1)
     engine.update_weights_from_tensor(weight_source(trainer), selector="target")
     trainer.save_pretrained(tmp_path)
     fresh = RolloutEngine.from_pretrained(tmp_path, "none", **OPTIONS)

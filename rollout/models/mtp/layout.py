@@ -96,8 +96,10 @@ DECODER_TENSORS = (
     *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
 )
 
+_EXPERTS = (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert")
+
 _NOT_IMPLEMENTED: Mapping[str, Sequence[str]] = {
-    "experts": (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert"),
+    "experts": _EXPERTS,
     "multi-head latent attention": (".q_a_proj.", ".kv_a_proj_with_mqa.", ".kv_b_proj."),
     "linear attention": (".linear_attn.",),
     "learned attention sinks": (".attention_sink",),
@@ -118,12 +120,12 @@ class StepNames:
 
 
 def find_layout(
-    layouts: Iterable[MtpLayout], names: Iterable[str], num_layers: int
+    layouts: Iterable[MtpLayout], names: Iterable[str], num_layers: int, *, experts: bool = False
 ) -> tuple[MtpLayout, list[StepNames]] | None:
     """The layout whose tensors are among ``names``, and its steps; None where none is.
 
-    ``num_layers``: the target's. Raises UnsupportedModelError for a chain with what is not
-    implemented here, naming it.
+    ``num_layers``: the target's. ``experts``: whether the target has some, as then its chain may.
+    Raises UnsupportedModelError for a chain with what is not implemented here, naming it.
     """
     present = frozenset(names)
     for layout in layouts:
@@ -131,7 +133,7 @@ def find_layout(
         while (names_of := _step_names(layout, len(steps), num_layers, present)) is not None:
             steps.append(names_of)
         if steps:
-            _refuse_unknown(layout, steps, present)
+            _refuse_unknown(layout, steps, present, experts)
             return layout, steps
     return None
 
@@ -161,7 +163,13 @@ def _step_names(
     )
 
 
-def _refuse_unknown(layout: MtpLayout, steps: list[StepNames], present: frozenset[str]) -> None:
+def has_experts(step: StepNames, names: Iterable[str]) -> bool:
+    return any(name.startswith(f"{step.decoder}{_EXPERTS[0]}") for name in names)
+
+
+def _refuse_unknown(
+    layout: MtpLayout, steps: list[StepNames], present: frozenset[str], experts: bool
+) -> None:
     known = {
         name
         for step in steps
@@ -173,7 +181,9 @@ def _refuse_unknown(layout: MtpLayout, steps: list[StepNames], present: frozense
     unknown = sorted(
         name
         for name in present
-        if name not in known and any(name.startswith(f"{step.decoder}.") for step in steps)
+        if name not in known
+        and any(name.startswith(f"{step.decoder}.") for step in steps)
+        and not (experts and any(mark in name for mark in _EXPERTS))
     )
     for feature, marks in _NOT_IMPLEMENTED.items():
         found = [name for name in unknown if any(mark in name for mark in marks)]

@@ -16,7 +16,14 @@ from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.draft_model import DraftFamily, DraftSpec
 from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
 from rollout.models.eagle.vocabulary import target_token_ids
-from rollout.models.mtp.layout import IN_TARGET, SEPARATE, MtpLayout, StepNames, find_layout
+from rollout.models.mtp.layout import (
+    IN_TARGET,
+    SEPARATE,
+    MtpLayout,
+    StepNames,
+    find_layout,
+    has_experts,
+)
 from rollout.models.mtp.step import ChainTensors, MtpStep
 from rollout.models.spec import ModelSpec, read_json
 
@@ -49,7 +56,10 @@ class MtpChain:
         is_separate = is_separate_chain(folder)
         checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
         layouts = (SEPARATE,) if is_separate else IN_TARGET
-        found = find_layout(layouts, checkpoint.tensors, target.num_layers)
+        experts = None if is_separate else target.experts
+        found = find_layout(
+            layouts, checkpoint.tensors, target.num_layers, experts=experts is not None
+        )
         if found is None:
             if not is_separate and is_eagle_draft(config, checkpoint.tensors):
                 raise CheckpointError(f"{folder}: is an EAGLE draft: spec=eagle")
@@ -63,7 +73,10 @@ class MtpChain:
             as_llama = config | {"architectures": ["LlamaForCausalLM"]}
             decoder = ModelSpec.of(as_llama, max_context_len=target.max_context_len)
             _refuse_another_targets(folder, decoder, target)
-        decoder = replace(decoder, num_layers=1, linear_attention=None)
+        if experts is not None:
+            is_sparse = has_experts(steps[0], checkpoint.tensors)
+            experts = replace(experts, layers=(0,)) if is_sparse else None
+        decoder = replace(decoder, num_layers=1, linear_attention=None, experts=experts)
         if not decoder.gated_attention:
             _refuse_gated_attention(checkpoint, layout, steps[0], decoder)
         spec = DraftSpec(
