@@ -128,8 +128,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
     ) -> list[Rollout]:
         """All samples of all prompts, in prompt order, the samples of one prompt together.
 
-        It steps until its own have ended. Ranks in lockstep that were given different prompts need
-        different numbers of steps: see `step`.
+        With ``parallel.mode=lockstep`` every rank makes this call, with prompts of its own or none,
+        and takes part until those of all have ended.
         """
         requests = self._requests_for(prompts, params)
         rollouts = [rollout for ended in self._run_all(requests) for rollout in ended]
@@ -159,7 +159,19 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
     def _requests_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
-        """All samples of all prompts, checked, the samples of one prompt together."""
+        """All samples of all prompts, checked, the samples of one prompt together.
+
+        Where this rank's are refused, others in lockstep with it are served all the same.
+        """
+        try:
+            return self._checked_requests(prompts, params)
+        except InvalidInputError:
+            self._accompany()
+            raise
+
+    def _checked_requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, dict))):
             raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -184,17 +196,40 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         unfinished = {request.request_id for request in requests}
         self._claimed |= dict.fromkeys(unfinished, inbox)
         try:
-            while unfinished:
-                if not inbox:
+            while self._any_rank(bool(unfinished)):
+                if not inbox or self.worker.ranks.rows.size > 1:
                     self._run_step()
                 ended = list(inbox)
                 inbox.clear()
                 unfinished.difference_update(rollout.request_id for rollout in ended)
                 yield ended
+        except GeneratorExit:
+            self._unclaim(unfinished)
+            self._accompany()
+            raise
         finally:
-            for request_id in unfinished:
-                self._claimed.pop(request_id, None)
-                self._drop(request_id)
+            self._unclaim(unfinished)
+
+    def _unclaim(self, unfinished: set[int]) -> None:
+        """Drop these; nobody waits for them any more."""
+        while unfinished:
+            request_id = unfinished.pop()
+            self._claimed.pop(request_id, None)
+            self._drop(request_id)
+
+    def _any_rank(self, has_work: bool) -> bool:
+        """Whether any of the ranks in lockstep has; all ask."""
+        return any(self.worker.ranks.rows.numbers(has_work))
+
+    def _accompany(self) -> None:
+        """Step with nothing to do of its own until no rank in lockstep has work."""
+        while self.worker.ranks.rows.size > 1 and self._any_rank(False):
+            self._run_step()
+
+    def any_rank_has_unfinished(self) -> bool:
+        """`has_unfinished` of any rank in lockstep with this one: a call that each of them makes,
+        before each `step`."""
+        return self._any_rank(self.has_unfinished)
 
     def score(
         self,
@@ -272,8 +307,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         generation is paused nothing runs.
 
         With nothing unfinished only a worker in lockstep runs: other ranks wait in its forwards.
-        Whoever drives the ranks steps each of them as often, until none has anything unfinished,
-        and pauses, scores and updates them alike.
+        Whoever drives the ranks steps each of them as often, while `any_rank_has_unfinished`, and
+        pauses, scores and updates them alike.
         """
         has_reason = self.scheduler.has_unfinished or self.worker.lockstep
         if has_reason and not self.is_paused:
@@ -324,6 +359,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
 
     def status(self) -> EngineStatus:
         """What it is doing now. Costs well under a millisecond."""
+        corpus = self.worker.draft_corpus
         usage = self.worker.memory.usage
         return EngineStatus(
             running=self.scheduler.num_running,
@@ -337,7 +373,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
             last_step=copy.copy(self._recorder.last),
             counters=self.worker.counters(),
             learned=self.learned(),
-            corpora=() if self.worker.draft_corpus is None else tuple(self.external_corpora()),
+            corpora=() if corpus is None else tuple(corpus.external_corpora()),
             corpus_tokens=self.corpus_tokens,
         )
 
@@ -349,11 +385,12 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         """Let go of what others have a share in; it generates as before.
 
         External corpora that load are cancelled, for good; weight groups are left; the memory of
-        senders on this host is unmapped.
+        senders on this host is unmapped. Of several ranks none can run any more.
         """
         super().close()
         self.weight_groups.close()
         self.weight_handles.release()
+        self.worker.ranks.close()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when a pool's books do not balance."""

@@ -57,7 +57,8 @@ class WeightCalls(ABC):
         for name, spec in (manifest or {}).items():
             if not isinstance(spec, TensorSpec):
                 raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
-        self.worker.weights.begin(UpdateOptions.of(options), manifest)
+        with self.worker.weights.heard():
+            self.worker.weights.begin(UpdateOptions.of(options), manifest)
 
     def end_weight_update(self) -> None:
         """Commit: the next step samples from the new weights.
@@ -112,7 +113,8 @@ class WeightCalls(ABC):
             )
         if load_format == "flattened_bucket":
             named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
-        self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
+        with self.worker.weights.heard():
+            self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
 
     def update_weights_from_bucket(
         self, bucket: PackedBucket, *, direct: bool = False, **options: Any
@@ -121,7 +123,8 @@ class WeightCalls(ABC):
 
         ``direct``: as ``load_format="direct"``. Raises InvalidInputError, WeightUpdateError.
         """
-        self._load(unflattened([bucket.unpacked()]), options, direct=direct)
+        with self.worker.weights.heard():
+            self._load(unflattened([bucket.unpacked()]), options, direct=direct)
 
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
         """Take the weights of a safetensors folder, sharded or not.
@@ -131,8 +134,9 @@ class WeightCalls(ABC):
         another draft, before a byte moves, else what `update_weights_from_tensor` does.
         """
         weights = self.worker.weights
-        selector = (UpdateOptions.of(options) if options else weights.options).selector
-        self._load(weights.parts.source(Path(model_path), selector), options)
+        with weights.heard():
+            selector = (UpdateOptions.of(options) if options else weights.options).selector
+            self._load(weights.parts.source(Path(model_path), selector), options)
 
     def update_weights_from_ipc(
         self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
@@ -144,7 +148,8 @@ class WeightCalls(ABC):
         InvalidInputError, naming the field, for handles malformed or outdated.
         """
         try:
-            self._load(self.weight_handles.tensors(handles), options)
+            with self.worker.weights.heard():
+                self._load(self.weight_handles.tensors(handles), options)
         finally:
             self.weight_handles.release_removed()
 
@@ -161,6 +166,9 @@ class WeightCalls(ABC):
     ) -> None:
         """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
 
+        Ranks that run one model join it one after the other from ``rank_offset`` on, and count each
+        in ``world_size``.
+
         ``sender``: what made rank 0's group. ``specrollout``: a `WeightGroup`. ``torch``: a trainer
         by torch's own rendezvous at that address, as those written for other engines do; it
         broadcasts each tensor by itself.
@@ -170,8 +178,8 @@ class WeightCalls(ABC):
         no timeout of its own waits as long.
         """
         self.weight_groups.init(
-            master_address, master_port, rank_offset, world_size, group_name, backend, timeout,
-            self.worker.model_device, sender,
+            master_address, master_port, rank_offset + self.worker.ranks.all.rank, world_size,
+            group_name, backend, timeout, self.worker.model_device, sender,
         )  # fmt: skip
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
@@ -199,9 +207,12 @@ class WeightCalls(ABC):
         """
         weights = self.worker.weights
         timeout = options.get("timeout", weights.options.timeout if weights.is_under_way else None)
-        with self.weight_groups.source(
-            names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
-        ) as source:
+        with (
+            weights.heard(),
+            self.weight_groups.source(
+                names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
+            ) as source,
+        ):
             self._load(source, options)
 
     def decline_weights_from_distributed(

@@ -9,6 +9,7 @@ import torch
 
 from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
+from rollout.parallel import ModelRanks
 from rollout.residency import Residency
 from rollout.types import Batch, Request, StepResult, TokenExtras
 from rollout.weights.transaction import WeightTransaction
@@ -63,6 +64,11 @@ class Worker(Protocol):
     def lockstep(self) -> bool:
         """Whether other ranks wait in its models' forwards: then every step, one of no requests
         too, enters the same forwards, and the engine steps with nothing to do."""
+        ...
+
+    @property
+    def ranks(self) -> ModelRanks:
+        """The processes that run its models."""
         ...
 
     def begin(self, learned: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import InvalidInputError
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
 from rollout.models.loader import Progress
@@ -112,6 +112,7 @@ def build(
     """
     # Before the model, which may take minutes to load: mistakes show at once.
     check_budget(budget)
+    lockstep = lockstep or config.parallel.mode is ParallelMode.lockstep
     check_number("min_probability", min_probability, 1)
     check_number("calibration_seconds", calibration_seconds, 3600)
     recording = FeatureRingOptions.of(feature_ring)

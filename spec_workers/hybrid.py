@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, ParallelMode
 from rollout.models.loader import Progress
 from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec
@@ -71,9 +71,9 @@ class HybridWorker(NgramWorker):
             budget=budget,
         )
         self.drafter = drafter
-        self.lockstep = drafter.lockstep
+        self.lockstep = self.lockstep or drafter.lockstep
         self._num_sources = (len(SOURCES), len(drafter.sources))
-        self._gate = NeuralGate(budget, SOURCES)
+        self._gate = NeuralGate(budget, SOURCES, target.ranks.tensor)
         self._copied = only_roots(0)  # the n-gram trees of this step
         self._places_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._asked_now = 0  # requests the draft was asked about in this step
@@ -191,6 +191,7 @@ def build(
     """
     # Before the model, which may take minutes to load: mistakes show at once.
     check_budget(budget)
+    lockstep = lockstep or config.parallel.mode is ParallelMode.lockstep
     check_number("min_probability", min_probability, 1)
     check_number("calibration_seconds", calibration_seconds, 3600)
     recording = FeatureRingOptions.of(feature_ring)

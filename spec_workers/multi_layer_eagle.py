@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import CheckpointError
 from rollout.models.loader import Progress
 from rollout.models.mtp.loader import MtpChain
@@ -64,6 +64,7 @@ def build(
     """
     # Before the model, which may take minutes to load: mistakes show at once.
     check_budget(budget)
+    lockstep = lockstep or config.parallel.mode is ParallelMode.lockstep
     check_number("min_probability", min_probability, 1)
     check_number("calibration_seconds", calibration_seconds, 3600)
     target, drafter = open_chain(

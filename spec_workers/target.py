@@ -75,6 +75,7 @@ class TargetWorker:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.ranks = open_ranks(config.parallel, device)
+        self.checks_ranks = config.parallel.check and self.ranks.tensor.size > 1
         self.model = load_model(
             config.model.path,
             config.model.dtype,
@@ -91,6 +92,7 @@ class TargetWorker:
         self.weights = WeightTransaction(
             {"target": self.model},
             passes_over=spec.passes_over,
+            ranks=self.ranks.all,
         )
         if config.model.load_format is LoadFormat.dummy:
             self.weights.tear(["target"], "model.load_format=dummy loads none")
@@ -286,7 +288,13 @@ class TargetWorker:
             scored = score(logits_RV, rows, chunk)
             logprobs += scored.logprobs
             extras += scored.extras
+        self._accompany()
         return logprobs, _joined(extras)
+
+    def _accompany(self) -> None:
+        """Enter the forwards of ranks in lockstep that have more to score, with nothing."""
+        while any(self.ranks.rows.numbers(0)):
+            self.runner.forward(Batch(step=0, entries=[]), only_roots(0))
 
     def _scored_logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
         """Logits [R, V] from the request's last token on, chunk by chunk."""
@@ -309,6 +317,7 @@ class TargetWorker:
             self.memory.extend(row, len(tokens))
             running = replace(request, tokens=tokens, row=row)
             while computed < len(tokens):
+                self.ranks.rows.numbers(1)  # another one: see _accompany
                 length = min(self._chunk_len, len(tokens) - computed)
                 batch = self.batch_of(running, computed, length)
                 first = len(request.tokens) - 1

@@ -10,6 +10,7 @@ import torch
 
 from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
+from rollout.parallel import ModelRanks
 from rollout.residency import Residency
 from rollout.types import (
     Batch,
@@ -23,6 +24,7 @@ from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
+from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
 from spec_workers.request_stats import count_step
 from spec_workers.target import TargetWorker
 
@@ -39,7 +41,7 @@ class SpecWorker:
         """``budget``: how many draft nodes are verified; default: all that are proposed."""
         self.target = target
         self.budget: DraftBudget = budget or FixedBudget()
-        self.lockstep = lockstep
+        self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
 
     @property
@@ -75,6 +77,10 @@ class SpecWorker:
         return self.target.model.device
 
     @property
+    def ranks(self) -> ModelRanks:
+        return self.target.ranks
+
+    @property
     def max_draft_tokens(self) -> int:
         return 0
 
@@ -92,6 +98,8 @@ class SpecWorker:
         floor = self.budget.floor(batch)
         proposed = None if floor is None else self.propose(batch, floor)
         verified = self.budget.choose(batch, proposed)
+        if self.target.checks_ranks:
+            check_drafts(self.ranks.tensor, batch, verified.trees)
         draft_ms = clock.lap()
         forwarded = self.target.verify(batch, verified.trees)
         logits_RV = forwarded.logits_RV
@@ -99,6 +107,8 @@ class SpecWorker:
             torch.cuda.synchronize(logits_RV.device)  # sampling waits for it anyway
         forward_ms = clock.lap()
         results = self.target.accept(batch, verified.trees, logits_RV)
+        if self.target.checks_ranks:
+            check_results(self.ranks.tensor, batch, results)
         self.target.commit(batch, results)
         observation = Observation(
             batch=batch,
@@ -112,6 +122,7 @@ class SpecWorker:
         sample_ms = clock.lap()
         self.observe(observation)
         times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
+        times = agreed_times(self.ranks.tensor, times)
         self.budget.observe(batch, verified, results, times)
         times.draft += clock.lap()
         count_step(batch, proposed, verified, results, times)

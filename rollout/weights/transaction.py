@@ -13,19 +13,25 @@ beforehand is checked in `begin`. Only parts that an update names are torn by it
 that names every tensor of a torn part heals that part; nothing serves before all are whole, the
 target no more than a draft: a draft that silently proposed nothing would be missed by nobody but
 the clock. Every transport ends in begin, load, commit, abandon.
+
+Ranks that run one model each have a transaction, and make the same calls. Both ends of an update
+are agreed on: no rank writes before all have found what is to come right, and none serves before
+all have written everything. What keeps one rank from it is an error on all.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.layers.destination import Destination
+from rollout.parallel import RankGroup, SingleRank
 from rollout.weights import checks
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
@@ -75,7 +81,7 @@ class WeightTransaction:
 
     ``parts``: by the names selectors use, the target first; see `WeightParts`. ``passes_over``:
     of a name no part in question has, whether checkpoints have it all the same: then what comes
-    under it goes nowhere.
+    under it goes nowhere. ``ranks``: those that run the same models, each a part.
     """
 
     def __init__(
@@ -83,9 +89,12 @@ class WeightTransaction:
         parts: Mapping[str, WeightPart],
         clock: Callable[[], float] = time.monotonic,
         passes_over: Callable[[str], bool] = lambda name: False,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.parts = WeightParts(parts)
         self._passes_over = passes_over
+        self._ranks: RankGroup = ranks or SingleRank()
+        self._number = 0  # of the last update that was begun or declined, alike on all ranks
         self._versions: dict[str, int] = {}  # of parts that were ever updated
         self.state = WeightState.WHOLE
         self.reason = ""  # why it does not serve
@@ -149,6 +158,17 @@ class WeightTransaction:
         which goes on, or where this one would build on torn values that it does not replace, and
         EngineStateError while the weights are released; nothing has changed then.
         """
+        self._number += 1
+        try:
+            update = self._opened(options, manifest)
+        except BaseException as error:
+            self._post("begin", error)
+            raise
+        self._agree("begin")
+        self._update = update
+        self.state, self.expired = WeightState.OPEN, ""
+
+    def _opened(self, options: UpdateOptions, manifest: Manifest | None) -> _Update:
         self.require_resident()
         self._abandon_if_silent()
         if self._update is not None:
@@ -177,8 +197,19 @@ class WeightTransaction:
             update.manifest = update.taken(manifest)
             update.checked.update(update.manifest)
             checks.refuse_mismatches(update.destinations, update.manifest, partial=options.partial)
-        self._update = update
-        self.state, self.expired = WeightState.OPEN, ""
+        return update
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Around a call that begins an update: what fails before that is heard by all ranks."""
+        number = self._number
+        try:
+            yield
+        except BaseException as error:
+            if self._number == number and self._update is None:
+                self._number += 1
+                self._post("begin", error)
+            raise
 
     def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
         """Write tensors of the open update; called as often as they come.
@@ -218,6 +249,7 @@ class WeightTransaction:
             )
             for part in sorted(update.parts):
                 self.parts[part].finish_loading()
+            self._agree("commit")
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
@@ -232,6 +264,7 @@ class WeightTransaction:
         update, self._update = self._update, None
         if update is None:
             return
+        self._post("commit", reason)
         if self.state is WeightState.LOADING:
             self.tear(
                 update.parts,
@@ -250,6 +283,17 @@ class WeightTransaction:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
         self.require_resident()
         return self.parts.digest(selector)
+
+    def _post(self, end: str, failure: object) -> None:
+        self._ranks.post(f"update {self._number} {end}", str(failure) or type(failure).__name__)
+
+    def _agree(self, end: str) -> None:
+        """Raises WeightUpdateError where another rank has failed."""
+        topic = f"update {self._number} {end}"
+        self._ranks.post(topic, "")
+        for rank, failure in enumerate(self._ranks.collect(topic)):
+            if failure:
+                raise WeightUpdateError(f"rank {rank}: {failure}")
 
     def _next_versions(self, parts: frozenset[str], given: int | None) -> dict[str, int]:
         """``given`` numbers the target where it is among the parts, else all of them.

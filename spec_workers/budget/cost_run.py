@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.parallel import RankGroup
 from rollout.types import Batch, FinishReason, Request, SamplingParams
 from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
@@ -34,9 +35,10 @@ class _NeverStops:
 def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None:
     """Time forwards for a budget that learns what they cost and knows nothing of it yet.
 
-    Not while the target's memory is given back, nor with ``seconds`` of 0.
+    Not while the target's memory is given back, nor with ``seconds`` of 0, nor with ranks in
+    lockstep, whose forwards cost what all of their rows do.
     """
-    if not seconds or not isinstance(budget, LearnedBudget):
+    if not seconds or not isinstance(budget, LearnedBudget) or target.ranks.rows.size > 1:
         return
     if not budget.cost.is_known and not target.residency.why_not:
         time_forwards(target, budget.cost.curve, seconds)
@@ -50,7 +52,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     Between steps: borrows KV slots, and gives them back. Where they do not suffice, or where the
     context is too short, fewer sizes are timed.
     """
-    deadline = time.perf_counter() + seconds
+    clock = _Clock(target.ranks.tensor, seconds)
     memory = target.memory
     room = min(memory.max_sequence_len, memory.obtainable) - _CONTEXT
     sizes = [rows for rows in _SIZES if rows <= room]
@@ -67,15 +69,15 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
         if memory.extend(row, len(tokens)) < len(tokens):
             return
         before = _batch(target, tokens, row, 0, _CONTEXT)
-        _forward_ms(target, before)  # keys and values to attend to, and a state to begin with
+        clock.forward_ms(target, before)  # keys and values to attend to, and a state to begin with
         memory.commit(before.entries[0], [])
         memory.end_step(booked=True)
         best: dict[int, float] = {}
         for turn in range(_TURNS):
             for rows in sizes:
-                if time.perf_counter() > deadline:
+                if clock.is_up:
                     break
-                milliseconds = _forward_ms(target, _batch(target, tokens, row, _CONTEXT, rows))
+                milliseconds = clock.forward_ms(target, _batch(target, tokens, row, _CONTEXT, rows))
                 memory.end_step()
                 if turn:  # the first one of a size warms up
                     best[rows] = min(milliseconds, best.get(rows, milliseconds))
@@ -99,10 +101,21 @@ def _batch(target: TargetWorker, tokens: list[int], row: int, start: int, run_le
     return target.batch_of(request, start, run_len)
 
 
-def _forward_ms(target: TargetWorker, batch: Batch) -> float:
-    started = time.perf_counter()
-    scored_from = batch.entries[0].start
-    logits_RV = target.runner.forward(batch, only_roots(1), scored_from=scored_from).logits_RV
-    if logits_RV.is_cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e3
+class _Clock:
+    """Rank 0's: ranks that run one model time as many forwards, and learn the same from them."""
+
+    def __init__(self, group: RankGroup, seconds: float) -> None:
+        self._group = group
+        self._deadline = time.perf_counter() + seconds
+        self.is_up = False  # after the last forward
+
+    def forward_ms(self, target: TargetWorker, batch: Batch) -> float:
+        started = time.perf_counter()
+        scored_from = batch.entries[0].start
+        logits_RV = target.runner.forward(batch, only_roots(1), scored_from=scored_from).logits_RV
+        if logits_RV.is_cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        milliseconds, is_up = self._group.first([(now - started) * 1e3, now > self._deadline])
+        self.is_up = bool(is_up)
+        return milliseconds

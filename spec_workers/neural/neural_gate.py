@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout.parallel import RankGroup, SingleRank
 from rollout.types import DraftTrees
 from spec_workers.budget import DraftBudget, LearnedBudget
 from spec_workers.budget.gate import Gate
@@ -32,9 +33,16 @@ class NeuralGate:
     budget that does not learn what steps cost it is always open.
     """
 
-    def __init__(self, budget: DraftBudget, sources: Sequence[str]) -> None:
-        """``sources``: names of the values of ``sources_N`` in the corpus's trees."""
+    def __init__(
+        self, budget: DraftBudget, sources: Sequence[str], group: RankGroup | None = None
+    ) -> None:
+        """
+        Args:
+            sources: names of the values of ``sources_N`` in the corpus's trees.
+            group: ranks that run the same requests: rank 0's times are those of all.
+        """
         self._budget = budget
+        self._group: RankGroup = group or SingleRank()
         # The budget's own are of nodes that are left when those both propose are taken out.
         self._values = NodeValues(sources)
         self._gate = Gate()
@@ -62,7 +70,8 @@ class NeuralGate:
             copied: what the corpus proposed.
             num_asked: of the batch's requests, those the draft was asked about.
         """
-        spent_ms, self._spent_ms = self._spent_ms, 0.0
+        (spent_ms,) = self._group.first([self._spent_ms])
+        self._spent_ms = 0.0
         budget, batch = self._budget, step.batch
         if not isinstance(budget, LearnedBudget) or not budget.cost.is_known:
             return

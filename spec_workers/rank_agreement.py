@@ -1,0 +1,48 @@
+"""What ranks that run the same requests must have in common, each step.
+
+Everything a step does follows from what it is asked and from what was learned before. Time is the
+one thing that ranks do not share, so rank 0's is the one they all learn from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rollout.errors import ParallelError
+from rollout.parallel import RankGroup
+from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
+
+
+def agreed_times(group: RankGroup, times: StepTimes) -> StepTimes:
+    """Rank 0's."""
+    if group.size == 1:
+        return times
+    draft, forward, sample = group.first([times.draft, times.forward, times.sample])
+    return StepTimes(draft=draft, forward=forward, sample=sample)
+
+
+def check_drafts(group: RankGroup, batch: Batch, trees: DraftTrees) -> None:
+    """Raises ParallelError where another rank runs other requests, or other drafts of them."""
+    entries = [(each.request.request_id, each.start, each.end) for each in batch.entries]
+    arrays = (np.array(entries, dtype=np.int64), trees.offsets_B1, trees.tokens_N, trees.parents_N)
+    _check(group, f"step {batch.step}, before its forward: requests or drafts", arrays)
+
+
+def check_results(group: RankGroup, batch: Batch, results: Sequence[EntryResult]) -> None:
+    """Raises ParallelError where another rank sampled other tokens, or with other logprobs."""
+    tokens = np.array([each for result in results for each in result.token_ids], dtype=np.int64)
+    logprobs = np.array([each for result in results for each in result.logprobs])
+    _check(group, f"step {batch.step}: tokens or logprobs", (tokens, logprobs))
+
+
+def _check(group: RankGroup, what: str, arrays: Iterable[np.ndarray]) -> None:
+    digest = hashlib.blake2b(digest_size=7)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    numbers = group.numbers(int.from_bytes(digest.digest()))
+    if len(set(numbers)) > 1:
+        others = [str(rank) for rank, number in enumerate(numbers) if number != numbers[0]]
+        raise ParallelError(f"{what} of rank {', '.join(others)} are not those of rank 0")
