@@ -71,7 +71,7 @@ class CorpusCalls:
         """
         corpus = self._external()
         if name is None:
-            name = uuid.uuid4().hex
+            name = self.worker.ranks.tensor.exchange(uuid.uuid4().hex)[0]
         check_name("name", name)
         publishing = publishing_of(publish)
         there = corpus.external_corpora()
@@ -102,7 +102,11 @@ class CorpusCalls:
         corpus.publish_external(name)
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        """All of them by name; those to be published when they are ready are published now."""
+        """All of them by name; those to be published when they are ready are published now.
+
+        Of tensor-parallel ranks each makes this call, as all others about corpora: what is loaded
+        on all of them is published on all at once, there or in the next step.
+        """
         corpus = self._external()
         corpus.publish()
         return corpus.external_corpora()
@@ -122,9 +126,10 @@ class CorpusCalls:
         deadline = None if timeout is None else time.monotonic() + timeout
         for name in _loading(corpus):
             corpus.wait(name, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        corpora = self.external_corpora()
         if loading := _loading(corpus):
             raise TimeoutError(f"still loading after {timeout} s: {', '.join(loading)}")
-        return self.external_corpora()
+        return corpora
 
     def share_corpus(self, max_bytes: int = 8 << 20) -> None:
         """Begin to exchange what is committed with other engines of the same model.
@@ -158,10 +163,14 @@ class CorpusCalls:
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, published external corpora, calibration and weight version to a file.
 
-        Whole or not at all; for a trainer's checkpoint. What else was learned for speed (the cost
+        Whole or not at all; for a trainer's checkpoint. Of tensor-parallel ranks, whose corpora are
+        alike, rank 0 writes it. What else was learned for speed (the cost
         curve, lengths of rollouts) goes into ``<path>.learned.json``. Raises OSError.
         """
-        self._corpus().save(path)
+        corpus = self._corpus()
+        if self.worker.ranks.tensor.rank:
+            return
+        corpus.save(path)
         save_learned(
             learned_file(path), {**self.learned(), "lengths": self.scheduler.lengths.learned()}
         )

@@ -48,6 +48,7 @@ class NgramWorker(SpecWorker):
         """See `build` for the options."""
         super().__init__(target, budget)
         self._draft_corpus = draft_corpus
+        draft_corpus.join(target.ranks.tensor)
         self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
         self._calibration_seconds = calibration_seconds

@@ -16,9 +16,11 @@ from ngram_native.external_loads import ExternalState as LoadState
 from rollout.corpus_delta import CorpusDelta
 from rollout.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
 from rollout.errors import InvalidInputError
+from rollout.parallel import RankGroup
 from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.corpus_inbox import CorpusInbox
 from spec_workers.corpus_outbox import CorpusOutbox
+from spec_workers.rank_loads import RankLoads
 
 _OPTION_OF = {
     "max_bytes": "spec.corpus_bytes",
@@ -73,6 +75,7 @@ class NgramCorpus:
         self.inbox: CorpusInbox | None = None  # likewise
         self._vocab_size = vocab_size
         self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
+        self._ranks: RankLoads | None = None  # where others must draft alike
         self.begun_with = corpus_path
         if corpus_path is not None:
             if not Path(corpus_path).is_file():
@@ -82,6 +85,11 @@ class NgramCorpus:
     @property
     def num_tokens(self) -> int:
         return self.corpus.num_tokens
+
+    def join(self, group: RankGroup) -> None:
+        """Be one of several ranks that draft alike, before anything is loaded."""
+        if group.size > 1:
+            self._ranks = RankLoads(self._loads, group)
 
     def add_external(
         self,
@@ -97,16 +105,31 @@ class NgramCorpus:
                 name,
                 documents,
                 fraction_read=fraction_read,
-                on_request=publishing is Publishing.ON_REQUEST,
+                on_request=publishing is Publishing.ON_REQUEST or self._ranks is not None,
             )
         except ValueError as error:  # closed
             raise _named(name, error) from None
+        if self._ranks is not None and publishing is Publishing.WHEN_READY:
+            self._ranks.add(name)
 
     def remove_external(self, name: str) -> None:
-        self._loads.remove(name)
+        if self._ranks is None or not self._ranks.remove(name):
+            self._loads.remove(name)
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        return [
+        failures = {} if self._ranks is None else self._ranks.failures
+        failed = [
+            ExternalCorpus(
+                name=name,
+                state=ExternalState.FAILED,
+                num_tokens=0,
+                num_bytes=0,
+                progress=None,
+                error=error,
+            )
+            for name, error in failures.items()
+        ]
+        return failed + [
             ExternalCorpus(
                 name=each.name,
                 state=ExternalState(each.state.value),
@@ -122,11 +145,11 @@ class NgramCorpus:
         self._loads.wait(name, timeout)
 
     def publish(self) -> None:
-        self._loads.publish()
+        (self._loads if self._ranks is None else self._ranks).publish()
 
     def publish_external(self, name: str) -> None:
         try:
-            self._loads.publish_one(name)
+            (self._loads if self._ranks is None else self._ranks).publish_one(name)
         except ValueError as error:
             raise _named(name, error) from None
 
