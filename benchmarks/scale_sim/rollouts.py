@@ -207,8 +207,8 @@ class Simulation:
         stale = sum(rollout.begun_in < rollout.ended_in for rollout in ended)
         return Outcome(
             seconds=seconds / (work.num_steps - 1),
-            idle=1 - busy / (seconds * count),
-            empty_seats=1 - seats / (seconds * count * work.seats),
+            idle=max(0.0, 1 - busy / (seconds * count)),
+            empty_seats=max(0.0, 1 - seats / (seconds * count * work.seats)),
             tail=float(np.mean(tails)),
             tokens_per_second=emitted / seconds / count,
             stale=stale / len(ended),

@@ -27,11 +27,16 @@ from trl.experimental.async_grpo import (
 )
 
 from rollout import SamplingParams
+from rollout.cluster.cluster import RolloutCluster
+from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError
+from rollout.overrides import engine_config
+from rollout.specs import worker_factory
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
+from tests.cluster.thread_pool import ThreadPool
 from tests.helpers.text_model import save_text_model
-from tests.helpers.trl_runs import WordReward, conversations, small_engine
+from tests.helpers.trl_runs import WordReward, conversations, small_engine, spec_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -116,6 +121,23 @@ def tokenizer_of(model: Path) -> Any:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_run(model: Path, loop: EngineLoop, tmp_path: Path, mode: str) -> None:
+    check_run(model, loop, tmp_path, mode)
+
+
+def test_a_run_with_replicas(model: Path, tmp_path: Path) -> None:
+    settings = engine_config(str(model), {"dtype": "float32", "kv_fraction": 0.1})
+    names = ["replica-0", "replica-1"]
+    pool = ThreadPool(settings, worker_factory("ngram", **spec_options("ngram")), names)
+    cluster = RolloutCluster(settings, ClusterConfig(kind=ClusterKind.ray, replicas=2), pool)
+    try:
+        with EngineLoop(cluster) as loop:
+            check_run(model, loop, tmp_path, "in_place")
+            assert loop.call(lambda engine: engine.weights_digest()).result()
+    finally:
+        cluster.close()
+
+
+def check_run(model: Path, loop: EngineLoop[Any], tmp_path: Path, mode: str) -> None:
     args, reward, tokenizer = config(tmp_path), WordReward(), tokenizer_of(model)
     worker = RolloutWorker(loop, args, conversations(), reward, tokenizer)
     trainer = AsyncGRPOTrainer(
