@@ -1,0 +1,53 @@
+"""An engine as it runs on a GPU: on one, and otherwise in Triton's interpreter on the CPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so tests/unit/test_interpreted_engine.py runs
+this folder in a process of its own; in any other without a GPU these tests skip.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.tiny_model import save_tiny_llama
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HERE = os.path.dirname(__file__)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if INTERPRETED:
+        return
+    for item in items:
+        if str(item.path).startswith(HERE):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _on_a_device() -> None:
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs a GPU; tests/unit/test_interpreted_engine.py runs it interpreted")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="session")
+def small_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of two heads, as the interpreter takes a millisecond per program."""
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("small-llama"), hidden_size=32, num_layers=1, num_heads=2,
+        num_kv_heads=1, intermediate_size=32, max_positions=256,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session", params=["float32"] if INTERPRETED else ["float32", "bfloat16"])
+def dtype_name(request: pytest.FixtureRequest) -> str:
+    return request.param

@@ -1,0 +1,134 @@
+"""The parity chain on a device: plain decoding there is what everything else must equal, bitwise.
+
+Against the CPU's own plain decoding, tokens are the same and logprobs within what rounding allows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.overrides import engine_config
+from tests.helpers.oracle_worker import oracle_factory
+from tests.helpers.replaying import ReplayingCapture, plain_factory
+
+from .conftest import INTERPRETED
+
+SHAPED = SamplingParams(
+    temperature=1.1, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 2.0},
+    min_new_tokens=3, max_new_tokens=6, n=2, seed=6,
+    raw_logprobs=True, sampling_logprobs=True, top_logprobs=2, entropy=True,
+)  # fmt: skip
+PLAIN = SamplingParams(temperature=0.8, max_new_tokens=6, n=2, seed=5, ignore_eos=True)
+PARAMS = {"plain": PLAIN, "shaped": SHAPED}
+PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44] * 2]
+
+
+def engine_options(dtype_name: str, **overrides) -> dict:
+    options = {"dtype": dtype_name, "kv_bytes": 1 << 20, "max_running": 4}
+    return options | {"device": "cpu" if INTERPRETED else "cuda"} | overrides
+
+
+def numbers(rollouts):
+    return [(r.token_ids, r.logprobs, r.finish_reason, r.extras) for r in rollouts]
+
+
+def run(engine, name):
+    rollouts = engine.generate(PROMPTS, PARAMS[name])
+    engine.check_integrity()
+    assert engine.worker.memory.usage.used == 0
+    return rollouts
+
+
+@pytest.fixture(scope="module")
+def plain(small_model_path, dtype_name):
+    """Each request's prompt whole, no graphs, no drafts, no cache."""
+    options = engine_options(dtype_name, prefix_cache=False, graph_bytes=0)
+    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    return {name: run(engine, name) for name in PARAMS}
+
+
+def recorded(rollouts):
+    return {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in rollouts}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_cpu_says_the_same(small_model_path, dtype_name, plain, name) -> None:
+    """In a process of its own, for here the CPU's tensors may be the interpreter's."""
+    if dtype_name != "float32":
+        pytest.skip("a token may differ where bfloat16 rounds another way")
+    script = (
+        "import json, sys; from rollout import RolloutEngine; from tests.device import test_engine "
+        "as t; e = RolloutEngine.from_pretrained(sys.argv[1], spec='none', dtype='float32', "
+        "device='cpu', kv_bytes=1 << 20); "
+        "print(json.dumps([(r.token_ids, r.logprobs) for r in "
+        "e.generate(t.PROMPTS, t.PARAMS[sys.argv[2]])]))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(small_model_path), name],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    on_cpu = json.loads(done.stdout.splitlines()[-1])
+    assert [tokens for tokens, _ in on_cpu] == [r.token_ids for r in plain[name]]
+    for (_, logprobs), rollout in zip(on_cpu, plain[name], strict=True):
+        np.testing.assert_allclose(logprobs, rollout.logprobs, rtol=0, atol=1e-4)
+
+
+def test_company_chunks_and_the_cache_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
+    options = engine_options(dtype_name, max_running=3, chunk_len=4, graph_bytes=0)
+    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    assert numbers(run(engine, "plain")) == numbers(plain["plain"])
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, name) -> None:
+    """Captured on a GPU; in the interpreter run again on the same buffers."""
+    capture = ReplayingCapture() if INTERPRETED else None
+    factory = oracle_factory(recorded(plain[name]), capture, size=5, right=0.8, chain=False)
+    config = engine_config(str(small_model_path), engine_options(dtype_name))
+    engine = RolloutEngine.from_config(config, factory)
+    for _ in range(1 if INTERPRETED else 3):
+        rollouts = run(engine, name)
+        assert numbers(rollouts) == numbers(plain[name])
+        assert sum(r.stats.accepted for r in rollouts) > 0
+    assert engine.worker.target.graphs.num_graphs > 0
+
+
+def test_preemption_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
+    options = engine_options(dtype_name, max_kv_tokens=22, graph_bytes=0)
+    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    rollouts = run(engine, "plain")
+    assert numbers(rollouts) == numbers(plain["plain"])
+    assert sum(r.stats.preemptions for r in rollouts) > 0
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_score_is_what_generation_reported(small_model_path, dtype_name, plain, name) -> None:
+    options = engine_options(dtype_name, chunk_len=6, graph_bytes=0)
+    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    rollout = plain[name][-1]
+    logprobs, extras = engine.score_with_extras(rollout.prompt_ids, rollout.token_ids, PARAMS[name])
+    assert logprobs == rollout.logprobs
+    assert extras == rollout.extras
+
+
+def test_memory_comes_back_and_nothing_is_changed_by_it(
+    small_model_path, dtype_name, plain
+) -> None:
+    capture = ReplayingCapture() if INTERPRETED else None
+    config = engine_config(str(small_model_path), engine_options(dtype_name))
+    engine = RolloutEngine.from_config(config, plain_factory(capture))
+    assert numbers(run(engine, "plain")) == numbers(plain["plain"])
+    freed = engine.release_memory(["kv_cache", "weights", "graphs"])
+    assert freed["kv_cache"] > 0
+    assert freed["weights"] > 0
+    engine.resume_memory()
+    assert numbers(run(engine, "plain")) == numbers(plain["plain"])
