@@ -16,12 +16,10 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from rollout.ops.grouped_matmul.triton import _grouped_matmul_kernel  # noqa: E402
 from rollout.ops.matmul.triton import _matmul_kernel, tiles  # noqa: E402
 from rollout.ops.paged_attention.triton import _attention_kernel, tile_rows  # noqa: E402
+from tests.helpers.triton_compile import compile_for_hopper  # noqa: E402
 
 BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "y_ptr", "q_ptr", "k_ptr", "v_ptr", "out_ptr")
 
@@ -40,23 +38,15 @@ def products(kernel, constants: dict[str, object], *, num_warps: int, num_stages
             return "*fp32" if name in ("partial_ptr", "weight_ptr") else "*i32"
         return "fp32" if name == "scale" else "i32"
 
-    names = list(kernel.arg_names)
-    source = ASTSource(
-        fn=kernel,
-        signature={name: type_of(name) for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(names)
-            if name.endswith(("_ptr", "_stride")) or name in ("outputs", "features", "head_dim")
-        },
+    aligned = ("outputs", "features", "head_dim")
+    ptx = compile_for_hopper(
+        kernel,
+        [type_of(name) for name in kernel.arg_names],
+        constants,
+        aligned=aligned,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False},
-    )
-    ptx = compiled.asm["ptx"]
     return set(re.findall(r"\b(?:wg)?mma\.\S*?(m\d+n\d+k\d+)", ptx))
 
 

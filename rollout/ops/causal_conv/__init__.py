@@ -27,6 +27,11 @@ def causal_conv(
     Raises ValueError or IndexError when the plan contradicts itself or names a row or slot that is
     not there; on a GPU nothing checks that.
     """
+    if x_TC.is_cuda:
+        from rollout.ops.causal_conv import triton
+
+        if triton.supports(x_TC, weight_CW, bias_C, states_SCw):
+            return triton.causal_conv(x_TC, weight_CW, bias_C, states_SCw, plan)
     if native.supports(x_TC, weight_CW, bias_C, states_SCw):
         return native.causal_conv(x_TC, weight_CW, bias_C, states_SCw, plan)
     return reference.causal_conv(x_TC, weight_CW, bias_C, states_SCw, plan)

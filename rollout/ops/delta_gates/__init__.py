@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.delta_gates import native, reference
 
 
@@ -15,6 +16,10 @@ def delta_gates(
     a_TG, b_TG: one dtype, rows may be strided but their elements are adjacent; A_log_G, dt_bias_G:
     any dtype. All in float32. Returns two new contiguous float32 [T, G].
     """
+    if gpu.supports(a_TG, b_TG):
+        from rollout.ops.delta_gates import triton
+
+        return triton.delta_gates(a_TG, b_TG, A_log_G, dt_bias_G)
     if native.supports(a_TG, b_TG):
         return native.delta_gates(a_TG, b_TG, A_log_G, dt_bias_G)
     return reference.delta_gates(a_TG, b_TG, A_log_G, dt_bias_G)

@@ -34,6 +34,11 @@ def gated_delta_rule(
     not there; on a GPU nothing checks that.
     """
     inputs = (q_THK, k_THK, v_TGV, log_decay_TG, beta_TG, states_SGKV)
+    if v_TGV.is_cuda:
+        from rollout.ops.gated_delta_rule import triton
+
+        if triton.supports(*inputs):
+            return triton.gated_delta_rule(*inputs, plan)
     if native.supports(*inputs):
         return native.gated_delta_rule(*inputs, plan)
     return reference.gated_delta_rule(*inputs, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.gated_rms_norm import native, reference
 
 
@@ -15,6 +16,10 @@ def gated_rms_norm(
     All of one dtype; strided views are fine where elements of a head are adjacent. Returns a new
     contiguous [T, G, V].
     """
+    if gpu.supports(x_TGV, gate_TGV, weight_V):
+        from rollout.ops.gated_rms_norm import triton
+
+        return triton.gated_rms_norm(x_TGV, gate_TGV, weight_V, eps)
     if native.supports(x_TGV, gate_TGV, weight_V):
         return native.gated_rms_norm(x_TGV, gate_TGV, weight_V, eps)
     return reference.gated_rms_norm(x_TGV, gate_TGV, weight_V, eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.sigmoid_gate import native, reference
 
 
@@ -12,7 +13,11 @@ def sigmoid_gate_(x: torch.Tensor, gate: torch.Tensor) -> None:
 
     x, gate: [T, D] or [T, H, D] of one dtype; strided where their last elements are adjacent.
     """
-    if native.supports(x, gate):
+    if gpu.supports(x, gate):
+        from rollout.ops.sigmoid_gate import triton
+
+        triton.sigmoid_gate_(x, gate)
+    elif native.supports(x, gate):
         native.sigmoid_gate_(x, gate)
     else:
         reference.sigmoid_gate_(x, gate)
