@@ -129,7 +129,7 @@ class NgramCorpus:
             )
             for name, error in failures.items()
         ]
-        return failed + [
+        own = [
             ExternalCorpus(
                 name=each.name,
                 state=ExternalState(each.state.value),
@@ -140,6 +140,7 @@ class NgramCorpus:
             )
             for each in self._loads.statuses()
         ]
+        return sorted(failed + own, key=lambda each: each.name)
 
     def wait(self, name: str, timeout: float | None) -> None:
         self._loads.wait(name, timeout)

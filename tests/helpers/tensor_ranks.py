@@ -1,0 +1,170 @@
+"""One of two tensor-parallel ranks: ``python -m tests.helpers.tensor_ranks out.json``.
+
+As `launch` starts it, with the folders of its models in TENSOR_RANKS. Writes what each case gave,
+by name; what is not the same on all ranks is under ``own``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import RolloutError
+from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
+
+RANK = int(os.environ["RANK"])
+PARALLEL = {"mode": "tensor", "size": 2, "timeout": 20.0, "check": True}
+
+
+def engine_of(folder: str, spec: str = "none", **options) -> RolloutEngine:
+    settings = {"kv_bytes": 1 << 20, "parallel": PARALLEL} | options
+    return RolloutEngine.from_pretrained(folder, spec, **settings)
+
+
+def rolled_out(engine: RolloutEngine) -> list:
+    found = numbers(engine.generate(PROMPTS, PARAMS))
+    engine.check_integrity()
+    return found
+
+
+def chain(folder: str, drafts: dict[str, dict], dtype: str) -> dict:
+    """Whether every way to the same tokens gives the same bits, and what they are."""
+    plain = engine_of(folder, dtype=dtype, max_running=2, prefix_cache=False)
+    wanted = rolled_out(plain)
+    same = {}
+    engine = engine_of(folder, dtype=dtype, max_running=7, chunk_len=5)
+    same["chunks"] = rolled_out(engine) == wanted
+    scored = [engine.score(prompt, tokens, PARAMS) for prompt, tokens, _ in wanted]
+    same["score"] = scored == [logprobs for _, _, logprobs in wanted]
+    accepted = 0
+    for spec, options in drafts.items():
+        engine = engine_of(folder, spec, dtype=dtype, max_running=4, spec_options=options)
+        same[spec] = rolled_out(engine) == wanted
+        same[f"{spec} again"] = rolled_out(engine) == wanted
+        accepted += engine.metrics().accepted
+    return {"rollouts": wanted, "same": same, "accepted": accepted}
+
+
+def error_of(call, *args, **options) -> str:
+    """What it raises, by name; its message where that is ours."""
+    try:
+        call(*args, **options)
+    except RolloutError as error:
+        return f"{type(error).__name__}: {error}"
+    except ZeroDivisionError as error:
+        return type(error).__name__
+    return ""
+
+
+def updates(folder: str, other: str) -> tuple[dict, dict]:
+    engine = engine_of(folder)
+    first = stored(folder)
+    own, found = {}, {"before": engine.weights_digest()}
+    new = changed(first)
+    engine.update_weights_from_tensor(new)
+    found["from tensors"] = engine.weights_digest()
+    found["rollouts"] = rolled_out(engine)
+    engine.update_weights_from_disk(other, weight_version=9)
+    found["from disk"] = engine.weights_digest()
+    found["version"] = engine.weight_version
+
+    name = "model.norm.weight"
+    wrong = new | ({name: new[name][:-1]} if RANK else {})
+    own["refused"] = error_of(engine.update_weights_from_tensor, wrong)
+    found["serves"] = engine.can_run
+    found["unchanged"] = engine.weights_digest()
+
+    def stream():
+        for index, pair in enumerate(first.items()):
+            if RANK and index == 5:
+                raise ZeroDivisionError
+            yield pair
+
+    own["torn"] = error_of(engine.update_weights_from_tensor, stream())
+    own["why not"] = engine.why_not
+    missing = str(Path(other) / "nowhere") if RANK else folder
+    own["missing"] = error_of(engine.update_weights_from_disk, missing)
+    engine.update_weights_from_disk(folder)
+    found["healed"] = engine.weights_digest()
+    return found, own
+
+
+def corpora(folder: str) -> tuple[dict, dict]:
+    """A corpus that is loaded at another time on each rank, and one that one rank cannot load."""
+    engine = engine_of(folder, "ngram", spec_options={"min_probability": 0.0})
+    chunks = [list(range(3, 90))] * 3
+    engine.submit(PROMPTS[0], PARAMS)
+    request = engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    engine.add_external_corpus("late", token_chunks=chunks)
+    loads = engine.worker.draft_corpus._loads
+    if RANK:
+        loads.wait("late")
+    broken = [[3, 4], [10**6]] if RANK else [[3, 4]]
+    engine.add_external_corpus("broken", token_chunks=broken)
+    steps = {}
+    for step in range(60):
+        engine.step()
+        for each in engine.worker.draft_corpus.external_corpora():
+            if each.state != "loading":
+                steps.setdefault(f"{each.name} {each.state}", step)
+        if request.finish_reason or {"late published", "broken failed"} <= steps.keys():
+            break
+    waited = error_of(engine.add_external_corpus, "both", token_chunks=chunks, wait=True)
+    states = [(each.name, each.state.value) for each in engine.external_corpora()]
+    steps.pop("late ready", None), steps.pop("broken ready", None)
+    found = {"states": states, "waited": waited, "published": steps.get("late published")}
+    engine.close()
+    return found, {"steps": steps}
+
+
+def different_calls(folder: str) -> str:
+    engine = engine_of(folder)
+    engine.submit(PROMPTS[0], PARAMS)
+    engine.step()
+    engine.submit(PROMPTS[1 + RANK], PARAMS)
+    return error_of(engine.step)
+
+
+def lost(folder: str) -> dict:
+    """Rank 1 is gone without a word."""
+    engine = engine_of(folder)
+    if RANK:
+        return {}
+    started = time.monotonic()
+    found = {"lost": error_of(engine.generate, PROMPTS, PARAMS)}
+    found["again"] = error_of(engine.generate, PROMPTS, PARAMS)
+    return found | {"seconds": time.monotonic() - started}
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    # Of one engine after the other: the process that hosts the store, hosts it as long as this.
+    store = next(iter(rendezvous("env://")))
+    folders = json.loads(os.environ["TENSOR_RANKS"])
+    llama, results, own = folders["llama"], {}, {}
+    eagle = {"draft_path": folders["eagle"], "budget": "fixed", "topk": 2, "num_steps": 3}
+    ngram = {"min_probability": 0.0, "calibration_seconds": 0.2}
+    drafts = {"none": {}, "ngram": ngram, "eagle": eagle}
+    results["float32"] = chain(llama, drafts, "float32")
+    results["bfloat16"] = chain(llama, {"ngram": {"budget": "fixed"}}, "bfloat16")
+    results["tied"] = chain(folders["tied"], {}, "float32")
+    for name in ("one kv head", "hybrid", "interleaved"):
+        results[name] = chain(folders[name], {"ngram": {"budget": "fixed"}}, "float32")
+    results["updates"], own["updates"] = updates(llama, folders["other"])
+    results["corpora"], own["corpora"] = corpora(llama)
+    own["different calls"] = different_calls(llama)
+    own["lost"] = lost(llama)
+    output.write_text(json.dumps({**results, "own": own}))
+    del store
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

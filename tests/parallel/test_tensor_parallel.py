@@ -1,0 +1,118 @@
+"""Two ranks of one model: the tokens of one rank, and a bitwise chain of their own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout import RolloutEngine
+from tests.helpers.launch import launch
+from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
+from tests.helpers.tiny_draft import save_tiny_eagle1
+from tests.helpers.tiny_hybrid import save_tiny_hybrid
+from tests.helpers.tiny_model import save_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    llama = save_tiny_llama(root / "llama")
+    made = {
+        "llama": llama,
+        "tied": save_tiny_llama(root / "tied", tied=True),
+        "other": save_tiny_llama(root / "other", seed=1),
+        "one kv head": save_tiny_llama(root / "one", num_kv_heads=1),
+        "hybrid": save_tiny_hybrid(root / "hybrid", "qwen3_5"),
+        "interleaved": save_tiny_hybrid(root / "interleaved", "qwen3_next"),
+        "eagle": save_tiny_eagle1(root / "eagle", llama),
+    }
+    return {name: str(folder) for name, folder in made.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(folders, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSOR_RANKS", json.dumps(folders))
+        folder = tmp_path_factory.mktemp("ranks")
+        return launch("tests.helpers.tensor_ranks", folder, ranks=2, timeout=150.0)
+
+
+def alone(folder: str, dtype: str = "float32") -> RolloutEngine:
+    return RolloutEngine.from_pretrained(folder, "none", kv_bytes=1 << 20, dtype=dtype)
+
+
+MODELS = {
+    "float32": "llama",
+    "bfloat16": "llama",
+    "tied": "tied",
+    "one kv head": "one kv head",
+    "hybrid": "hybrid",
+    "interleaved": "interleaved",
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_tokens_of_one_rank_and_a_chain_of_their_own(case, folders, ranks):
+    first, second = (rank[case] for rank in ranks)
+    assert first == second
+    assert all(first["same"].values()), first["same"]
+    assert first["accepted"] > 0 or case == "tied"
+    dtype = "bfloat16" if case == "bfloat16" else "float32"
+    one = numbers(alone(folders[MODELS[case]], dtype).generate(PROMPTS, PARAMS))
+    pairs = list(zip(first["rollouts"], one, strict=True))
+    if dtype == "bfloat16":  # a token may tip over, and others follow
+        assert sum(ours[1][0] == theirs[1][0] for ours, theirs in pairs) > len(pairs) / 2
+        return
+    for ours, theirs in pairs:
+        assert ours[:2] == theirs[:2]
+        assert ours[2] == pytest.approx(theirs[2], abs=2e-4)
+
+
+def test_an_update_reaches_all_ranks_or_none(folders, ranks):
+    first, second = (rank["updates"] for rank in ranks)
+    assert first == second
+    engine = alone(folders["llama"])
+    before = engine.weights_digest()
+    assert first["before"] == before
+    engine.update_weights_from_tensor(changed(stored(folders["llama"])))
+    assert first["from tensors"] == engine.weights_digest()
+    one = numbers(engine.generate(PROMPTS, PARAMS))
+    assert [each[1] for each in first["rollouts"]] == [each[1] for each in one]
+    engine.update_weights_from_disk(folders["other"])
+    assert first["from disk"] == first["unchanged"] == engine.weights_digest()
+    assert first["version"] == 9
+    assert first["serves"]
+    assert first["healed"] == before
+
+
+def test_what_fails_on_one_rank_fails_on_all(ranks):
+    first, second = (rank["own"]["updates"] for rank in ranks)
+    assert "wrong shape: model.norm.weight" in second["refused"]
+    assert first["refused"].startswith("WeightUpdateError: rank 1: ")
+    assert "wrong shape: model.norm.weight" in first["refused"]
+    assert second["torn"] == "ZeroDivisionError"
+    assert first["torn"].startswith("WeightUpdateError: rank 1: it failed")
+    assert "torn" in first["why not"]
+    assert "torn" in second["why not"]
+    assert "nowhere" in second["missing"]
+    assert first["missing"].startswith("WeightUpdateError: rank 1: ")
+
+
+def test_a_corpus_is_published_on_all_ranks_in_one_step(ranks):
+    first, second = (rank["corpora"] for rank in ranks)
+    assert first == second
+    assert first["published"] is not None
+    assert dict(first["states"]) == {"late": "published", "both": "published", "broken": "failed"}
+
+
+def test_ranks_that_were_asked_different_things_are_told(ranks):
+    for rank in ranks:
+        assert "step 2, before its forward" in rank["own"]["different calls"]
+
+
+def test_a_rank_that_is_gone_ends_the_others(ranks):
+    lost = ranks[0]["own"]["lost"]
+    assert lost["lost"].startswith("ParallelError: rank 0 of 2: a rank is gone")
+    assert lost["again"] == lost["lost"]
+    assert lost["seconds"] < 25
