@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollout.sampling.rows import SampleRows
 
@@ -25,16 +26,29 @@ def apply_history_(logits_V: torch.Tensor, rows: SampleRows, row: int) -> None:
     request, drafted = rows.requests[row], rows.drafted[row]
     params = request.params
     if params.repetition_penalty != 1:
-        seen = np.unique(np.array(request.tokens + drafted, dtype=np.int64))
-        ids = torch.from_numpy(seen).to(logits_V.device)
+        ids = _ids(np.unique(np.array(request.tokens + drafted, dtype=np.int64)), logits_V)
         chosen = logits_V[ids]
         penalty = float(params.repetition_penalty)
-        logits_V[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+        _put_(logits_V, ids, torch.where(chosen > 0, chosen / penalty, chosen * penalty))
     if params.presence_penalty != 0 or params.frequency_penalty != 0:
         output = request.tokens[request.prompt_len - request.partial_len :] + drafted
         unique, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)
-        ids = torch.from_numpy(unique).to(logits_V.device)
-        cost = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
-        logits_V[ids] -= torch.from_numpy(cost.astype(np.float32)).to(logits_V.device)
-    for token, bias in params.logit_bias.items():
-        logits_V[token] += float(bias)
+        ids = _ids(unique, logits_V)
+        with np.errstate(over="ignore"):
+            cost = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
+        _put_(logits_V, ids, logits_V[ids] - torch.from_numpy(cost).to(logits_V))
+    if params.logit_bias:
+        ids = _ids(np.array(list(params.logit_bias), dtype=np.int64), logits_V)
+        bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        _put_(logits_V, ids, logits_V[ids] + torch.from_numpy(bias).to(logits_V))
+
+
+def _ids(ids: NDArray[np.int64], logits_V: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(ids).to(logits_V.device)
+
+
+def _put_(logits_V: torch.Tensor, ids: torch.Tensor, changed: torch.Tensor) -> None:
+    """What was finite stays so, however large a penalty: a row with +inf is no distribution."""
+    largest = torch.finfo(torch.float32).max
+    was_finite = logits_V[ids].isfinite()
+    logits_V[ids] = torch.where(was_finite, changed.clamp(-largest, largest), changed)

@@ -93,6 +93,14 @@ def test_what_every_sample_of_a_call_holds_is_bounded(live):
         assert refused({"stop_token_ids": [5] * 1025}) == "len(stop_token_ids)"
 
 
+def test_extreme_penalties_are_answered(live):
+    for odd in ({"repetition_penalty": 1e-45}, {"presence_penalty": -3e38}):
+        sampling = {"max_new_tokens": 4, "temperature": 0.5, "ignore_eos": True} | odd
+        with live.client() as client:
+            answer = client.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
+        assert (answer.status_code, len(answer.json()["output_ids"])) == (200, 4)
+
+
 def test_prompts_that_ask_for_the_same_share_their_parameters(live):
     async def ask():
         body = GenerateBody(

@@ -152,3 +152,31 @@ def test_rows_that_are_no_distribution_give_no_token_and_spare_the_others():
     broken = sample(logits, rows)
     assert broken.tokens == [whole.tokens[0], -1, -1, whole.tokens[3]]
     assert broken.logprobs[3] == whole.logprobs[3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.7, 1.0, 3e38])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": 3e38},
+        {"presence_penalty": -3e38, "frequency_penalty": -3e38},
+        {"presence_penalty": 3e38, "frequency_penalty": -3e38},
+        {"presence_penalty": 3e38, "frequency_penalty": 3e38},
+        {"repetition_penalty": 1e-45, "logit_bias": {5: 3e38, 6: -3e38, 7: 3e38}},
+        {"repetition_penalty": 3e38, "logit_bias": dict.fromkeys(range(VOCAB), -3e38)},
+    ],
+)
+def test_no_penalty_makes_a_row_no_distribution(params, temperature):
+    request = make_request(
+        [5, 6, 6, 7, 7, 7], prompt_len=2, seed=3, temperature=temperature, **params
+    )
+    rows, _ = sample_rows(decode_batch([request]), make_trees([([], [])]))
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(1, VOCAB)) * 3).float()
+    sampled = sample(logits, rows)
+    assert 0 <= sampled.tokens[0] < VOCAB
+    assert math.isfinite(sampled.logprobs[0])
+    for broken in (math.nan, math.inf):
+        logits[0, 5] = broken
+        assert sample(logits, rows).tokens == [-1]
