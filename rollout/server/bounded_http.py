@@ -1,14 +1,19 @@
-"""HTTP/1.1 from clients that may never finish a request: bounded in bytes and in time."""
+"""HTTP/1.1 from clients that may never finish a request: bounded in number, bytes and time."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rollout.server.errors import ErrorResponse, TooManyConnectionsError
 
 _MOST_BYTES = 128 * 1024
 _SECONDS = 30.0
+_REFUSED_SECONDS = 2.0  # for the head of a request that is refused, whatever it says
+_MOST_REFUSED = 256
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -18,6 +23,9 @@ class BoundedHttp(HttpToolsProtocol):
     with every piece, and waits for the rest for ever; all that before a key can be asked for. From
     a request's head to the end of its answer the client may take its time: those who were let in
     may send weights over slow lines, and wait for tokens.
+
+    Beyond uvicorn's ``limit_concurrency`` connections, another one is answered 503 and closed; a
+    few hundred more are closed at once. Requests over those that are open go on.
     """
 
     most_bytes = _MOST_BYTES  # of a head, or of what is between and after the chunks of a body
@@ -25,12 +33,21 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # uvicorn's own way would refuse requests over open connections too.
+        self._most_connections, self.limit_concurrency = self.limit_concurrency, None
         self._unparsed_bytes = 0  # that came since the parser last had something to tell
         self._in_message = False  # between the end of a head and that of the body
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._most_connections is not None:
+            excess = len(self.connections) - self._most_connections
+            if excess > _MOST_REFUSED:
+                transport.abort()
+                return
+            if excess > 0:
+                self.app, self.seconds = _refuse, min(self.seconds, _REFUSED_SECONDS)
         self._hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,3 +97,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    await ErrorResponse(TooManyConnectionsError())(scope, receive, send)

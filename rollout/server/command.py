@@ -26,10 +26,12 @@ from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig
+from rollout.server.open_files import allow_open_files
 from rollout.server.serving import Serving
 
 log = logging.getLogger(__name__)
 
+_OTHER_FILES = 1024  # than connections: the model's, logs, pipes
 _LAST_BYTES_SECONDS = 5  # that readers have for answers which are complete when the server ends
 
 
@@ -70,6 +72,7 @@ def serve_config_from(config: DictConfig) -> ServeConfig:
 def serve(config: ServeConfig) -> None:
     """Serve until a signal comes. Raises InvalidInputError for an address that cannot be had."""
     _set_log_levels(config.server.log_level)
+    allow_open_files(config.server.max_connections + _OTHER_FILES)
     with contextlib.closing(_bound(config.server)) as listener:  # before the model is waited for
         with loading_model(rich.get_console(), config.model.path) as told:
             engine = open_engine(config.engine, config.spec, config.cluster, told)
@@ -78,6 +81,8 @@ def serve(config: ServeConfig) -> None:
                 uvicorn.Config(
                     make_app(serving),
                     http=BoundedHttp,
+                    ws="none",  # nothing here speaks it
+                    limit_concurrency=config.server.max_connections,
                     log_config=None,
                     access_log=config.server.access_log,
                     lifespan="off",

@@ -38,6 +38,7 @@ class ServerConfig:
     max_batch: int = 1024  # samples of one call
     max_prompt_len: int | None = None  # tokens; default: what the context leaves
     max_queue: int = 4096  # samples, running and waiting, of all clients
+    max_connections: int = 4096  # of all clients, those that are idle included
     drain_seconds: float = 30.0  # that running requests have to finish after SIGTERM
     weights_root: str | None = None  # weights are read from files below this folder; default: none
     corpora_root: str | None = None  # likewise corpora
@@ -60,7 +61,9 @@ class ServerConfig:
                 self.host,
                 "is open to other machines: set SPECROLLOUT_API_KEY, or listen on 127.0.0.1",
             )
-        for name in ("max_body_bytes", "max_weights_body_bytes", "max_batch", "max_queue"):
+        for name in (
+            "max_body_bytes", "max_weights_body_bytes", "max_batch", "max_queue", "max_connections",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"server.{name}", getattr(self, name), "must be >= 1")
         if self.max_prompt_len is not None and self.max_prompt_len < 1:

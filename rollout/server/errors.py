@@ -42,6 +42,17 @@ class TooLargeError(HTTPException):
         )
 
 
+class TooManyConnectionsError(HTTPException):
+    """As many connections as `server.max_connections` allows are open."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "as many connections are open as server.max_connections allows: try again later",
+            {"Connection": "close"},
+        )
+
+
 # The first that fits decides.
 _STATUS: list[tuple[type[RolloutError], int]] = [
     (InvalidInputError, 422),

@@ -96,7 +96,12 @@ def run_server(
     listener = socket.create_server((config.server.host, 0))
     host, port = listener.getsockname()
     uvicorn_server = uvicorn.Server(
-        uvicorn.Config(make_app(serving), http=BoundedHttp, log_config=None)
+        uvicorn.Config(
+            make_app(serving),
+            http=BoundedHttp,
+            limit_concurrency=config.server.max_connections,
+            log_config=None,
+        )
     )
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()

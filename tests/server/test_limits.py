@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from rollout.errors import EngineStateError
+from rollout.server import bounded_http
+from rollout.server.bounded_http import BoundedHttp
 from rollout.server.sglang.generate_body import GenerateBody, questions_of
 from rollout.server.sglang.sampling_body import SamplingBody
 from tests.helpers.http_raw import open_request, read_status
@@ -213,3 +217,53 @@ def test_an_unexpected_error_shows_its_name_alone(open_server):
     assert failed.status_code == 500
     assert "KeyError" in failed.json()["error"]["message"]
     assert "secret" not in failed.text
+
+
+def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server):
+    live = open_server(max_connections=2)
+    host, port = live.url.removeprefix("http://").split(":")
+    with live.client() as client:
+        assert client.get("/health").status_code == 200
+        with socket.create_connection((host, int(port))) as idle:  # has said nothing yet
+            with live.client() as third:
+                refused = third.get("/health")
+            assert (refused.status_code, refused.headers["Connection"]) == (503, "close")
+            assert "max_connections" in refused.json()["error"]["message"]
+            assert int(refused.headers["Retry-After"]) > 0
+            asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+            assert client.post("/generate", json=asked).status_code == 200
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert read_status(idle) == 200
+
+        def answers() -> bool:
+            with live.client() as another:
+                return another.get("/health").status_code == 200
+
+        until(answers)  # when the server has noticed that one has left
+
+
+def test_many_more_are_closed_at_once(open_server, monkeypatch):
+    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", TIMEOUT)
+    live = open_server(max_connections=1)
+    host, port = live.url.removeprefix("http://").split(":")
+    head = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with ExitStack() as opened:
+        connections = [
+            opened.enter_context(socket.create_connection((host, int(port)), TIMEOUT))
+            for _ in range(300)
+        ]
+        assert connections[-1].recv(1) == b""
+        for index, status in ((0, 200), (1, 503)):
+            connections[index].sendall(head)
+            assert read_status(connections[index]) == status
+
+
+def test_a_connection_that_is_refused_is_not_waited_for(open_server, monkeypatch):
+    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", 0.05)
+    live = open_server(max_connections=1)
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), TIMEOUT) as taken:
+        with socket.create_connection((host, int(port)), BoundedHttp.seconds / 2) as refused:
+            assert refused.recv(1) == b""
+        taken.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert read_status(taken) == 200
