@@ -36,6 +36,7 @@ class ModelConfig:
     dtype: DType = DType.auto
     device: str = "auto"  # cuda if there is one, else cpu
     max_context_len: int | None = None  # tokens; default: the checkpoint's limit
+    record_routes: bool = False  # keep which experts each cached token went to
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, DType):

@@ -55,7 +55,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
             config.scheduler, worker.memory, lambda: worker.max_draft_tokens, LengthForecast()
         )
         self._requests = RequestFactory(
-            self.encoder, worker.vocab_size, worker.eos_token_ids, self.scheduler.check_fits
+            self.encoder,
+            worker.vocab_size,
+            worker.eos_token_ids,
+            self.scheduler.check_fits,
+            records_routes=worker.memory.routes is not None,
         )
         self._cache_hits = 0  # of the memory's life, before this step
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)

@@ -20,8 +20,15 @@ class RequestFactory:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         check_fits: Callable[[Request, str], None],
+        records_routes: bool = False,
     ) -> None:
-        """``check_fits(request, field)`` raises when a prompt is too long to run even alone."""
+        """
+        Args:
+            check_fits: called with a request and the prompt's field; raises when the prompt is too
+                long to run even alone.
+            records_routes: whether it is known which experts tokens go to.
+        """
+        self._records_routes = records_routes
         self._encoder = encoder
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -99,9 +106,15 @@ class RequestFactory:
             extras=request.extras,
             stats=request.stats,
             error=request.error,
+            routed_experts=request.routed_experts,
         )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.routed_experts and not self._records_routes:
+            raise InvalidInputError(
+                "sampling.routed_experts", True,
+                "is not recorded: start a model that has experts with model.record_routes=true",
+            )  # fmt: skip
         if params.stop and self._encoder.tokenizer is None:
             raise InvalidInputError("sampling.stop", params.stop, "stop strings need a tokenizer")
         ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}

@@ -16,6 +16,7 @@ from rollout.graphs import ForwardGraphs
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
 from rollout.memory.kv_pool import KvPool
+from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
 from rollout.models.causal_lm import CausalLM
 from rollout.models.features import Features, Taps
@@ -64,6 +65,7 @@ class ModelRunner:
         self._state_pool = state_pool
         self._req_to_token = memory.req_to_token.table
         self._table = DeviceTable(memory, device)
+        self._routes_pool = memory.routes
         self._minimum_rows = minimum_rows
         self._device = device
         self._graphs = graphs
@@ -76,8 +78,9 @@ class ModelRunner:
         """Logits of each entry's root and draft nodes, in order, and the features of all rows.
 
         With ``scored_from``, logits of each run row at that position or after instead. As a side
-        effect the keys and values of all query rows are in their slots, and so are the states that
-        the entries have slots for. On a GPU nothing waits.
+        effect the keys and values of all query rows are in their slots, with what routers chose
+        where that is kept, and so are the states that the entries have slots for. On a GPU nothing
+        waits.
         """
         step = StepArrays.of(batch, trees, self._req_to_token, scored_from)
         self._kv_pool.note_forward(step.slots_T)
@@ -97,7 +100,12 @@ class ModelRunner:
                 others |= state_arrays(batch, trees, padded.q_offsets_B1, rows)
             tensors = upload(padded.inputs() | others, self._device)
             self._table.apply(changes, tensors)
-            hidden_TE, features_TF = self._hidden(tensors, step.longest)
+            routes = None
+            if self._routes_pool is not None:
+                routes = self._routes_pool.step(padded.slots_T)
+            hidden_TE, features_TF = self._hidden(tensors, step.longest, routes)
+            if routes is not None:
+                routes.end()
         return Forwarded(
             logits_RV=self.model.logits(hidden_TE[tensors["sampled_R"]])[: step.sampled_R.size],
             features_TF=features_TF[: step.num_rows],
@@ -105,7 +113,10 @@ class ModelRunner:
         )
 
     def _hidden(
-        self, tensors: dict[str, torch.Tensor], longest: int
+        self,
+        tensors: dict[str, torch.Tensor],
+        longest: int,
+        routes: StepRoutes | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and features, padding included."""
         attention = PagedAttention(
@@ -118,7 +129,12 @@ class ModelRunner:
         input_ids_T = tensors["input_ids_T"]
         taps = self._taps(len(input_ids_T))
         hidden_TE = self.model.forward(
-            input_ids_T, tensors["positions_T"], attention, taps, states=self._states(tensors)
+            input_ids_T,
+            tensors["positions_T"],
+            attention,
+            taps,
+            states=self._states(tensors),
+            routes=routes,
         )
         return hidden_TE, hidden_TE[:, :0] if taps is None else taps.features_TF
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.errors import InvalidInputError
 
@@ -85,6 +86,7 @@ class SamplingParams:
     sampling_logprobs: bool = False  # renormalised over what truncation left
     top_logprobs: int = 0  # this many most likely tokens with their logprobs
     entropy: bool = False  # of the distribution `logprobs` is taken from, in nats
+    routed_experts: bool = False  # which experts each token went to; needs model.record_routes
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:
@@ -208,6 +210,7 @@ class Request:
     extras: TokenExtras = field(default_factory=TokenExtras)  # scheduler, at commit
     finish_reason: FinishReason | None = None  # scheduler, at commit or abort
     error: str | None = None  # scheduler, at commit; with FinishReason.ERROR
+    routed_experts: NDArray[np.integer] | None = None  # scheduler, when it ends; see Rollout
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -367,6 +370,10 @@ class Rollout:
     extras: TokenExtras
     stats: RequestStats
     error: str | None = None
+    routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
+    """Where asked for: [P, sparse layers, experts per token], uint8 or int16, the most probable
+    first. P = len(prompt_ids) + len(token_ids) - 1: of every token but the last, which was sampled
+    and not run; of an aborted one maybe fewer."""
 
     @property
     def weight_version_spans(self) -> list[tuple[int, int, int]]:

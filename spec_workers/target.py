@@ -11,19 +11,22 @@ import torch
 
 from rollout.config import EngineConfig, LoadFormat
 from rollout.device_name import device_name
-from rollout.errors import OutOfMemoryError
+from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.graphs import Buckets, ForwardGraphs
 from rollout.graphs.capture import Capture, CudaCapture
 from rollout.layers.row_invariance import make_row_invariant
 from rollout.memory.activations import activation_bytes
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
+from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.sizing import memory_budget, num_kv_slots
 from rollout.memory.state_pool import StatePool
 from rollout.memory.state_sizing import state_sizes
 from rollout.memory.system import free_bytes
 from rollout.models.features import Features
+from rollout.models.layer_spec import ExpertsSpec
 from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.models.spec import ModelSpec
 from rollout.parallel import local_rank, open_ranks
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
@@ -112,12 +115,15 @@ class TargetWorker:
             each = StatePool.bytes_per_slot(recurrent, self.model.dtype)
             states = state_sizes(config.memory, scheduler, each, budget)
             state_bytes = each * (states.num_slots + 1)
+        routes = _routes_spec(config, spec)
+        routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
         num_slots = num_kv_slots(
             config.memory,
             spec,
             self.model.dtype,
             budget,
             draft_slot_bytes=draft_bytes.per_slot,
+            routes_slot_bytes=routes_bytes if device.type == "cpu" else 0,  # they are on the host
             draft_bytes=draft_bytes.apart,
             state_bytes=state_bytes,
         )
@@ -129,6 +135,7 @@ class TargetWorker:
             self.max_context_len,
             config.memory.prefix_cache,
             states,
+            None if routes is None else RoutesPool(routes, num_slots),
         )
         self._chunk_len = min(scheduler.chunk_len, scheduler.max_step_tokens)
         self.kv_pool = KvPool(
@@ -144,7 +151,7 @@ class TargetWorker:
             self.state_pool = StatePool(
                 recurrent, num_slots=states.num_slots, dtype=self.model.dtype, device=device
             )
-        pools = [self.kv_pool, self.state_pool]
+        pools = [self.kv_pool, self.state_pool, self.memory.routes]
         if capture is None and device.type == "cuda":
             capture = CudaCapture(device)
         self.graphs = None if capture is None else self._forward_graphs(config, capture)
@@ -360,6 +367,17 @@ class TargetWorker:
             "kv/hit": counters.hit,
             "kv/evicted": counters.evicted,
         }
+
+
+def _routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
+    """Whose routes are to be recorded; None: nobody's."""
+    if not config.model.record_routes:
+        return None
+    if spec.experts is None:
+        raise InvalidInputError(
+            "model.record_routes", True, f"{spec.architecture} has no experts: leave it out"
+        )
+    return spec.experts
 
 
 def _joined(extras: list[TokenExtras]) -> TokenExtras:

@@ -74,7 +74,11 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._last_version = self._versions["target"]
         some = next(iter(self.facts.values()))
         self._requests = RequestFactory(
-            self.encoder, vocab_size, some.eos_token_ids, self._check_fits
+            self.encoder,
+            vocab_size,
+            some.eos_token_ids,
+            self._check_fits,
+            records_routes=some.records_routes,
         )
         self.vocab_size = vocab_size
         self.eos_token_ids = some.eos_token_ids

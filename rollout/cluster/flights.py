@@ -47,3 +47,4 @@ class Flight:
         self.request.finish_reason = ended.finish_reason
         self.request.error = ended.error
         self.request.stats = ended.stats
+        self.request.routed_experts = ended.routed_experts

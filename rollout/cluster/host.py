@@ -36,6 +36,7 @@ class ReplicaHost:
             max_context_len=engine.max_context_len,
             max_sequence_len=worker.memory.max_sequence_len,
             eos_token_ids=worker.eos_token_ids,
+            records_routes=worker.memory.routes is not None,
         )
 
     async def submit(self, turn: int, submissions: list[Submission]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.cluster.totals import ClusterMetrics
 from rollout.engine_metrics import StepMetrics
 from rollout.engine_status import EngineStatus
@@ -42,6 +45,7 @@ class Ended:
     finish_reason: FinishReason
     error: str | None
     stats: RequestStats  # of its life on this replica
+    routed_experts: NDArray[np.integer] | None = None  # of all its tokens but the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +77,4 @@ class ReplicaFacts:
     max_context_len: int
     max_sequence_len: int  # tokens of one request that its KV slots can hold
     eos_token_ids: tuple[int, ...]
+    records_routes: bool

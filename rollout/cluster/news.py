@@ -165,6 +165,7 @@ class News:
                     finish_reason=rollout.finish_reason,
                     error=rollout.error,
                     stats=rollout.stats,
+                    routed_experts=rollout.routed_experts,
                 )
             )
         self._events.call_soon_threadsafe(lambda: self._note(urgent=True, awaited=False))

@@ -20,10 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
 from rollout.memory.prefix_cache import Node, PrefixCache
 from rollout.memory.req_to_token import ReqToToken
+from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import CheckpointedSlots
 from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
@@ -66,8 +68,14 @@ class CacheMemory:
         max_context_len: int,
         prefix_cache: bool,
         states: StateSizes | None = None,
+        routes: RoutesPool | None = None,
     ) -> None:
-        """``states``: None for a target without recurrent layers."""
+        """
+        Args:
+            states: None for a target without recurrent layers.
+            routes: what is kept of routers' choices; None: nothing is.
+        """
+        self.routes = routes
         self.slots = SlotAllocator(num_slots)
         self.req_to_token = ReqToToken(max_rows, max_context_len)
         self.states = None if states is None else StateSlots(states, num_slots)
@@ -104,6 +112,15 @@ class CacheMemory:
         if self.states is None:
             return self.prefix_cache.match_len(tokens[:-1])
         return self.states.checkpoints.deepest(self.prefix_cache.match_slots(tokens[:-1]))
+
+    def routed_experts(self, row: int, length: int) -> NDArray[np.integer] | None:
+        """What routers chose for the row's first ``length`` tokens, all computed: [length, L, X].
+
+        None where it is not kept. ``row``: -1 where ``length`` is 0.
+        """
+        if self.routes is None:
+            return None
+        return self.routes.read(self.req_to_token.table[row, :length])
 
     def shared_len(self, row: int) -> int:
         """Positions of the row whose slots are the prefix cache's, and may be others' too."""

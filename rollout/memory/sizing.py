@@ -28,21 +28,27 @@ def num_kv_slots(
     budget: int,
     *,
     draft_slot_bytes: int = 0,
+    routes_slot_bytes: int = 0,
     draft_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
     """Slots that fit a budget in bytes, of which other things take some.
 
-    ``draft_slot_bytes``: what drafts keep for each of the target's slots. Whatever the number of
-    those: ``draft_bytes`` for drafts, ``state_bytes`` for recurrent states.
+    For each of the target's slots: ``draft_slot_bytes`` that drafts keep, ``routes_slot_bytes`` of
+    what routers chose. Whatever the number of those: ``draft_bytes`` for drafts, ``state_bytes``
+    for recurrent states.
 
     Raises OutOfMemoryError when not even two tokens fit.
     """
-    slot_bytes = draft_slot_bytes + KvPool.bytes_per_slot(
-        num_layers=len(spec.attention_layers),
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=dtype,
+    slot_bytes = (
+        draft_slot_bytes
+        + routes_slot_bytes
+        + KvPool.bytes_per_slot(
+            num_layers=len(spec.attention_layers),
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+        )
     )
     slots = max(0, budget - draft_bytes - state_bytes) // slot_bytes
     if config.max_kv_tokens is not None:

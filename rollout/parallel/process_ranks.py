@@ -141,7 +141,8 @@ class ProcessRanks:
     def _fail(self, error: RuntimeError) -> NoReturn:
         self._lost = (
             f"a rank is gone or did not come in {self._timeout.total_seconds():g} seconds "
-            f"({str(error).splitlines()[0].partition('. This')[0]}); end all ranks and start them again"
+            f"({str(error).splitlines()[0].partition('. This')[0]}); end all ranks and start them "
+            "again"
         )
         self._groups.clear()
         raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error

@@ -292,6 +292,9 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         del self._prompts[request.request_id]
+        if request.params.routed_experts:
+            run = 0 if request.row < 0 else min(request.computed_len, len(request.tokens) - 1)
+            request.routed_experts = self.memory.routed_experts(request.row, run)
         if request.row >= 0:
             self._release(request, keep=True)
 

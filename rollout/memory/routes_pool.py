@@ -1,0 +1,85 @@
+"""Which experts the token in each KV slot went to, for trainers that replay the router's choices.
+
+Legend: S = num_slots + 1, T query rows, L sparse layers, X experts per token, P positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.models.layer_spec import ExpertsSpec
+
+
+class RoutesPool:
+    """A row of ``experts_SLX`` per KV slot, written with its keys and values and as true as they.
+
+    So a token found in the prefix cache has its choices, and so has an accepted draft node. Held on
+    the host, in the smallest integers that number all experts. What a forward chose is fetched when
+    it is asked for, or when the next forward has begun: on a GPU nobody waits for it.
+    """
+
+    def __init__(self, spec: ExpertsSpec, num_slots: int) -> None:
+        self._shape = (num_slots + 1, len(spec.layers), spec.experts_per_token)
+        self._dtype = _dtype(spec)
+        self._pending: tuple[NDArray[np.int64], torch.Tensor] | None = None
+        self._experts_SLX: NDArray[np.integer]
+        self.allocate()
+
+    @staticmethod
+    def bytes_per_slot(spec: ExpertsSpec) -> int:
+        return len(spec.layers) * spec.experts_per_token * _dtype(spec).itemsize
+
+    def step(self, slots_T: NDArray[np.int64]) -> StepRoutes:
+        """What the model is handed for one forward whose rows write these slots."""
+        return StepRoutes(self, slots_T)
+
+    def put(self, slots_T: NDArray[np.int64], experts_TLX: torch.Tensor) -> None:
+        self._settle()
+        self._pending = slots_T, experts_TLX.to(self._dtype)
+
+    def read(self, slots_P: NDArray[np.int32]) -> NDArray[np.integer]:
+        """A copy [P, L, X], uint8 or int16: the most probable expert first."""
+        self._settle()
+        return self._experts_SLX[slots_P]
+
+    def release(self) -> int:
+        """Give the memory back; nothing runs until ``allocate``. The bytes freed."""
+        freed = self._experts_SLX.nbytes
+        self._pending = None
+        self._experts_SLX = self._experts_SLX[:0].copy()
+        return freed
+
+    def allocate(self) -> None:
+        """The same slots again, holding nothing."""
+        kind = torch.empty(0, dtype=self._dtype).numpy().dtype
+        self._experts_SLX = np.zeros(self._shape, dtype=kind)
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            slots_T, experts_TLX = self._pending
+            self._experts_SLX[slots_T] = experts_TLX.cpu().numpy()
+            self._pending = None
+
+
+class StepRoutes:
+    """See RouteRecorder. Sparse layers come in order, each once."""
+
+    def __init__(self, pool: RoutesPool, slots_T: NDArray[np.int64]) -> None:
+        self._pool = pool
+        self._slots_T = slots_T
+        self._layers: list[torch.Tensor] = []
+
+    def record(self, layer: int, experts_TX: torch.Tensor) -> None:
+        assert layer == len(self._layers)
+        self._layers.append(experts_TX)
+
+    def end(self) -> None:
+        """All layers have run."""
+        self._pool.put(self._slots_T, torch.stack(self._layers, dim=1))
+
+
+def _dtype(spec: ExpertsSpec) -> torch.dtype:
+    """Torch has no unsigned integers of 16 bits to index with, and trainers expect signed ones."""
+    return torch.uint8 if spec.num_experts <= 256 else torch.int16

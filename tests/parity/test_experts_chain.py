@@ -1,0 +1,198 @@
+"""The parity chain on mixtures of experts, bit for bit; and their routers' choices with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import InvalidInputError
+from rollout.overrides import engine_config
+from tests.helpers.oracle_worker import oracle_factory
+from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
+from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_moe import save_tiny_moe, tiny_moe
+
+PARAMS = SamplingParams(
+    temperature=0.9, max_new_tokens=16, n=2, seed=5, top_logprobs=1, routed_experts=True
+)
+FAMILIES = {
+    "qwen3_moe": (save_tiny_moe, tiny_moe),
+    "qwen3_next": (
+        lambda folder: save_tiny_hybrid(folder, "qwen3_next", experts=True),
+        lambda: tiny_hybrid("qwen3_next", experts=True),
+    ),
+}
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    shared = rng.integers(3, 97, 40).tolist()
+    own = [rng.integers(3, 97, length).tolist() for length in (1, 5, 63)]
+    return [*own, shared, [*shared, 7], [*shared[:30], *own[1]]]
+
+
+CASES = [("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("qwen3_next", "float32")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def family(case):
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def dtype(case):
+    return case[1]
+
+
+@pytest.fixture(scope="module")
+def folder(family, tmp_path_factory):
+    save, _ = FAMILIES[family]
+    return save(tmp_path_factory.mktemp(family))
+
+
+def engine_of(folder, dtype, spec="none", **options) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(
+        folder, spec=spec, dtype=dtype, record_routes=True, num_threads=1, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(folder, dtype):
+    engine = engine_of(folder, dtype, max_running=1, prefix_cache=False)
+    return engine.generate(prompts(), PARAMS)
+
+
+def numbers(rollouts):
+    return [
+        (r.prompt_index, r.sample_index, r.token_ids, r.logprobs, r.finish_reason, r.extras)
+        for r in rollouts
+    ]
+
+
+def compare(engine, plain):
+    rollouts = engine.generate(prompts(), PARAMS)
+    assert numbers(rollouts) == numbers(plain)
+    for rollout, expected in zip(rollouts, plain, strict=True):
+        assert np.array_equal(rollout.routed_experts, expected.routed_experts)
+    engine.check_integrity()
+    assert engine.worker.memory.usage.used == 0
+    return rollouts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_running": 8},
+        {"max_running": 3, "chunk_len": 7, "max_step_tokens": 11},
+        {"max_running": 8, "max_kv_tokens": 82},
+    ],
+    ids=str,
+)
+def test_company_chunks_cache_and_preemption_cannot_be_seen(folder, dtype, plain, options):
+    rollouts = compare(engine_of(folder, dtype, **options), plain)
+    if "max_kv_tokens" in options:
+        assert sum(r.stats.preemptions for r in rollouts) > 0, "the test must force preemption"
+    assert sum(r.stats.cached_tokens for r in rollouts) > 0, "the test must hit the cache"
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+def test_no_draft_can_be_seen(folder, dtype, plain, chain):
+    known = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in plain}
+    factory = oracle_factory(known, size=12, right=0.6, chain=chain)
+    options = {"dtype": dtype, "max_running": 5, "record_routes": True, "num_threads": 1}
+    engine = RolloutEngine.from_config(engine_config(folder, options), factory)
+    assert sum(r.stats.accepted for r in compare(engine, plain)) > 0
+
+
+def test_ngram_cannot_be_seen(family, folder, dtype, plain):
+    if family != "qwen3_moe":
+        pytest.skip("once is enough")
+    options = {"num_draft_tokens": 8, "min_probability": 0.0}
+    engine = engine_of(folder, dtype, spec="ngram", max_running=4, spec_options=options)
+    compare(engine, plain)
+    second = compare(engine, plain)
+    assert sum(r.stats.accepted for r in second) > len(second)
+
+
+def test_score_is_what_generation_reported(folder, dtype, plain):
+    engine = engine_of(folder, dtype, chunk_len=19)
+    for rollout in plain:
+        scored = engine.score(rollout.prompt_ids, rollout.token_ids, PARAMS)
+        assert scored == rollout.logprobs
+    engine.check_integrity()
+
+
+def test_eagle_cannot_be_seen(folder, dtype, plain, family, tmp_path):
+    if family != "qwen3_moe":
+        pytest.skip("once is enough")
+    draft = save_tiny_eagle3(tmp_path, folder)
+    engine = engine_of(
+        folder, dtype, spec="eagle", max_running=4, spec_options={"draft_path": str(draft)}
+    )
+    rollouts = compare(engine, plain)
+    assert sum(r.stats.drafted for r in rollouts) > 0
+
+
+def test_what_is_recorded_is_what_transformers_chooses(family, folder, plain, dtype):
+    if dtype != "float32":
+        pytest.skip("in float32 there are no ties")
+    theirs = FAMILIES[family][1]()
+    chosen: list[torch.Tensor] = []
+    for module in theirs.modules():
+        if hasattr(module, "top_k"):
+            module.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
+    for rollout in plain[:6]:
+        chosen.clear()
+        with torch.inference_mode():
+            theirs(torch.tensor([rollout.prompt_ids + rollout.token_ids[:-1]]))
+        expected = torch.stack(chosen, dim=1).numpy()
+        assert rollout.routed_experts.dtype == np.uint8
+        assert np.array_equal(rollout.routed_experts, expected)
+
+
+def test_only_who_asks_is_given_routes(folder):
+    engine = engine_of(folder, "float32")
+    (rollout,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))
+    assert rollout.routed_experts is None
+
+
+def test_an_aborted_request_has_what_was_computed(family, folder):
+    engine = engine_of(folder, "float32", chunk_len=4)
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True, routed_experts=True)
+    unstarted, started = (engine.submit(list(range(3, 13)), params) for _ in range(2))
+    engine.abort(unstarted.request_id)
+    (rollout,) = engine.step()
+    assert rollout.routed_experts.shape[0] == 0
+    engine.abort(started.request_id)
+    (rollout,) = engine.step()
+    assert rollout.routed_experts.shape[0] == 4
+    assert rollout.routed_experts.shape[1:] == ((2, 3) if family == "qwen3_moe" else (3, 2))
+
+
+def test_routes_that_nobody_records_are_refused(folder, tmp_path):
+    asks = SamplingParams(max_new_tokens=3, routed_experts=True)
+    engine = RolloutEngine.from_pretrained(folder, spec="none")
+    with pytest.raises(InvalidInputError, match=r"routed_experts.*model\.record_routes"):
+        engine.generate([[5, 6]], asks)
+    with pytest.raises(InvalidInputError, match=r"record_routes.*no experts"):
+        RolloutEngine.from_pretrained(save_tiny_llama(tmp_path), record_routes=True)
+
+
+def test_routes_come_and_go_with_the_kv_cache(folder):
+    engine = engine_of(folder, "float32")
+    params = PARAMS
+    before, _ = engine.generate([[5, 6, 7]], params)
+    freed = engine.release_memory(["kv_cache"])
+    engine.resume_memory(["kv_cache"])
+    after, _ = engine.generate([[5, 6, 7]], params)
+    assert np.array_equal(before.routed_experts, after.routed_experts)
+    dense = RolloutEngine.from_pretrained(folder, spec="none", dtype="float32")
+    assert freed != dense.release_memory(["kv_cache"])
