@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from rollout import RolloutEngine
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.opening import open_with
+from rollout.cluster.opening import open_pretrained, open_with
 from rollout.errors import InvalidInputError
 from tests.cluster.workload import ngram
 
@@ -35,6 +36,33 @@ def test_without_ray_the_error_says_how_to_get_it(config, monkeypatch):
 def test_values_that_make_no_sense_are_refused(field, value):
     with pytest.raises(InvalidInputError, match=f"cluster.{field}"):
         ClusterConfig(kind=ClusterKind.ray, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": "docker"}, "cluster='docker': must be one of none, ray"),
+        (
+            {"cluster": "ray", "cluster_options": {"replica": 2}},
+            r"cluster_options\['replica'\]=2: unknown; there are replicas, ",
+        ),
+        ({"cluster": "ray", "cluster_options": {"replicas": 0}}, "cluster.replicas=0"),
+        ({"cluster_options": {"replicas": 2}}, "cluster=ray"),
+        ({"max_runing": 2}, "max_runing"),
+        ({"spec_options": {"draft": 2}}, "spec.draft"),
+    ],
+)
+def test_what_a_program_asks_for_is_checked_before_anything_starts(
+    tiny_model_path, options, message
+):
+    with pytest.raises(InvalidInputError, match=message):
+        open_pretrained(str(tiny_model_path), **options)
+
+
+def test_a_program_that_asks_for_no_cluster_gets_an_engine(tiny_model_path):
+    engine = open_pretrained(str(tiny_model_path), "none", max_running=3, max_kv_tokens=512)
+    assert isinstance(engine, RolloutEngine)
+    assert engine.config.scheduler.max_running == 3
 
 
 def test_more_than_one_replica_needs_ray():
