@@ -14,6 +14,7 @@ from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.features import Features
+from rollout.models.rope_config import rope_fields
 from rollout.models.spec import ModelSpec, read_json
 from spec_workers.draft_training.checkpoint import CONFIG
 from spec_workers.draft_training.draft import Embed, TrainableDraft
@@ -64,17 +65,16 @@ class DraftShape:
 def new_draft(
     shape: DraftShape,
     model: CausalLM,
-    target_config: Mapping[str, Any],
     vocabulary: DraftVocabulary,
     seed: int,
 ) -> TrainableDraft:
-    """An untrained draft of a loaded target. ``target_config``: the target's config.json.
+    """An untrained draft of a loaded target.
 
     Raises InvalidInputError for a shape the target's does not allow.
     """
     spec = model.spec
     shape.check_for(spec)
-    config = dict(target_config) | {
+    config = layer_fields(spec) | {
         "num_key_value_heads": shape.num_kv_heads or spec.num_heads,
         "intermediate_size": shape.ffn_size or spec.ffn_size,
         "num_attention_heads": spec.num_heads,
@@ -87,6 +87,17 @@ def new_draft(
     draft = _network(shape.kind, config, vocabulary, model.embed)
     initialise(draft, model, seed)
     return draft
+
+
+def layer_fields(spec: ModelSpec) -> dict[str, Any]:
+    """Of a config.json: what a plain decoder layer shares with a model of this spec."""
+    rope = rope_fields(spec.rope, spec.max_context_len)
+    return {name: value for name, value in rope.items() if value is not None} | {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+    }
 
 
 def stored_kind(config: Mapping[str, Any]) -> DraftKind | None:
@@ -138,7 +149,7 @@ def _feature_layers(target: ModelSpec) -> list[int]:
 def _network(
     kind: DraftKind, config: Mapping[str, Any], vocabulary: DraftVocabulary, embed: Embed
 ) -> TrainableDraft:
-    """``config``: a draft's config.json, or a target's with the draft's sizes in it."""
+    """``config``: a draft's config.json, or what one will hold."""
     layer = dict(config) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     spec = replace(ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False)
     if kind is DraftKind.mtp:

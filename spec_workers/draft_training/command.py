@@ -14,7 +14,7 @@ from rollout.config import DType
 from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import load_model, resolve_device
-from rollout.models.spec import ModelSpec, read_json
+from rollout.models.spec import ModelSpec
 from rollout.offline.signals import StopSignals
 from spec_workers.draft_training.arguments import (
     check_options,
@@ -139,7 +139,7 @@ def _draft(
     if given.resume:
         return load_draft(given.output, model.embed)
     vocabulary = DraftVocabulary.most_frequent(train, given.draft_vocab_size, model.spec.vocab_size)
-    return new_draft(shape, model, read_json(given.model / "config.json"), vocabulary, given.seed)
+    return new_draft(shape, model, vocabulary, given.seed)
 
 
 def _introduce(

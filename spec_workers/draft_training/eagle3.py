@@ -43,15 +43,15 @@ class Eagle3(TrainableDraft):
     def __init__(
         self,
         spec: ModelSpec,
-        target: dict[str, Any],
+        shared: dict[str, Any],
         features: Features,
         vocabulary: DraftVocabulary,
         embed: Embed,
     ) -> None:
-        """``spec``: of the draft's layer. ``target``: the target's config.json."""
+        """``spec``: of the draft's layer. ``shared``: other fields of its config.json."""
         super().__init__()
         self.features, self.vocabulary, self.embed = features, vocabulary, embed
-        self._spec, self._target = spec, target
+        self._spec, self._shared = spec, shared
         hidden = spec.hidden_size
         cos_sin_PC = cos_sin_table(
             spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
@@ -63,7 +63,7 @@ class Eagle3(TrainableDraft):
 
     def config(self) -> dict[str, Any]:
         spec = self._spec
-        return self._target | {
+        return self._shared | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,

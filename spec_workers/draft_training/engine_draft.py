@@ -6,8 +6,6 @@ Legend: D draft vocabulary, V the target's vocabulary, E hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,8 +14,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftFamily
 from rollout.models.eagle.eagle3 import Eagle3 as Eagle3Model
-from rollout.models.rope_config import rope_fields
-from rollout.models.spec import read_json
+from spec_workers.draft_training.building import layer_fields
 from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.draft_swap import DraftSwap
 from spec_workers.draft_training.eagle3 import Eagle3
@@ -44,13 +41,9 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
     token_ids_D = model.token_ids_D
     if token_ids_D is None:
         token_ids_D = torch.arange(target.spec.vocab_size)
-    decoder = model.spec.decoder
-    own = rope_fields(decoder.rope, decoder.max_context_len) | {
-        "rms_norm_eps": decoder.rms_norm_eps
-    }
     draft = Eagle3(
-        decoder,
-        target_config(engine) | own,
+        model.spec.decoder,
+        layer_fields(model.spec.decoder),
         model.spec.features,
         DraftVocabulary(token_ids_D.cpu(), target.spec.vocab_size),
         target.embed,
@@ -73,11 +66,6 @@ def recorder_of(engine: RolloutEngine) -> FeatureRecorder:
 def target_model(engine: RolloutEngine) -> CausalLM:
     """What every worker verifies with."""
     return engine.worker.target.model  # type: ignore[attr-defined]
-
-
-def target_config(engine: RolloutEngine) -> dict[str, Any]:
-    """The target's config.json."""
-    return read_json(Path(engine.config.model.path) / "config.json")
 
 
 def target_embedding(engine: RolloutEngine) -> torch.Tensor:

@@ -50,16 +50,16 @@ class MtpChain(TrainableDraft):
     def __init__(
         self,
         spec: ModelSpec,
-        target: dict[str, Any],
+        shared: dict[str, Any],
         num_steps: int,
         vocabulary: DraftVocabulary,
         embed: Embed,
     ) -> None:
-        """``spec``: of each step's layer. ``target``: the target's config.json."""
+        """``spec``: of each step's layer. ``shared``: other fields of its config.json."""
         super().__init__()
         self.features, self.vocabulary, self.embed = Features(final=True), vocabulary, embed
         self.max_steps = num_steps
-        self._spec, self._target = spec, target
+        self._spec, self._shared = spec, shared
         cos_sin_PC = cos_sin_table(
             spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
         )
@@ -68,9 +68,10 @@ class MtpChain(TrainableDraft):
 
     def config(self) -> dict[str, Any]:
         spec = self._spec
-        return self._target | {
+        return self._shared | {
             "architectures": ["SpecrolloutMTP"],
             "model_type": "specrollout_mtp",
+            "num_hidden_layers": len(self.layers),
             "num_nextn_predict_layers": len(self.layers),
             "num_attention_heads": spec.num_heads,
             "num_key_value_heads": spec.num_kv_heads,

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollout.attention import RecurrentStates, state_plan
+from rollout.memory.state_pool import StatePool
 from rollout.models.causal_lm import CausalLM
 from rollout.models.features import Features, Taps
+from rollout.ops.state_plan import NO_STATE
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
 
 _ROWS_AT_ONCE = 1024
@@ -84,8 +87,9 @@ class TargetFeatures:
         like = torch.empty(0, dtype=self._model.dtype, device=device)
         taps = Taps(self._features, len(ids_T), hidden, like)
         self._model.forward(
-            ids_T.to(device), positions_T.to(device), _CausalAttention(lengths), taps
-        )
+            ids_T.to(device), positions_T.to(device), _CausalAttention(lengths), taps,
+            states=_states(self._model, lengths),
+        )  # fmt: skip
         parts = taps.features_TF.split(lengths)
         if len(parts) > 1:  # so that a kept one holds no other's memory
             parts = tuple(part.clone() for part in parts)
@@ -117,3 +121,25 @@ class _CausalAttention:
             )[0]
             attended.append(attended_HLD.transpose(0, 1))
         return torch.cat(attended)
+
+
+def _states(model: CausalLM, lengths: list[int]) -> RecurrentStates | None:
+    """Each sequence begins with none, and leaves none behind."""
+    spec = model.spec.linear_attention
+    if spec is None:
+        return None
+    pool = StatePool(spec, num_slots=0, dtype=model.dtype, device=model.device)
+    offsets_B1 = torch.tensor([0, *lengths]).cumsum(0)
+    parents_T = torch.arange(sum(lengths)) - 1
+    parents_T[offsets_B1[:-1]] = -1
+    plan = {
+        "q_offsets_B1": offsets_B1,
+        "sources_B": torch.full((len(lengths),), NO_STATE),
+        "parents_T": parents_T,
+        "targets_T": torch.full((sum(lengths),), NO_STATE),
+    }
+    return RecurrentStates(
+        convolutions=pool.convolutions,
+        recurrent=pool.recurrent,
+        plan=state_plan({name: each.int().to(model.device) for name, each in plan.items()}),
+    )

@@ -88,10 +88,10 @@ def rollouts(rollouts_path: Path) -> list[TokenSequence]:
     return read_rollouts([rollouts_path], VOCAB, 512)
 
 
-def make_draft(kind: str, target, target_path: Path, rollouts, seed: int = 0):
+def make_draft(kind: str, target, rollouts, seed: int = 0):
     vocabulary = DraftVocabulary.most_frequent(rollouts, DRAFT_VOCAB, VOCAB)
     shape = DraftShape(kind=DraftKind(kind), chain_length=3, num_kv_heads=2, ffn_size=40)
-    draft = new_draft(shape, target, read_json(target_path / "config.json"), vocabulary, seed)
+    draft = new_draft(shape, target, vocabulary, seed)
     with torch.no_grad():  # so that norms are told apart
         for parameter in draft.parameters():
             if parameter.dim() == 1:
@@ -99,8 +99,8 @@ def make_draft(kind: str, target, target_path: Path, rollouts, seed: int = 0):
     return draft
 
 
-def make_trainer(kind: str, target, target_path: Path, rollouts, **settings) -> DraftTrainer:
-    draft = make_draft(kind, target, target_path, rollouts)
+def make_trainer(kind: str, target, rollouts, **settings) -> DraftTrainer:
+    draft = make_draft(kind, target, rollouts)
     head = TargetTensors(target).head_rows(draft.vocabulary.token_ids_D)
     return DraftTrainer(draft, head, TrainingConfig(autocast=False, warmup_steps=2, **settings))
 
@@ -117,8 +117,8 @@ def plain_model(draft, folder: Path, target):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_loss_falls_and_accept_length_rises(kind, target, target_path, rollouts):
-    trainer = make_trainer(kind, target, target_path, rollouts, learning_rate=5e-3)
+def test_loss_falls_and_accept_length_rises(kind, target, rollouts):
+    trainer = make_trainer(kind, target, rollouts, learning_rate=5e-3)
     train, held_out = split_by_prompt(rollouts, 8, seed=0)
     sequences = computed(target, trainer.features, train)
     checked = computed(target, trainer.features, held_out)
@@ -131,9 +131,9 @@ def test_loss_falls_and_accept_length_rises(kind, target, target_path, rollouts)
     assert len(losses[0].cross_entropies) == 3
 
 
-def test_unrolled_eagle3_is_a_chain_behind_each_row(target, target_path, rollouts, tmp_path):
+def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
     """What the paper's attention pattern means: for each row, its chain behind the rows before."""
-    draft = make_draft("eagle3", target, target_path, rollouts)
+    draft = make_draft("eagle3", target, rollouts)
     plain = plain_model(draft, tmp_path, target)
     sequences = computed(target, draft.features | Features(final=True), rollouts[:3])
     rows = PackedRows(sequences, draft.features | Features(final=True), draft.features, CPU)
@@ -158,8 +158,8 @@ def test_unrolled_eagle3_is_a_chain_behind_each_row(target, target_path, rollout
     assert row == len(unrolled[0])
 
 
-def test_stretches_begin_at_their_position(target, target_path, rollouts, tmp_path):
-    draft = make_draft("eagle3", target, target_path, rollouts)
+def test_stretches_begin_at_their_position(target, rollouts, tmp_path):
+    draft = make_draft("eagle3", target, rollouts)
     both = draft.features | Features(final=True)
     (sequence,) = computed(target, both, rollouts[:1])
     tokens = TokenSequence(token_ids_L=sequence.tokens.token_ids_L[5:], first_root=0)
@@ -173,8 +173,8 @@ def test_stretches_begin_at_their_position(target, target_path, rollouts, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_the_engines_network_computes_the_same(kind, target, target_path, rollouts, tmp_path):
-    draft = make_draft(kind, target, target_path, rollouts)
+def test_the_engines_network_computes_the_same(kind, target, rollouts, tmp_path):
+    draft = make_draft(kind, target, rollouts)
     save_draft(draft, tmp_path, torch.float32)
     if kind == "eagle3":
         networks = [load_eagle(tmp_path, target)] * 1
@@ -204,7 +204,7 @@ def test_the_engines_network_computes_the_same(kind, target, target_path, rollou
 @pytest.mark.parametrize(("kind", "spec"), [("eagle3", "eagle"), ("mtp", "mtp")])
 @pytest.mark.parametrize("topk", [1, 2])
 def test_held_out_steps_are_the_engines(kind, spec, topk, target, target_path, rollouts, tmp_path):
-    trainer = make_trainer(kind, target, target_path, rollouts, learning_rate=5e-3)
+    trainer = make_trainer(kind, target, rollouts, learning_rate=5e-3)
     sequences = computed(target, trainer.features, rollouts)
     for i in range(15):
         trainer.step(sequences[i % 4 :: 4])
@@ -237,9 +237,9 @@ def test_held_out_steps_are_the_engines(kind, spec, topk, target, target_path, r
     assert sum(steps) < 0.8 * sum(len(rollout.token_ids) - 1 for rollout in made)
 
 
-def test_every_row_counts_what_its_tree_matches(target, target_path, rollouts):
+def test_every_row_counts_what_its_tree_matches(target, rollouts):
     """A draft that always names the token that comes would match as deep as it may."""
-    draft = make_draft("eagle3", target, target_path, rollouts)
+    draft = make_draft("eagle3", target, rollouts)
     (sequence,) = computed(target, draft.features, rollouts[:1])
     everything = TreeShape(num_steps=1, topk=DRAFT_VOCAB, num_draft_tokens=DRAFT_VOCAB)
     with torch.inference_mode():
@@ -249,8 +249,8 @@ def test_every_row_counts_what_its_tree_matches(target, target_path, rollouts):
     assert matched.tolist() == known.int().tolist()
 
 
-def test_guesses_that_cannot_be_reached_weigh_nothing(target, target_path, rollouts):
-    draft = make_draft("eagle3", target, target_path, rollouts)
+def test_guesses_that_cannot_be_reached_weigh_nothing(target, rollouts):
+    draft = make_draft("eagle3", target, rollouts)
     both = draft.features | Features(final=True)
     head = TargetTensors(target).head_rows(draft.vocabulary.token_ids_D)
     (sequence,) = computed(target, both, rollouts[:1])
@@ -264,13 +264,12 @@ def test_guesses_that_cannot_be_reached_weigh_nothing(target, target_path, rollo
     assert float(unrolled_loss(draft, rows, head, 2).total.detach()) == 0.0
 
 
-def test_a_saved_draft_is_trained_on(target, target_path, rollouts, tmp_path):
+def test_a_saved_draft_is_trained_on(target, rollouts, tmp_path):
     for kind in ("eagle3", "mtp"):
-        draft = make_draft(kind, target, target_path, rollouts)
+        draft = make_draft(kind, target, rollouts)
         save_draft(draft, tmp_path / kind, torch.float32)
         again = load_draft(tmp_path / kind, target.embed)
         described = draft.config() | {"dtype": "float32"}
-        del described["torch_dtype"]  # the target's
         assert again.config() == described
         assert again.features == draft.features
         for name, parameter in draft.state_dict().items():
@@ -278,8 +277,8 @@ def test_a_saved_draft_is_trained_on(target, target_path, rollouts, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_a_state_that_was_loaded_is_not_trained_on(kind, target, target_path, rollouts):
-    trainer = make_trainer(kind, target, target_path, rollouts)
+def test_a_state_that_was_loaded_is_not_trained_on(kind, target, rollouts):
+    trainer = make_trainer(kind, target, rollouts)
     batch = computed(target, trainer.features, rollouts[:4])
     trainer.step(batch)
     state = deepcopy(trainer.state_dict())
@@ -294,8 +293,8 @@ def test_a_state_that_was_loaded_is_not_trained_on(kind, target, target_path, ro
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_a_rollout_may_fill_the_context(kind, target, target_path, rollouts):
-    trainer = make_trainer(kind, target, target_path, rollouts, num_steps=5)
+def test_a_rollout_may_fill_the_context(kind, target, rollouts):
+    trainer = make_trainer(kind, target, rollouts, num_steps=5)
     length = target.spec.max_context_len
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB, (length,), generator=generator)
@@ -307,12 +306,12 @@ def test_a_rollout_may_fill_the_context(kind, target, target_path, rollouts):
     assert trainer.step([sequence]).num_guesses == 10
 
 
-def test_resumed_runs_end_where_others_do(target, target_path, rollouts, tmp_path):
+def test_resumed_runs_end_where_others_do(target, rollouts, tmp_path):
     train, held_out = split_by_prompt(rollouts, 4, seed=1)
 
     def run(folder: Path) -> tuple[DraftTrainer, TrainingRun]:
         folder.mkdir(exist_ok=True)
-        trainer = make_trainer("eagle3", target, target_path, rollouts)
+        trainer = make_trainer("eagle3", target, rollouts)
         sources = [
             TargetFeatures(target, trainer.features, each, 10_000) for each in (train, held_out)
         ]
@@ -422,8 +421,8 @@ def test_rollouts_of_one_prompt(target_path, tmp_path, capsys):
     assert not (tmp_path / "draft").exists()
 
 
-def test_the_first_check_takes_time_too(target, target_path, rollouts, tmp_path, monkeypatch):
-    trainer = make_trainer("eagle3", target, target_path, rollouts)
+def test_the_first_check_takes_time_too(target, rollouts, tmp_path, monkeypatch):
+    trainer = make_trainer("eagle3", target, rollouts)
     train, held_out = (
         TargetFeatures(target, trainer.features, each, 10_000)
         for each in split_by_prompt(rollouts, 4, seed=1)
