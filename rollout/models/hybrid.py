@@ -66,15 +66,16 @@ class Hybrid(Llama):
     """See CausalLM. Weights are uninitialised until written through ``destinations``."""
 
     def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
-        attending = {layer: index for index, layer in enumerate(self.spec.attention_layers)}
+        linear = self.spec.linear_attention
+        recurrent, attending = () if linear is None else linear.layers, self.spec.attention_layers
         layers: list[ModelLayer] = []
         for layer in range(self.spec.num_layers):
-            kind = LlamaLayer if layer in attending else DeltaLayer
-            index = attending.get(layer, layer - len(attending.keys() & set(range(layer))))
+            is_recurrent = layer in recurrent
+            kind = DeltaLayer if is_recurrent else LlamaLayer
             layers.append(
                 kind(
                     self.spec,
-                    index=index,
+                    index=(recurrent if is_recurrent else attending).index(layer),
                     layer=layer,
                     dtype=self.dtype,
                     device=self.device,
@@ -86,14 +87,17 @@ class Hybrid(Llama):
 
     def destinations(self) -> dict[str, Destination]:
         """Under every spelling of ``spec.decoder_names``; the first is the config's own."""
+        prefixes = self.spec.decoder_names
+        plain = super().destinations()
+        if prefixes == ("model",):
+            return plain
         found: dict[str, Destination] = {}
-        for name, destination in super().destinations().items():
-            own, *others = _spellings(name, self.spec.decoder_names)
-            if destination.alias_of is not None:
-                canonical, *_ = _spellings(destination.alias_of, self.spec.decoder_names)
-                destination = replace(destination, alias_of=canonical)
-            parts = [_spellings(part, self.spec.decoder_names)[0] for part in destination.parts]
-            destination = replace(destination, parts=tuple(parts))
+        for name, destination in plain.items():
+            own, *others = _spellings(name, prefixes)
+            if destination.alias_of is not None or destination.parts:
+                canonical = destination.alias_of and _spellings(destination.alias_of, prefixes)[0]
+                parts = tuple(_spellings(part, prefixes)[0] for part in destination.parts)
+                destination = replace(destination, alias_of=canonical, parts=parts)
             found[own] = destination
             for other in others:
                 found |= with_alias(own, other, destination)
