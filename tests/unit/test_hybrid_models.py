@@ -55,13 +55,13 @@ def test_prefill(family, tied, tmp_path):
 @torch.inference_mode()
 def test_decode_token_by_token(family, tmp_path):
     model, theirs = load(save_tiny_hybrid(tmp_path, family)), tiny_hybrid(family)
-    attention, states = GrowingAttention(), DenseStates(model.spec, num_slots=2)
+    attention, kept = GrowingAttention(), DenseStates(model.spec, num_slots=2)
     prompt, forced = PROMPTS[0], [8, 8, 90, 1, 33, 61, 2, 5]
     cache = None
     for step, tokens in enumerate([prompt, *([token] for token in forced)]):
         start = 0 if step == 0 else len(prompt) + step - 1
         source, target = (0 if step == 0 else 2 - step % 2), 1 + step % 2
-        states.begin([len(tokens)], [source], [target])
+        states = kept.begin([len(tokens)], [source], [target])
         positions = torch.arange(start, start + len(tokens))
         hidden = model.forward(torch.tensor(tokens), positions, attention, states=states)
         answer = theirs(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
