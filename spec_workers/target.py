@@ -310,13 +310,15 @@ class TargetWorker:
         prompt = np.array(request.tokens, dtype=np.int32)
         admitted = self.memory.admit(prompt, headroom=len(continuation))
         if admitted is None:
-            short = "KV slots", self.memory.obtainable, "memory.kv_bytes"
-            if (states := self.memory.states) is not None and not states.has_seat:
-                short = "state slots", states.obtainable, "memory.state_slots"
-            name, obtainable, field = short
+            states = self.memory.states
+            if states is not None and not states.has_seat:
+                raise OutOfMemoryError(
+                    f"scoring {len(tokens)} tokens: those that run need all {states.num_slots} "
+                    "state slots; raise memory.state_slots or let requests finish"
+                )
             raise OutOfMemoryError(
-                f"scoring {len(tokens)} tokens: only {obtainable} {name} can be had; "
-                f"raise {field} or let requests finish"
+                f"scoring {len(tokens)} tokens: only {self.memory.obtainable} KV slots can be had; "
+                "raise memory.kv_bytes or let requests finish"
             )
         row, start = admitted
         computed = start

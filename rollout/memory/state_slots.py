@@ -74,6 +74,10 @@ class StateSlots:
         self._committed: dict[int, tuple[int, int]] = {}  # (length, slot): what end_step books
 
     @property
+    def num_slots(self) -> int:
+        return self.slots.num_slots
+
+    @property
     def obtainable(self) -> int:
         """Slots that can be had without touching a running request: free or evictable."""
         return self.slots.available + self.checkpoints.evictable
@@ -81,12 +85,12 @@ class StateSlots:
     @property
     def has_seat(self) -> bool:
         """Whether one more request can run."""
-        return SLOTS_PER_ROW * (len(self._rows) + 1) <= self.slots.num_slots
+        return SLOTS_PER_ROW * (len(self._rows) + 1) <= self.num_slots
 
     def node_room(self, runs: Sequence[StateRun]) -> int:
         """Slots that draft nodes may take in a step of these runs."""
         others = len(runs) + sum(len(run.checkpoints) for run in runs)
-        return max(0, self.obtainable - others - self.slots.num_slots // CHECKPOINT_SHARE)
+        return max(0, self.obtainable - others - self.num_slots // CHECKPOINT_SHARE)
 
     def open(self, row: int, length: int, last_kv_slot: int) -> None:
         """A request begins with the checkpoint after ``length`` tokens, or with no state.
@@ -195,7 +199,7 @@ class StateSlots:
 
     def counters(self) -> dict[str, float]:
         return {
-            "states/used": self.slots.num_slots - self.obtainable,
+            "states/used": self.num_slots - self.obtainable,
             "states/cached": self.checkpoints.evictable,
             "states/free": self.slots.available,
             "states/evicted": self.evicted,
