@@ -139,10 +139,10 @@ class ProcessRanks:
             self._fail(error)
 
     def _fail(self, error: RuntimeError) -> NoReturn:
+        reason = str(error).splitlines()[0].partition(". This")[0]
         self._lost = (
             f"a rank is gone or did not come in {self._timeout.total_seconds():g} seconds "
-            f"({str(error).splitlines()[0].partition('. This')[0]}); end all ranks and start them "
-            "again"
+            f"({reason}); end all ranks and start them again"
         )
         self._groups.clear()
         raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error
