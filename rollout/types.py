@@ -261,14 +261,14 @@ class Scheduled:
     draft_slots: np.ndarray  # scheduler: int32 KV slots reserved for draft nodes, maybe none
     expected_remaining: float = 0.0  # scheduler: tokens it is expected to emit yet
     states: ScheduledStates | None = None  # scheduler; None: the target has no recurrent layers
+    samples: bool = field(init=False)  # whether the run reaches the end; still so when that moves
+
+    def __post_init__(self) -> None:
+        self.samples = self.end == len(self.request.tokens)
 
     @property
     def end(self) -> int:
         return self.start + self.run_len
-
-    @property
-    def samples(self) -> bool:
-        return self.end == len(self.request.tokens)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
+from rollout.ops import gpu
 from rollout.parallel import ModelRanks
 from rollout.residency import Residency
 from rollout.types import (
@@ -26,6 +27,7 @@ from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
 from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
 from spec_workers.request_stats import count_step
+from spec_workers.step_clock import StepClock
 from spec_workers.target import TargetWorker
 
 
@@ -43,6 +45,9 @@ class SpecWorker:
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
+        self._unlearned: Callable[[], None] | None = None  # what the budget is to learn of a step
+        # Ranks learn at once: between their steps one may be asked what it learned, others not.
+        self._learns_later = gpu.runs_on(self.model_device) and target.ranks.all.size == 1
 
     @property
     def memory(self) -> CacheMemory:
@@ -93,7 +98,7 @@ class SpecWorker:
 
         A request whose logits are no distribution ends alone, with FinishReason.ERROR.
         """
-        clock = _Clock()
+        clock = StepClock(self.model_device)
         self.prepare(batch)
         floor = self.budget.floor(batch)
         proposed = None if floor is None else self.propose(batch, floor)
@@ -101,12 +106,11 @@ class SpecWorker:
         if self.target.checks_ranks:
             check_drafts(self.ranks.tensor, batch, verified.trees)
         draft_ms = clock.lap()
+        clock.begin_forward()
         forwarded = self.target.verify(batch, verified.trees)
-        logits_RV = forwarded.logits_RV
-        if logits_RV.is_cuda:
-            torch.cuda.synchronize(logits_RV.device)  # sampling waits for it anyway
-        forward_ms = clock.lap()
-        results = self.target.accept(batch, verified.trees, logits_RV)
+        clock.end_forward()
+        self._learn()  # while a GPU computes
+        results = self.target.accept(batch, verified.trees, forwarded.logits_RV)
         if self.target.checks_ranks:
             check_results(self.ranks.tensor, batch, results)
         self.target.commit(batch, results)
@@ -119,12 +123,15 @@ class SpecWorker:
         )
         if self.recorder is not None:
             self.recorder.observe(observation, self.target.runner.features, self.weights.version)
-        sample_ms = clock.lap()
+        forward_ms = clock.forward()
+        sample_ms = max(0.0, clock.lap() - forward_ms)
         self.observe(observation)
         times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
         times = agreed_times(self.ranks.tensor, times)
-        self.budget.observe(batch, verified, results, times)
-        times.draft += clock.lap()
+        self._unlearned = partial(self.budget.observe, batch, verified, results, times)
+        if not self._learns_later:
+            self._learn()
+            times.draft += clock.lap()
         count_step(batch, proposed, verified, results, times)
         return StepResult(
             entries=results,
@@ -135,6 +142,13 @@ class SpecWorker:
             forecast=verified.forecast,
             times=times,
         )
+
+    def _learn(self) -> None:
+        """What the last step cost and gave: on a GPU when the next one is under way there, or when
+        somebody asks before."""
+        unlearned, self._unlearned = self._unlearned, None
+        if unlearned is not None:
+            unlearned()
 
     def prepare(self, batch: Batch) -> None:
         """Called first in each step, whether anything is proposed in it or not."""
@@ -148,6 +162,7 @@ class SpecWorker:
 
     def release(self, request: Request) -> None:
         """The request ended."""
+        self._learn()
         self.budget.forget(request)
         if self.recorder is not None:
             self.recorder.release(request)
@@ -161,13 +176,16 @@ class SpecWorker:
         return self.target.score(request, output_ids)
 
     def weights_changed(self) -> None:
+        self._learn()
         self.budget.change_policy()
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         """Go on from what an earlier engine learned. Raises ValueError for what is none of it."""
+        self._learn()
         self.budget.restore(learned)
 
     def learned(self) -> dict[str, Any]:
+        self._learn()
         return self.budget.learned()
 
     def counters(self) -> dict[str, float]:
@@ -178,14 +196,3 @@ class SpecWorker:
             kept = self.recorder.counters()
             counters |= {f"features/{name}": value for name, value in kept.items()}
         return counters
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Milliseconds since the last lap."""
-        now = time.perf_counter()
-        lap, self._last = (now - self._last) * 1e3, now
-        return lap

@@ -102,14 +102,6 @@ def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, na
     assert engine.worker.target.graphs.num_graphs > 0
 
 
-def test_preemption_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
-    options = engine_options(dtype_name, max_kv_tokens=22, graph_bytes=0)
-    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
-    rollouts = run(engine, "plain")
-    assert numbers(rollouts) == numbers(plain["plain"])
-    assert sum(r.stats.preemptions for r in rollouts) > 0
-
-
 @pytest.mark.parametrize("name", PARAMS)
 def test_score_is_what_generation_reported(small_model_path, dtype_name, plain, name) -> None:
     options = engine_options(dtype_name, chunk_len=6, graph_bytes=0)

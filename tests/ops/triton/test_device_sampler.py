@@ -98,7 +98,7 @@ def test_a_step_is_sampled_and_walked_at_once(device) -> None:
 
 def test_entries_that_do_not_sample_have_no_rows(device) -> None:
     batch, trees, _, _, _ = random_step(PLAIN, torch.float32, device)
-    batch.entries[1].request.tokens.append(1)  # its run ends before the last token
+    batch.entries[1].samples = False
     rows, _ = sample_rows(batch, trees)
     logits = torch.randn(len(rows.requests), VOCAB, generator=torch.Generator().manual_seed(1))
     samples = sample_trees(batch, trees, logits.to(device))

@@ -1,0 +1,48 @@
+"""How long the phases of a step take, also where the host runs ahead of the device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class StepClock:
+    """Made when a step begins. Milliseconds.
+
+    On a GPU the forward is timed there, from its inputs' arrival to its last kernel; on the CPU by
+    the clock on the wall.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._last = time.perf_counter()
+        self._wall = [0.0, 0.0]
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._events = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._stream else []
+        )
+
+    def lap(self) -> float:
+        """Since the last lap."""
+        now = time.perf_counter()
+        lap, self._last = (now - self._last) * 1e3, now
+        return lap
+
+    def begin_forward(self) -> None:
+        self._mark(0)
+
+    def end_forward(self) -> None:
+        """Launched, maybe not done."""
+        self._mark(1)
+
+    def forward(self) -> float:
+        """Waits for its end."""
+        if self._events:
+            self._events[1].synchronize()
+            return self._events[0].elapsed_time(self._events[1])
+        return (self._wall[1] - self._wall[0]) * 1e3
+
+    def _mark(self, which: int) -> None:
+        self._wall[which] = time.perf_counter()
+        if self._events:
+            self._events[which].record(self._stream)
