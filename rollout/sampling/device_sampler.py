@@ -140,9 +140,16 @@ def _edited(logits_RV: torch.Tensor, inputs: Tensors) -> torch.Tensor:
     place = (inputs["edit_rows"], inputs["edit_tokens"])
     values = edited_RV[place]
     penalties = inputs["penalties"]
-    values = torch.where(values > 0, values / penalties, values * penalties)
-    edited_RV[place] = values - inputs["costs"] + inputs["biases"]
+    values = _bounded(values, torch.where(values > 0, values / penalties, values * penalties))
+    values = _bounded(values, values - inputs["costs"])
+    edited_RV[place] = _bounded(values, values + inputs["biases"])
     return edited_RV
+
+
+def _bounded(values: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+    """What was finite stays so, as in `penalties`."""
+    largest = torch.finfo(torch.float32).max
+    return torch.where(values.isfinite(), changed.clamp(-largest, largest), changed)
 
 
 def _sampled(read: dict[str, NDArray], rows: SampleRows, wanted: Wanted) -> Sampled:

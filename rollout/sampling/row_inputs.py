@@ -138,7 +138,9 @@ class _History:
             counts = np.zeros(len(tokens), dtype=np.int64)
             counts[np.searchsorted(tokens, self._output)] = self._counts
             np.add.at(counts, np.searchsorted(tokens, path), 1)
-            cost = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
+            with np.errstate(over="ignore"):
+                often = params.frequency_penalty * counts.astype(np.float32)
+                cost = params.presence_penalty + often
             costs = np.where(counts > 0, cost, 0).astype(np.float32)
         biases = np.zeros(len(tokens), dtype=np.float32)
         places = np.searchsorted(tokens, self._biased)

@@ -28,6 +28,8 @@ PARAMS = [
     {"temperature": 1.0, "min_new_tokens": 6, "max_new_tokens": 20, "sampling_logprobs": True},
     {"temperature": 0.8, "top_p": 0.7, "repetition_penalty": 0.8, "min_new_tokens": 3,
      "logit_bias": {2: 9.0}, "frequency_penalty": -0.2, "entropy": True},
+    {"repetition_penalty": 3e38, "presence_penalty": -3e38, "frequency_penalty": -3e38,
+     "logit_bias": {3: 3e38, 5: -3e38}},
 ]  # fmt: skip
 PLAIN = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.6}]
 
