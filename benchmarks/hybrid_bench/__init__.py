@@ -1,0 +1,1 @@
+"""What recurrent layers cost: their states' memory, verification, and what drafts are worth."""
