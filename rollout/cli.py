@@ -25,6 +25,7 @@ from rich.markup import escape
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline import JobResult, JobStatus, RunConfig, run_job
+from rollout.parallel import is_launched
 from rollout.specs import factory_of
 
 EXIT_ERROR = 1
@@ -106,6 +107,7 @@ class _Command:
     def run(self, config: DictConfig) -> None:
         try:
             run_config = run_config_from(config)
+            _launch_ranks(run_config)
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
         except RolloutError as error:
@@ -153,6 +155,25 @@ def run_config_from(config: DictConfig) -> RunConfig:
         config = copy.deepcopy(config)
         config.output.path = str(folder / DEFAULT_OUTPUT)
     return cast(RunConfig, OmegaConf.to_object(config))
+
+
+def _launch_ranks(config: RunConfig) -> None:
+    """Start this command anew under torchrun, where it needs several processes and is one.
+
+    Does not return then. Raises InvalidInputError in a sweep, whose jobs share the process.
+    """
+    if config.parallel.size == 1 or is_launched():
+        return
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise InvalidInputError(
+            "parallel.size",
+            config.parallel.size,
+            "of a sweep: start it with torchrun -m rollout.cli",
+        )
+    ranks = ["--standalone", f"--nproc-per-node={config.parallel.size}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "rollout.cli"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*torchrun, *sys.argv[1:]])
 
 
 def _stop(result: JobResult) -> None:

@@ -7,8 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.cluster.config import ClusterConfig
-from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.cluster.config import ClusterConfig, ClusterKind
+from rollout.config import (
+    EngineConfig,
+    LoadFormat,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    ParallelMode,
+    SchedulerConfig,
+)
 from rollout.errors import InvalidInputError
 from rollout.types import SamplingParams
 
@@ -84,6 +92,7 @@ class RunConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     exact: bool = True
     num_threads: int | None = None
 
@@ -94,6 +103,15 @@ class RunConfig:
                 self.model.load_format.value,
                 "must be safetensors: nobody sends weights to a dataset job",
             )
+        if self.parallel.mode is ParallelMode.lockstep:
+            raise InvalidInputError(
+                "parallel.mode", "lockstep", "is of ranks that are given prompts of their own; a "
+                "job has one file of them: tensor",
+            )  # fmt: skip
+        if self.parallel.size > 1 and self.cluster.kind is not ClusterKind.none:
+            raise InvalidInputError(
+                "cluster.kind", self.cluster.kind.value, "must be none with parallel=tensor"
+            )
 
     @property
     def engine(self) -> EngineConfig:
@@ -101,6 +119,7 @@ class RunConfig:
             model=self.model,
             memory=self.memory,
             scheduler=self.scheduler,
+            parallel=self.parallel,
             exact=self.exact,
             num_threads=self.num_threads,
         )

@@ -50,6 +50,8 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
         "output.prompt_ids": config.output.prompt_ids,
         "output.stats": config.output.stats,
     }
+    if config.parallel.size > 1:  # sums over ranks have an order of their own
+        fields["parallel"] = {"mode": config.parallel.mode.value, "size": config.parallel.size}
     if not config.exact:  # then these may be seen in the output
         fields |= {"spec": config.spec, "scheduler": asdict(config.scheduler)}
     fields |= {f"sampling.{name}": value for name, value in asdict(config.sampling).items()}

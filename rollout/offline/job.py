@@ -12,8 +12,9 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from rich.console import Console
 from rollout.cluster.opening import open_with
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError, RolloutError
+from rollout.leading import OpenEngine, lead_or_follow
 from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
 from rollout.offline.config import RunConfig
 from rollout.offline.fingerprint import fingerprint
@@ -33,6 +35,7 @@ from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
 from rollout.offline.signals import StopSignals
 from rollout.offline.summary import Summary
+from rollout.parallel import rank_of
 from rollout.specs import WorkerFactory
 from rollout.types import FinishReason, Rollout, SamplingParams
 
@@ -45,6 +48,7 @@ class JobStatus(enum.Enum):
     COMPLETED = "completed"
     NOTHING_TO_DO = "nothing to do"  # the output was complete already
     STOPPED = "stopped"  # by a signal; the same job goes on where it stopped
+    FOLLOWED = "followed"  # this is one of several ranks, of which rank 0 did the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,29 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
     """Generate ``sampling.n`` rollouts for each prompt of ``data.path`` into ``output.path``.
 
     Goes on with an output that the same job left unfinished. Progress and summary go to
-    ``console`` (default: standard output). Raises InvalidInputError before any work for prompts
-    that cannot be used, OutputError for an output that is another run's or cannot be written, and
-    whatever the engine raises for the model; rollouts finished before are in the output.
+    ``console`` (default: standard output). Of several ranks each makes this call: rank 0 reads,
+    writes and reports, the others run the model with it.
+
+    Raises InvalidInputError before any work for prompts that cannot be used, OutputError for an
+    output that is another run's or cannot be written, and whatever the engine raises for the model;
+    rollouts finished before are in the output.
     """
+    opened = partial(open_with, config.engine, factory, config.cluster)
+    job = partial(_run, config, console or Console())
+    if config.parallel.size == 1:
+        return job(opened)
+    # Rank 0 alone says when to stop: it has a signal of its own.
+    with StopSignals() if rank_of(config.parallel) else nullcontext():
+        result = lead_or_follow(config.parallel, opened, job)
+    return result or JobResult(JobStatus.FOLLOWED, Path(config.output.path or ""))
+
+
+def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
     if config.output.path is None:
         raise InvalidInputError("output.path", None, "must name a .jsonl or .parquet file")
     path = Path(config.output.path)
     if path.resolve() == Path(config.data.path).resolve():
         raise InvalidInputError("output.path", config.output.path, "is data.path: give another")
-    console = console or Console()
     columns = rollout_columns(config.output, config.sampling)
     prompts = check_rows(PromptFile(config.data), config.data.on_error, path, columns)
     with OutputLock(path), ExitStack() as at_end:
@@ -79,7 +96,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
             return JobResult(JobStatus.NOTHING_TO_DO, path)
         started = time.perf_counter()
         with loading_model(console, config.model.path) as told:
-            engine = open_with(config.engine, factory, config.cluster, told)
+            engine = opened(told)
         at_end.callback(engine.close)
         check_tokens(prompts, engine, config.sampling, config.data.on_error)
         load_seconds = time.perf_counter() - started

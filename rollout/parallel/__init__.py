@@ -1,7 +1,7 @@
 """Several processes that run one model."""
 
 from rollout.parallel.model_ranks import ONE_RANK, ModelRanks
-from rollout.parallel.opening import local_rank, open_ranks
+from rollout.parallel.opening import is_launched, local_rank, open_ranks, rank_of
 from rollout.parallel.process_ranks import ProcessRanks
 from rollout.parallel.rank_group import RankGroup, SingleRank
 
@@ -11,6 +11,8 @@ __all__ = [
     "ProcessRanks",
     "RankGroup",
     "SingleRank",
+    "is_launched",
     "local_rank",
     "open_ranks",
+    "rank_of",
 ]

@@ -23,8 +23,22 @@ def local_rank(config: ParallelConfig) -> int | None:
     return None if config.size == 1 else int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def open_ranks(config: ParallelConfig, device: torch.device) -> ModelRanks:
+def is_launched() -> bool:
+    """Whether a launcher of several processes has started this one."""
+    return all(os.environ.get(name) for name in _VARIABLES)
+
+
+def rank_of(config: ParallelConfig) -> int:
+    """This process's, as its launcher says."""
+    return int(os.environ["RANK"]) if config.size > 1 and is_launched() else 0
+
+
+def open_ranks(
+    config: ParallelConfig, device: torch.device, *, patience: float | None = None
+) -> ModelRanks:
     """Meet the other ranks, where there are any.
+
+    ``patience``: seconds that they wait for each other, once met; default: ``config.timeout``.
 
     They are those of torchrun: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who and where.
     Raises InvalidInputError where the environment is of another size, ParallelError where ranks do
@@ -56,7 +70,7 @@ def open_ranks(config: ParallelConfig, device: torch.device) -> ModelRanks:
         rank,
         config.size,
         device=device,
-        timeout=config.timeout,
+        timeout=config.timeout if patience is None else patience,
     )
     if config.mode is ParallelMode.lockstep:
         return ModelRanks(tensor=SingleRank(), rows=group)

@@ -45,6 +45,10 @@ class RankGroup(Protocol):
         """Every rank's text, by rank."""
         ...
 
+    def tell(self, text: str) -> str:
+        """Rank 0's text; what the others bring is not looked at."""
+        ...
+
     def post(self, topic: str, text: str) -> None:
         """Leave a note that others may `collect`. Waits for nobody."""
         ...
@@ -77,6 +81,9 @@ class SingleRank:
 
     def exchange(self, text: str) -> list[str]:
         return [text]
+
+    def tell(self, text: str) -> str:
+        return text
 
     def post(self, topic: str, text: str) -> None:
         pass

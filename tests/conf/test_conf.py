@@ -21,7 +21,7 @@ from rollout.specs import factory_of
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("model", "data", "sampling", "spec", "cluster", "experiment")
+GROUPS = ("model", "data", "sampling", "spec", "cluster", "parallel", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 REQUIRED = ["model.path=m", "data.path=p.jsonl", "output.path=o.jsonl"]
 
