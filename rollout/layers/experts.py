@@ -12,13 +12,17 @@ from typing import Protocol
 
 import torch
 
+from rollout.errors import InvalidInputError
 from rollout.layers.destination import Destination
 from rollout.layers.grouped_linear import GroupedLinear
-from rollout.layers.linear import Linear
+from rollout.layers.linear import Linear, linear_destinations
+from rollout.layers.shard import shard_of, shards_of
 from rollout.ops.combine_experts import combine_experts
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.ops.routing import route
 from rollout.ops.silu_mul import silu_mul
+from rollout.parallel import ONE_RANK, ModelRanks
+from rollout.parallel.partition import even_parts, gather_columns, gather_rows
 
 
 class RouteRecorder(Protocol):
@@ -34,6 +38,10 @@ class Experts:
 
     What a row gets depends on that row alone: its choice, its experts' products, and their sum, in
     the order of its choice.
+
+    Of several ranks each has the router whole, and of every expert some of the output features of
+    both products: no sum is split, so a row's bits are those of one rank alone. Ranks with rows of
+    their own compute the rows of all.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class Experts:
         device: torch.device,
         packing: bool = True,
         stacked: bool | None = None,
+        ranks: ModelRanks = ONE_RANK,
     ) -> None:
         """
         Args:
@@ -57,6 +66,8 @@ class Experts:
             shared_ffn_size: of an expert that every row passes, with a gate of its own; 0: none.
             normalizes: whether the chosen experts' probabilities are scaled to add up to 1.
             stacked: see GroupedLinear.
+
+        Raises InvalidInputError for more ranks than can have a part.
         """
 
         def linear(inputs: int, outputs: int) -> Linear:
@@ -73,31 +84,52 @@ class Experts:
         self.experts_per_token = experts_per_token
         self.normalizes = normalizes
         self.has_shared = shared_ffn_size > 0
+        self._group, self._has_own_rows = ranks.all, ranks.rows.size > 1
+        self._features = self._parts(ffn_size)
+        self._shared_features = self._parts(shared_ffn_size) if self.has_shared else ()
+        self._outputs = self._parts(hidden_size)
+        outputs = len(self._outputs[self._group.rank])
         self.router = linear(hidden_size, num_experts + self.has_shared)
-        self.gate_up = grouped(hidden_size, 2 * ffn_size)
-        self.down = grouped(ffn_size, hidden_size)
+        self.gate_up = grouped(hidden_size, 2 * len(self._features[self._group.rank]))
+        self.down = grouped(ffn_size, outputs)
         self._shared: list[Linear] = []
         if self.has_shared:
-            shared_gate_up = linear(hidden_size, 2 * shared_ffn_size)
-            self._shared = [shared_gate_up, linear(shared_ffn_size, hidden_size)]
+            features = len(self._shared_features[self._group.rank])
+            self._shared = [linear(hidden_size, 2 * features), linear(shared_ffn_size, outputs)]
+
+    def _parts(self, total: int) -> tuple[range, ...]:
+        parts = even_parts(total, self._group.size)
+        if not parts[-1]:
+            raise InvalidInputError(
+                "parallel.size", self._group.size, f"is too many for experts of {total} features"
+            )
+        return parts
 
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
         """[T, E], to be added to the residual. The input is normed already; T may be zero."""
+        own = slice(None)
+        if self._has_own_rows:
+            hidden_TE, own = gather_rows(self._group, hidden_TE)
         logits_TN1 = self.router(hidden_TE)
         logits_TN = logits_TN1[:, : self.num_experts]
         experts_TX, weights_TX = route(logits_TN, self.experts_per_token, self.normalizes)
         if routes is not None:
-            routes.record(self.index, experts_TX)
+            routes.record(self.index, experts_TX[own])
         groups = RowGroups.of(experts_TX, self.num_experts)
-        outputs_SE = self.down(silu_mul(self.gate_up(hidden_TE, groups)), groups)
-        outputs_TXE = outputs_SE.view(*experts_TX.shape, hidden_TE.shape[1])
-        if not self.has_shared:
-            return combine_experts(outputs_TXE, weights_TX)
-        shared_gate_up, shared_down = self._shared
-        shared_TE = shared_down(silu_mul(shared_gate_up(hidden_TE)))
-        return combine_experts(outputs_TXE, weights_TX, shared_TE, logits_TN1[:, self.num_experts])
+        inner_SF = silu_mul(self.gate_up(hidden_TE, groups))
+        outputs_SE = self.down(gather_columns(self._group, inner_SF, self._features), groups)
+        outputs_TXE = outputs_SE.view(*experts_TX.shape, self.down.out_features)
+        if self._shared:
+            shared_gate_up, shared_down = self._shared
+            inner_TF = silu_mul(shared_gate_up(hidden_TE))
+            inner_TF = gather_columns(self._group, inner_TF, self._shared_features)
+            gate_T = logits_TN1[:, self.num_experts]
+            out_TE = combine_experts(outputs_TXE, weights_TX, shared_down(inner_TF), gate_T)
+        else:
+            out_TE = combine_experts(outputs_TXE, weights_TX)
+        return gather_columns(self._group, out_TE, self._outputs)[own]
 
     def linears(self) -> list[Linear]:
         """Every matrix product that is one of its own: on a GPU not those of the experts."""
@@ -113,23 +145,38 @@ class Experts:
         Experts are named one by one, and a second time fused, as transformers holds them in memory
         and Qwen3.5-MoE is published: gate_up_proj [N, 2 F, E], down_proj [N, E, F].
         """
-        count, ffn, hidden = self.num_experts, self.down.in_features, self.down.out_features
+        count, group = self.num_experts, self._group
         found = {f"{at}.gate.weight": self.router.weight_rows(0, count)}
+        features = len(self._features[group.rank])
         gates, ups, downs = (
             [f"{at}.experts.{expert}.{name}.weight" for expert in range(count)]
             for name in ("gate_proj", "up_proj", "down_proj")
         )
         for expert in range(count):
-            found[gates[expert]] = self.gate_up.weight_rows(expert, 0, ffn)
-            found[ups[expert]] = self.gate_up.weight_rows(expert, ffn, 2 * ffn)
-            found[downs[expert]] = self.down.weight_rows(expert, 0, hidden)
-        found[f"{at}.experts.gate_up_proj"] = self.gate_up.all_weights((*gates, *ups))
-        found[f"{at}.experts.down_proj"] = self.down.all_weights(tuple(downs))
-        if self.has_shared:
-            shared_gate_up, shared_down = self._shared
-            shared, width = f"{at}.shared_expert", shared_down.in_features
-            found[f"{shared}_gate.weight"] = self.router.weight_rows(count, count + 1)
-            found[f"{shared}.gate_proj.weight"] = shared_gate_up.weight_rows(0, width)
-            found[f"{shared}.up_proj.weight"] = shared_gate_up.weight_rows(width, 2 * width)
-            found[f"{shared}.down_proj.weight"] = shared_down.weight_rows(0, hidden)
+            gate = self.gate_up.weight_rows(expert, 0, features)
+            up = self.gate_up.weight_rows(expert, features, 2 * features)
+            down = self.down.weight_rows(expert, 0, self.down.out_features)
+            found[gates[expert]] = shard_of(gate, group, self._features)
+            found[ups[expert]] = shard_of(up, group, self._features)
+            found[downs[expert]] = shard_of(down, group, self._outputs)
+        gate_up, down = self.gate_up.all_weights((*gates, *ups)), self.down.all_weights(downs)
+        ffn = self._features[-1].stop
+        both = [(part, range(ffn + part.start, ffn + part.stop)) for part in self._features]
+        found[f"{at}.experts.gate_up_proj"] = shard_of(gate_up, group, both, dim=1)
+        found[f"{at}.experts.down_proj"] = shard_of(down, group, self._outputs, dim=1)
+        if self._shared:
+            found[f"{at}.shared_expert_gate.weight"] = self.router.weight_rows(count, count + 1)
+            found |= self._shared_destinations(f"{at}.shared_expert")
         return found
+
+    def _shared_destinations(self, at: str) -> dict[str, Destination]:
+        gate_up, down = self._shared
+        features = len(self._shared_features[self._group.rank])
+        parts = {
+            "gate_proj": self._shared_features,
+            "up_proj": self._shared_features,
+            "down_proj": self._outputs,
+        }
+        found = linear_destinations(at, gate_up, {"gate_proj": features, "up_proj": features})
+        found |= linear_destinations(at, down, {"down_proj": down.out_features})
+        return shards_of(found, self._group, parts)

@@ -5,7 +5,7 @@ Legend: M rows of input, S pairs of a row and an expert, N experts, I input, O o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -74,7 +74,7 @@ class GroupedLinear:
         first = expert * self.out_features + start
         return Destination.of(self._weights_NOI[expert, start:stop], (id(self._weights_NOI), first))
 
-    def all_weights(self, parts: tuple[str, ...]) -> Destination:
+    def all_weights(self, parts: Sequence[str]) -> Destination:
         """[N, O, I]: every expert's, as one tensor. ``parts``: the names that hold it otherwise."""
         experts = [self.weight_rows(n, 0, self.out_features) for n in range(self.num_experts)]
 
@@ -88,7 +88,7 @@ class GroupedLinear:
             write=write,
             read=lambda: torch.stack([expert.read() for expert in experts]),
             place=(id(self), 0),
-            parts=parts,
+            parts=tuple(parts),
         )
 
 

@@ -50,14 +50,13 @@ def feed_forward(
     packing: bool,
     ranks: ModelRanks,
 ) -> FeedForward:
-    """Of this layer of the model's: experts where ``spec.experts`` names it."""
+    """Of this layer of the model's: experts where ``spec.experts`` names it.
+
+    Raises InvalidInputError for more ranks than can have a part.
+    """
     experts = spec.experts
     if experts is None or layer not in experts.layers:
         return Mlp(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
-    if ranks.all.size > 1:
-        raise InvalidInputError(
-            "parallel.size", ranks.all.size, "must be 1 for mixtures of experts"
-        )
     return Experts(
         experts.layers.index(layer),
         hidden_size=spec.hidden_size,
@@ -69,6 +68,7 @@ def feed_forward(
         dtype=dtype,
         device=device,
         packing=packing,
+        ranks=ranks,
     )
 
 

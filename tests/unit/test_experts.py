@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rollout.errors import InvalidInputError
 from rollout.layers.destination import mismatches
 from rollout.layers.experts import Experts
 from rollout.layers.linear import Linear
 from rollout.layers.row_invariance import make_row_invariant
 from rollout.layers.storage import allocate_storage, free_storage
+from rollout.parallel import ONE_RANK
+from tests.helpers.thread_ranks import on_ranks, rows_ranks, tensor_ranks
 
 CPU = torch.device("cpu")
 HIDDEN, COUNT, CHOSEN, FFN, SHARED = 36, 11, 3, 20, 28
@@ -44,11 +47,14 @@ def fused(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def block(weights, *, dtype=torch.float32, normalizes=True, packing=True, stacked=False) -> Experts:
+def block(
+    weights, *, dtype=torch.float32, normalizes=True, packing=True, stacked=False, ranks=ONE_RANK
+) -> Experts:
     experts = Experts(
         2, hidden_size=HIDDEN, num_experts=COUNT, experts_per_token=CHOSEN, ffn_size=FFN,
         shared_ffn_size=SHARED if "mlp.shared_expert_gate.weight" in weights else 0,
         normalizes=normalizes, dtype=dtype, device=CPU, packing=packing, stacked=stacked,
+        ranks=ranks,
     )  # fmt: skip
     write(experts, weights)
     return experts
@@ -195,3 +201,62 @@ def test_memory_is_given_back_and_had_again(stacked) -> None:
     x = torch.randn(8, HIDDEN)
     with torch.inference_mode():
         assert torch.equal(experts(x), block(weights, stacked=stacked)(x))
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensor_parallel_ranks_have_parts_of_every_expert(size, shared, stacked) -> None:
+    weights = tensors(shared)
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(4))
+
+    @torch.inference_mode()
+    def rank(group):
+        experts = block(fused(weights), packing=False, stacked=stacked, ranks=tensor_ranks(group))
+        held = sum(each.release() for each in experts.linears())
+        held += sum(free_storage(tensor) for tensor in experts.plain_weights())
+        for tensor in experts.plain_weights():
+            allocate_storage(tensor)
+        for each in experts.linears():
+            each.allocate()
+        write(experts, weights)
+        destinations = experts.destinations("mlp")
+        for name, tensor in (weights | fused(weights)).items():
+            assert torch.equal(destinations[name].read(), tensor), name
+        return experts(x), held
+
+    expected = block(weights, stacked=stacked)
+    whole = sum(tensor.nbytes for tensor in weights.values())
+    for y, held in on_ranks(size, rank):
+        with torch.inference_mode():
+            torch.testing.assert_close(y, expected(x), rtol=1e-5, atol=1e-6)
+        assert held < whole * (1 / size + 0.25)
+
+
+@pytest.mark.parametrize("counts", [(4, 0), (0, 7, 2), (0, 0)], ids=str)
+def test_ranks_with_rows_of_their_own_compute_those_of_all(counts) -> None:
+    weights = tensors(shared=True)
+    x = torch.randn(sum(counts), HIDDEN, generator=torch.Generator().manual_seed(4))
+    parts = x.split(counts)
+
+    @torch.inference_mode()
+    def rank(group):
+        routes = Recorder()
+        y = block(weights, ranks=rows_ranks(group))(parts[group.rank], routes)
+        return y, routes.calls[0][1]
+
+    routes = Recorder()
+    with torch.inference_mode():
+        expected = block(weights)(x, routes)
+    found = on_ranks(len(counts), rank)
+    assert [len(y) for y, _ in found] == list(counts)
+    torch.testing.assert_close(torch.cat([y for y, _ in found]), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.cat([chosen for _, chosen in found]), routes.calls[0][1])
+
+
+def test_more_ranks_than_features_are_refused() -> None:
+    def rank(group):
+        with pytest.raises(InvalidInputError, match=r"parallel\.size.*too many.*20 features"):
+            block(tensors(shared=False), ranks=tensor_ranks(group))
+
+    on_ranks(21, rank)
