@@ -46,9 +46,7 @@ def _accept_length(folder: Path, trace: Trace, num_steps: int | None) -> float:
     for number, wave in enumerate(waves(trace, _ACTIVE, num_steps)):
         for response in wave:
             prompt = int(trace.prompt_of_R[response])
-            params = SamplingParams(
-                max_new_tokens=len(trace.responses[response]), ignore_eos=True
-            )
+            params = SamplingParams(max_new_tokens=len(trace.responses[response]), ignore_eos=True)
             engine.submit(
                 trace.prompts[prompt].tolist(), params, prompt_index=prompt, sample_index=response
             )
