@@ -245,6 +245,8 @@ class EngineLoop(Generic[E]):
                 self._busy_since = None
         except BaseException as error:  # nobody joins this thread for its exception
             self._break(error)
+        finally:
+            self._busy_since = None
 
     @property
     def _can_step(self) -> bool:

@@ -1,0 +1,103 @@
+"""HTTP in front of replicas: what clients get is what one engine gives, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastapi.testclient import TestClient
+from safetensors.torch import load_file, save
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import EngineConfig
+from rollout.server.app import make_app
+from rollout.server.config import ServeConfig, ServerConfig
+from rollout.server.serving import Serving
+from tests.cluster.thread_pool import ThreadPool
+from tests.cluster.workload import PROMPTS, always_drafts
+from tests.helpers.tiny_model import save_tiny_llama
+
+pytestmark = pytest.mark.timeout(120)
+
+SAMPLING = {"temperature": 0.9, "max_new_tokens": 30, "ignore_eos": True}
+
+
+@pytest.fixture
+def served(make, text_config: EngineConfig) -> Iterator[tuple[TestClient, ThreadPool]]:
+    cluster, pool = make(2, report_seconds=0.002, max_deaths_per_request=100)
+    config = ServeConfig(model=text_config.model, server=ServerConfig())
+    serving = Serving(cluster, config)
+    address = f"http://{config.server.host}:{config.server.port}"
+    try:
+        with TestClient(make_app(serving), base_url=address) as client:
+            yield client, pool
+    finally:
+        serving.close()
+
+
+def expected(config: EngineConfig) -> list[tuple[list[int], list[float]]]:
+    engine = RolloutEngine.from_config(config, always_drafts())
+    rollouts = engine.generate(PROMPTS, SamplingParams(**SAMPLING, seed=7))
+    return [(each.token_ids, each.logprobs) for each in rollouts]
+
+
+def body(**options: Any) -> dict[str, Any]:
+    sampling = SAMPLING | {"seed": 7}
+    return {"input_ids": PROMPTS, "sampling_params": sampling, "return_logprob": True} | options
+
+
+def content(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
+    logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+    return answer["output_ids"], logprobs
+
+
+def test_requests_are_answered_as_by_one_engine(served, text_config):
+    client, pool = served
+    wanted = expected(text_config)
+    answers = client.post("/generate", json=body()).json()
+    assert [content(each) for each in answers] == wanted
+    with client.stream("POST", "/generate", json=body(stream=True)) as stream:
+        last: dict[int, dict[str, Any]] = {}
+        for number, line in enumerate(each for each in stream.iter_lines() if each):
+            if number == 3:
+                pool.living["replica-0"].kill()
+            if line != "data: [DONE]":
+                event = json.loads(line.removeprefix("data: "))
+                last[event["index"]] = event
+    assert [last[index]["output_ids"] for index in sorted(last)] == [ids for ids, _ in wanted]
+    status = client.get("/status").json()["engine"]
+    assert sorted(status["replicas"]) == ["replica-0", "replica-1"]
+
+
+def test_weights_and_corpora_reach_all_replicas(served, text_config, tmp_path: Path):
+    client, pool = served
+    save_tiny_llama(tmp_path / "other", seed=9)
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    answer = client.post("/update_weights_from_tensor", content=save(tensors),
+                         headers={"Content-Type": "application/octet-stream"})  # fmt: skip
+    assert answer.json()["success"], answer.text
+    added = {"corpus_id": "texts", "token_chunks": [[5, 6, 7], [8]]}
+    assert client.post("/add_external_corpus", json=added).json()["loaded_token_count"] == 4
+    assert client.post("/add_external_corpus", json=added).status_code == 409
+    pool.living["replica-1"].kill()
+    engine = RolloutEngine.from_config(text_config, always_drafts())
+    engine.update_weights_from_tensor(tensors)
+    rollouts = engine.generate(PROMPTS, SamplingParams(**SAMPLING, seed=7))
+    answers = client.post("/generate", json=body()).json()
+    assert [content(each) for each in answers] == [(r.token_ids, r.logprobs) for r in rollouts]
+    assert {each["meta_info"]["weight_version"] for each in answers} == {"1"}
+    deadline = time.monotonic() + 60
+    while pool.lives[-1] not in pool._open:
+        assert client.get("/status").status_code == 200
+        assert time.monotonic() < deadline
+    (corpus,) = client.get("/list_external_corpora").json()["corpora"]
+    assert (corpus["corpus_id"], corpus["state"]) == ("texts", "published")
+    assert client.post("/remove_external_corpus", json={"corpus_id": "texts"}).json()["success"]
+    assert client.get("/list_external_corpora").json()["corpora"] == []
