@@ -13,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 Body = TypeVar("Body", bound=BaseModel)
 
+NOT_DECLARED = "the body must be declared as Content-Type: application/json"
+
 
 async def json_body(request: Request, model: type[Body]) -> Body:
     """The body as ``model``, of a `JsonRoute`. Raises what a route that declares it would.
@@ -49,7 +51,7 @@ async def _validated(validate: Callable[[Any], Body], value: Any) -> Body:
 
 def _require_json(request: Request) -> None:
     if content_type(request) != "application/json":
-        raise HTTPException(415, "the body must be declared as Content-Type: application/json")
+        raise HTTPException(415, NOT_DECLARED)
 
 
 def content_type(request: Request) -> str:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
+from rollout.server.json_body import NOT_DECLARED, content_type
 from rollout.server.json_pieces import loads_in_pieces
 
 _SHORT = 2**16  # bytes that take less time to parse than to hand to a thread
@@ -27,8 +28,19 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
+        reads_body = self.body_field is not None
 
         async def answer_json(request: Request) -> Response:
+            if reads_body and _has_other_body(request):
+                raise HTTPException(415, NOT_DECLARED)
             return await answer(JsonRequest(request.scope, request.receive))
 
         return answer_json
+
+
+def _has_other_body(request: Request) -> bool:
+    """One that is not declared to be JSON, as curl's are unless it is told."""
+    kind = content_type(request)
+    is_json = kind.startswith("application/") and kind.endswith(("/json", "+json"))
+    length = request.headers.get("content-length", "0")
+    return not is_json and (length != "0" or "transfer-encoding" in request.headers)

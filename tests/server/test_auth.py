@@ -133,6 +133,7 @@ def test_other_machines_need_an_api_key(host):
         ({"api_key": "same", "admin_key": "same"}, "admin_key"),
         ({"port": 70000}, "port"),
         ({"max_queue": 0}, "max_queue"),
+        ({"max_connections": 0}, "max_connections"),
         ({"max_batch": 10, "max_queue": 5}, "max_batch"),
         ({"max_prompt_len": 0}, "max_prompt_len"),
         ({"drain_seconds": -1}, "drain_seconds"),

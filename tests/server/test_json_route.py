@@ -71,6 +71,20 @@ def test_long_bodies_are_refused_as_short_ones_are(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_body_that_is_not_declared_to_be_json_is_told_so(live: Live, path: str) -> None:
+    with live.client() as client:
+        for kind in ("", "text/plain", "application/x-www-form-urlencoded", "multipart/json"):
+            answer = client.post(path, content=b"{}", headers={"Content-Type": kind})
+            assert answer.status_code == 415, kind
+            assert "Content-Type: application/json" in answer.json()["error"]["message"]
+        kind = "Application/JSON; charset=utf-8"
+        taken = client.post(path, content=b'{"text": 3}', headers={"Content-Type": kind})
+        assert taken.status_code in (400, 422)
+        empty = client.post(path, content=b"", headers={"Content-Type": "text/plain"})
+        assert empty.status_code == taken.status_code
+
+
 def test_the_first_wrong_value_is_enough(live: Live) -> None:
     """What is wrong with each of a million values would fill gigabytes."""
     many, half = ["x"] * 100_000, {str(token): "x" for token in range(100_000)}
