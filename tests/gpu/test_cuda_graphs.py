@@ -1,0 +1,105 @@
+"""CUDA graphs as torch makes them: see tests/unit/test_graphs.py for what a stand-in can show."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from rollout import RolloutEngine, SamplingParams
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=3, n=2, ignore_eos=True)
+NAME, SHAPE = "model.layers.0.mlp.down_proj.weight", (48, 80)
+
+
+def make(path, spec="none", **overrides):
+    options = {"device": "cuda", "dtype": "bfloat16", "max_running": 8, "kv_bytes": 1 << 24}
+    budget = {"spec_options": {"calibration_seconds": 0}} if spec == "ngram" else {}
+    return RolloutEngine.from_pretrained(path, spec=spec, **(options | overrides), **budget)
+
+
+def outcome(engine):
+    found = [(r.token_ids, r.logprobs, r.finish_reason) for r in engine.generate(PROMPTS, PARAMS)]
+    engine.check_integrity()
+    return found
+
+
+@pytest.fixture(scope="module")
+def eager(tiny_model_path):
+    engine = make(tiny_model_path, graph_bytes=0)
+    assert engine.worker.target.graphs is None
+    return outcome(engine)
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram"])
+def test_graphs_cannot_be_seen(tiny_model_path, eager, spec) -> None:
+    engine = make(tiny_model_path, spec)
+    for _ in range(3):
+        assert outcome(engine) == eager
+    graphs = engine.worker.target.graphs
+    assert graphs.num_graphs > 0
+    assert not graphs.failure
+
+
+def test_without_exactness_graphs_are_captured_too(tiny_model_path) -> None:
+    engine = make(tiny_model_path, exact=False)
+    outcome(engine)
+    assert engine.worker.target.graphs.num_graphs > 0
+    assert not engine.worker.target.graphs.failure
+
+
+def test_updates_in_place_reach_what_was_captured(tiny_model_path) -> None:
+    engines = [make(tiny_model_path), make(tiny_model_path, graph_bytes=0)]
+    before = [outcome(engine) for engine in engines]
+    tensor = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) / 9
+    captured = engines[0].worker.target.graphs.num_graphs
+    for engine in engines:
+        engine.update_weights_from_tensor([(NAME, tensor)], partial=True)
+    after = [outcome(engine) for engine in engines]
+    assert engines[0].worker.target.graphs.num_graphs >= captured > 0
+    assert before[0] == before[1] != after[0] == after[1]
+
+
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["kv_cache", "weights", "graphs"]])
+def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags) -> None:
+    engine = make(tiny_model_path)
+    assert outcome(engine) == eager
+    engine.release_memory(tags)
+    assert engine.worker.target.graphs.num_graphs == 0
+    blocker = torch.empty(1 << 24, device="cuda")  # where weights or KV may have been
+    engine.resume_memory()
+    assert outcome(engine) == eager
+    assert engine.worker.target.graphs.num_graphs > 0
+    del blocker
+
+
+def test_their_memory_is_bounded_and_comes_back(tiny_model_path, eager) -> None:
+    engine = make(tiny_model_path, graph_bytes=1)
+    for _ in range(3):
+        assert outcome(engine) == eager
+    graphs = engine.worker.target.graphs
+    assert graphs.num_graphs == 0 or graphs.num_bytes <= 1
+    engine = make(tiny_model_path)
+    assert outcome(engine) == eager
+    held = engine.worker.target.graphs.num_bytes
+    assert engine.release_memory(["graphs"]) == {"graphs": held}
+
+
+def test_a_forward_that_cannot_be_captured_runs_without(tiny_model_path, eager, caplog) -> None:
+    engine = make(tiny_model_path)
+    model = engine.worker.target.model
+    forward = model.forward
+
+    def synchronizing(*arguments, **keywords):
+        hidden = forward(*arguments, **keywords)
+        hidden.sum().item()  # not permitted while a stream is captured
+        return hidden
+
+    model.forward = synchronizing
+    with caplog.at_level(logging.WARNING):
+        assert outcome(engine) == eager
+    assert "without graphs" in caplog.text
+    assert engine.worker.target.graphs.failure
+    assert outcome(engine) == eager
