@@ -20,6 +20,7 @@ from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
 from rollout.models.causal_lm import CausalLM
 from rollout.models.features import Features, Taps
+from rollout.ops.gated_delta_rule.chunked import ChunkedPlan, PieceKernel, chunked_plan
 from rollout.step_arrays import StepArrays, attention_plan
 from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees
@@ -53,12 +54,14 @@ class ModelRunner:
         device: torch.device,
         features: Features | None = None,
         graphs: ForwardGraphs | None = None,
+        piece_kernel: PieceKernel | None = None,
     ) -> None:
         """
         Args:
             state_pool: where the model has recurrent layers.
             features: hidden states that every forward keeps; default: none.
             graphs: capture forwards; default: each is launched anew.
+            piece_kernel: for long runs of recurrent layers; default: row after row, as all others.
         """
         self.model = model
         self._kv_pool = kv_pool
@@ -69,6 +72,7 @@ class ModelRunner:
         self._minimum_rows = minimum_rows
         self._device = device
         self._graphs = graphs
+        self._piece_kernel = piece_kernel
         self.features = features or Features()
 
     @torch.inference_mode()
@@ -95,15 +99,17 @@ class ModelRunner:
             hidden_TE, features_TF = self._graphs.run(placed, self._hidden)
         else:
             padded = step.padded(self._minimum_rows)
+            chunks = None
             if self._state_pool is not None:
                 rows = len(padded.input_ids_T)
                 others |= state_arrays(batch, trees, padded.q_offsets_B1, rows)
+                chunks = self._chunks({"q_offsets_B1": padded.q_offsets_B1} | others)
             tensors = upload(padded.inputs() | others, self._device)
             self._table.apply(changes, tensors)
             routes = None
             if self._routes_pool is not None:
                 routes = self._routes_pool.step(padded.slots_T)
-            hidden_TE, features_TF = self._hidden(tensors, step.longest, routes)
+            hidden_TE, features_TF = self._hidden(tensors, step.longest, routes, chunks)
             if routes is not None:
                 routes.end()
         return Forwarded(
@@ -117,6 +123,7 @@ class ModelRunner:
         tensors: dict[str, torch.Tensor],
         longest: int,
         routes: StepRoutes | None = None,
+        chunks: ChunkedPlan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and features, padding included."""
         attention = PagedAttention(
@@ -133,17 +140,28 @@ class ModelRunner:
             tensors["positions_T"],
             attention,
             taps,
-            states=self._states(tensors),
+            states=self._states(tensors, chunks),
             routes=routes,
         )
         return hidden_TE, hidden_TE[:, :0] if taps is None else taps.features_TF
 
-    def _states(self, tensors: dict[str, torch.Tensor]) -> RecurrentStates | None:
+    def _chunks(self, arrays: dict[str, NDArray]) -> ChunkedPlan | None:
+        if self._piece_kernel is None:
+            return None
+        plan = state_plan({name: torch.from_numpy(array) for name, array in arrays.items()})
+        return chunked_plan(plan, self._device, self._piece_kernel)
+
+    def _states(
+        self, tensors: dict[str, torch.Tensor], chunks: ChunkedPlan | None
+    ) -> RecurrentStates | None:
         pool = self._state_pool
         if pool is None:
             return None
         return RecurrentStates(
-            convolutions=pool.convolutions, recurrent=pool.recurrent, plan=state_plan(tensors)
+            convolutions=pool.convolutions,
+            recurrent=pool.recurrent,
+            plan=state_plan(tensors),
+            chunks=chunks,
         )
 
     def _taps(self, rows: int) -> Taps | None:

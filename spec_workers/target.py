@@ -27,6 +27,8 @@ from rollout.models.features import Features
 from rollout.models.layer_spec import ExpertsSpec
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.models.spec import ModelSpec
+from rollout.ops.gated_delta_rule.chunked import PieceKernel
+from rollout.ops.gated_delta_rule.fla import piece_kernel
 from rollout.parallel import local_rank, open_ranks
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
@@ -170,7 +172,13 @@ class TargetWorker:
             device=device,
             features=features,
             graphs=self.graphs,
+            piece_kernel=self._piece_kernel(config),
         )
+
+    def _piece_kernel(self, config: EngineConfig) -> PieceKernel | None:
+        if config.exact or self.state_pool is None:
+            return None
+        return piece_kernel(self.state_pool.recurrent[0], self.model.dtype)
 
     def _reserved_bytes(self, config: EngineConfig, device: torch.device) -> int:
         """What steps and graphs will want on a GPU, where KV is sized by what is free."""

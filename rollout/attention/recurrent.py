@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
+from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.types import Batch, DraftTrees
 
@@ -27,11 +28,16 @@ class RecurrentStates:
         convolutions: Sequence[torch.Tensor],
         recurrent: Sequence[torch.Tensor],
         plan: StatePlan,
+        chunks: ChunkedPlan | None = None,
     ) -> None:
-        """``convolutions`` [S, C, W - 1] and ``recurrent`` [S, G, K, V], of each layer."""
+        """``convolutions`` [S, C, W - 1] and ``recurrent`` [S, G, K, V], of each layer.
+
+        ``chunks``, made of the plan: its long runs, to be computed in chunks.
+        """
         self._convolutions = convolutions
         self._recurrent = recurrent
         self._plan = plan
+        self._chunks = chunks
 
     def convolve(
         self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
@@ -48,7 +54,14 @@ class RecurrentStates:
         beta_TG: torch.Tensor,
     ) -> torch.Tensor:
         return gated_delta_rule(
-            q_THK, k_THK, v_TGV, log_decay_TG, beta_TG, self._recurrent[layer], self._plan
+            q_THK,
+            k_THK,
+            v_TGV,
+            log_decay_TG,
+            beta_TG,
+            self._recurrent[layer],
+            self._plan,
+            self._chunks,
         )
 
 

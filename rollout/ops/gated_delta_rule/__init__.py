@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from rollout.ops.gated_delta_rule import native, reference
+from rollout.ops.gated_delta_rule import chunked, native, reference
+from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.state_plan import StatePlan
 
 
@@ -19,6 +20,7 @@ def gated_delta_rule(
     beta_TG: torch.Tensor,
     states_SGKV: torch.Tensor,
     plan: StatePlan,
+    chunks: ChunkedPlan | None = None,
 ) -> torch.Tensor:
     """``S = decay S'; S += k (beta (v - k^T S))^T; o = q^T S``, row after row along each path.
 
@@ -29,10 +31,22 @@ def gated_delta_rule(
 
     q_THK, k_THK, v_TGV: one dtype, strided views are fine where elements of a head are adjacent.
     log_decay_TG (natural logarithms, <= 0), beta_TG and states_SGKV: float32. Rows of padding come
-    out as zeros. Returns a new contiguous [T, G, V] in the dtype of v.
+    out as zeros. With ``chunks``, made of the plan, long runs are computed in chunks: quicker on a
+    GPU, and not the same to the last bit. Returns a new contiguous [T, G, V] in the dtype of v.
     Raises ValueError or IndexError when the plan contradicts itself or names a row or slot that is
     not there; on a GPU nothing checks that.
     """
+    if chunks is not None:
+        return chunked.gated_delta_rule(
+            q_THK,
+            k_THK,
+            v_TGV,
+            log_decay_TG,
+            beta_TG,
+            states_SGKV,
+            chunks,
+            recurrent=gated_delta_rule,
+        )
     inputs = (q_THK, k_THK, v_TGV, log_decay_TG, beta_TG, states_SGKV)
     if v_TGV.is_cuda:
         from rollout.ops.gated_delta_rule import triton

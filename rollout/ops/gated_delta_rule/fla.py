@@ -1,0 +1,102 @@
+"""flash-linear-attention's chunked kernels, where they are installed and agree with ours.
+
+Written for version 0.6 and not run on a GPU yet. A package that gives other numbers is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rollout.ops.gated_delta_rule.chunked import (
+    LEAST_ROWS,
+    PieceKernel,
+    Round,
+    chunked_pieces,
+    chunked_plan,
+)
+from rollout.ops.state_plan import StatePlan
+
+_TOLERANCE = 0.02  # of the largest number: its products are of 16-bit numbers
+
+
+def piece_kernel(states_SGKV: torch.Tensor, dtype: torch.dtype) -> PieceKernel | None:
+    """For these states and inputs of ``dtype``: theirs, or else `chunked_pieces`.
+
+    None on a CPU: there our recurrence is quicker, its states being in cache.
+    """
+    if not states_SGKV.is_cuda:
+        return None
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return chunked_pieces
+    theirs = fla_pieces(chunk_gated_delta_rule)
+    takes = dtype is not torch.float32  # their products are of 16-bit numbers
+    return theirs if takes and agrees(theirs, states_SGKV, dtype) else chunked_pieces
+
+
+def fla_pieces(chunk_gated_delta_rule: Callable[..., Any]) -> PieceKernel:
+    def pieces(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        part: Round,
+        states_RGKV: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group = v.shape[1] // k.shape[1]
+        q, k = (x.repeat_interleave(group, dim=1) for x in (q, k))
+        out, states = chunk_gated_delta_rule(
+            *(x.contiguous().unsqueeze(0) for x in (q, k, v, log_decay, beta)),
+            initial_state=states_RGKV,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=part.offsets_R1,
+        )
+        return out.squeeze(0), states
+
+    return pieces
+
+
+def agrees(kernel: PieceKernel, states_SGKV: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``kernel`` gives what `chunked_pieces` gives, on two pieces of other lengths.
+
+    ``states_SGKV``: for its sizes and its device.
+    """
+    _, heads, key_dim, value_dim = states_SGKV.shape
+    device, generator = states_SGKV.device, torch.Generator().manual_seed(0)
+    lengths = (LEAST_ROWS + 7, LEAST_ROWS + 64)
+    rows = sum(lengths)
+    offsets = torch.tensor([0, lengths[0], rows], dtype=torch.int32)
+    parents, targets = torch.arange(-1, rows - 1), torch.zeros(rows, dtype=torch.int32)
+    parents[lengths[0]] = -1
+    targets[offsets[1:].long() - 1] = torch.tensor([1, 2], dtype=torch.int32)
+    plan = chunked_plan(
+        StatePlan(
+            q_offsets_B1=offsets,
+            sources_B=torch.tensor([0, 3], dtype=torch.int32),
+            parents_T=parents.int(),
+            targets_T=targets,
+        ),
+        device,
+        kernel,
+    )
+    assert plan is not None
+    (part,) = plan.rounds
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    q, k, v = (normal(rows, heads, dim).to(dtype) for dim in (key_dim, key_dim, value_dim))
+    log_decay, beta = -normal(rows, heads).abs() / 10, normal(rows, heads).sigmoid()
+    states = normal(2, heads, key_dim, value_dim)
+    expected = chunked_pieces(q, k, v, log_decay, beta, part, states)
+    found = kernel(q, k, v, log_decay, beta, part, states.clone())
+    return all(
+        a.shape == b.shape and bool(((a - b).abs().max() <= _TOLERANCE * b.abs().max()).item())
+        for a, b in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,90 @@
+"""Long runs in chunks are the recurrence, but for rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.ops.gated_delta_rule import gated_delta_rule
+from rollout.ops.gated_delta_rule.chunked import (
+    CHUNK,
+    LEAST_ROWS,
+    ChunkedPlan,
+    chunked_pieces,
+    chunked_plan,
+)
+from rollout.ops.gated_delta_rule.fla import agrees, piece_kernel
+from tests.helpers.state_cases import Step, make_plan
+
+CPU = torch.device("cpu")
+SHAPES = ((2, 24), (2, 24), (4, 40))  # of q, k and v
+LONG = LEAST_ROWS + CHUNK
+
+
+def plan_of(steps: list[Step]) -> ChunkedPlan | None:
+    return chunked_plan(make_plan(steps, 10), CPU, chunked_pieces)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [Step(run_len=LEAST_ROWS, source=1)],
+        [Step(run_len=LONG + 5, source=1, checkpoints=[99, 120, LONG + 3])],
+        [Step(run_len=3, source=1), Step(run_len=LONG, nodes=[0, 0, 1, 2]), Step(run_len=1)],
+        [Step(run_len=LONG - 1, nodes=list(range(8))), Step(run_len=2 * LONG, checkpoints=[LONG])],
+        [Step(run_len=LONG, source=n, checkpoints=[CHUNK * n]) for n in (1, 2, 3)],
+    ],
+)
+def test_chunks_are_the_recurrence(dtype: torch.dtype, steps: list[Step]) -> None:
+    torch.manual_seed(0)
+    plan = make_plan(steps, 10)
+    chunks = chunked_plan(plan, CPU, chunked_pieces)
+    assert chunks is not None
+    rows = len(plan.parents_T)
+    qkv = [torch.randn(rows, *shape).to(dtype) for shape in SHAPES]
+    gates = [-torch.rand(rows, 4) / 4, torch.rand(rows, 4)]
+    states = torch.full((10 + rows, 4, 24, 40), torch.nan)
+    states[1:4] = torch.randn(3, 4, 24, 40)
+    expected_states = states.clone()
+    expected = gated_delta_rule(*qkv, *gates, expected_states, plan)
+    out = gated_delta_rule(*qkv, *gates, states, plan, chunks)
+    rtol = 1e-4 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=2e-6)
+    torch.testing.assert_close(states, expected_states, rtol=1e-4, atol=2e-5, equal_nan=True)
+
+
+def test_short_runs_and_draft_nodes_are_left_out() -> None:
+    assert plan_of([Step(run_len=LEAST_ROWS - 1), Step(run_len=1, nodes=list(range(63)))]) is None
+    steps = [Step(run_len=LONG, nodes=list(range(70)), checkpoints=[LONG - 2]), Step(run_len=2)]
+    plan = plan_of(steps)
+    assert plan is not None
+    assert [part.lengths_R for part in plan.rounds] == [[LONG - 1]]
+    assert plan.rest_rows.tolist() == list(range(LONG - 1, LONG + 70 + 2))
+    assert plan.rest.q_offsets_B1.tolist() == [0, 71, 73]
+    assert plan.rest.sources_B[0] == plan.rounds[0].targets_R[0]
+
+
+def test_a_round_takes_one_piece_of_each_run() -> None:
+    steps = [Step(run_len=LONG, checkpoints=[70, 90]), Step(run_len=2), Step(run_len=LONG)]
+    plan = plan_of(steps)
+    assert plan is not None
+    assert [part.lengths_R for part in plan.rounds] == [[71, LONG], [20], [LONG - 91]]
+    assert plan.rounds[0].sources_R.tolist() == [0, 0]
+    assert plan.rounds[1].sources_R[0] == plan.rounds[0].targets_R[0]
+    assert plan.rest_rows.tolist() == [LONG, LONG + 1]
+
+
+def test_another_kernel_is_taken_where_it_agrees() -> None:
+    states = torch.empty(1, 4, 24, 40)
+    assert piece_kernel(states, torch.bfloat16) is None
+
+    def forgetful(q, k, v, log_decay, beta, part, states):
+        return chunked_pieces(q, k, v, log_decay * 2, beta, part, states)
+
+    def transposed(*inputs):
+        out, states = chunked_pieces(*inputs)
+        return out, states.transpose(2, 3)
+
+    assert agrees(chunked_pieces, states, torch.bfloat16)
+    assert not agrees(forgetful, states, torch.bfloat16)
+    assert not agrees(transposed, states, torch.bfloat16)
