@@ -26,8 +26,9 @@ def agreed_times(group: RankGroup, times: StepTimes) -> StepTimes:
 
 def check_drafts(group: RankGroup, batch: Batch, trees: DraftTrees) -> None:
     """Raises ParallelError where another rank runs other requests, or other drafts of them."""
-    entries = [(each.request.request_id, each.start, each.end) for each in batch.entries]
-    arrays = (np.array(entries, dtype=np.int64), trees.offsets_B1, trees.tokens_N, trees.parents_N)
+    # By seed: numbers of requests are a rank's own.
+    entries = [(each.request.seed, each.start, each.end) for each in batch.entries]
+    arrays = (np.array(entries, dtype=np.uint64), trees.offsets_B1, trees.tokens_N, trees.parents_N)
     _check(group, f"step {batch.step}, before its forward: requests or drafts", arrays)
 
 

@@ -1,0 +1,52 @@
+"""The dataset job on two ranks: stopped, resumed and complete, with the tokens of one."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollout.cluster.config import ClusterConfig, ClusterKind
+from rollout.config import ModelConfig, ParallelConfig, ParallelMode
+from rollout.errors import InvalidInputError
+from rollout.offline import DataConfig, RunConfig, run_job
+from rollout.specs import worker_factory
+from tests.helpers.job_ranks import config_of
+from tests.helpers.launch import launch
+
+
+def rows(path: Path) -> dict[tuple[int, int], list[int]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(found) == len({(row["prompt_index"], row["sample_index"]) for row in found})
+    return {(row["prompt_index"], row["sample_index"]): row["token_ids"] for row in found}
+
+
+def test_a_job_that_was_stopped_goes_on(tiny_model_path, tmp_path, monkeypatch):
+    data, one, two = tmp_path / "prompts.jsonl", tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    prompts = [{"prompt": [5, 6, 7, index % 97]} for index in range(40)]
+    data.write_text("\n".join(map(json.dumps, prompts)))
+    monkeypatch.setenv("JOB_RANKS", json.dumps([str(tiny_model_path), str(data), str(two)]))
+    first, second = launch("tests.helpers.job_ranks", tmp_path, ranks=2, timeout=120.0)
+    assert first == ["stopped", "completed", "nothing to do"]
+    assert second == ["followed"] * 3
+    config = config_of(str(tiny_model_path), str(data), str(one), 1)
+    run_job(config, worker_factory("none"), Console(file=StringIO()))
+    alone, together = rows(one), rows(two)
+    assert together.keys() == alone.keys()
+    assert sum(together[key] == alone[key] for key in alone) > 0.97 * len(alone)
+
+
+def test_what_a_job_on_ranks_cannot_be():
+    parts = {"model": ModelConfig(path="m"), "data": DataConfig(path="p.jsonl")}
+    tensor = ParallelConfig(mode=ParallelMode.tensor, size=2)
+    with pytest.raises(InvalidInputError, match=r"parallel\.mode"):
+        RunConfig(**parts, parallel=ParallelConfig(mode=ParallelMode.lockstep, size=2))
+    with pytest.raises(InvalidInputError, match=r"cluster\.kind"):
+        RunConfig(**parts, parallel=tensor, cluster=ClusterConfig(kind=ClusterKind.ray))
+    with pytest.raises(InvalidInputError, match=r"parallel\.size"):
+        ParallelConfig(size=2)
+    with pytest.raises(InvalidInputError, match=r"parallel\.timeout"):
+        ParallelConfig(mode=ParallelMode.tensor, size=2, timeout=0)
