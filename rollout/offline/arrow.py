@@ -95,6 +95,7 @@ def rollout_schema(columns: list[str], carried: Any) -> Any:
         "sampling_logprobs": pa.list_(pa.float32()),
         "top_logprobs": pa.list_(pa.list_(top)),
         "entropies": pa.list_(pa.float32()),
+        "routed_experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
         "finish_reason": pa.string(),
         "seed": pa.uint64(),
         "stats": pa.struct([("accept_length", pa.float64()), *counters]),

@@ -26,6 +26,7 @@ def rollout_columns(config: OutputConfig, params: SamplingParams) -> list[str]:
         "logprobs",
         "weight_versions",
         *(name for name, wanted in zip(_EXTRAS, asked, strict=True) if wanted),
+        *(["routed_experts"] if params.routed_experts else []),
         "finish_reason",
         "seed",
         *(["stats"] if config.stats else []),
@@ -45,6 +46,9 @@ def _value(rollout: Rollout, name: str) -> Any:
                 [{"token_id": token, "logprob": logprob} for token, logprob in top]
                 for top in rollout.extras.top_logprobs
             ]
+        case "routed_experts":
+            routes = rollout.routed_experts
+            return [] if routes is None else routes.tolist()
         case "stats":
             stats = rollout.stats
             return {

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
 from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
     FailingEngine,
     digest_of_plain_update,
@@ -248,9 +249,11 @@ def main(output: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         untied = save_tiny_llama(Path(temporary) / "untied", sharpness=1.0)
         tied = save_tiny_llama(Path(temporary) / "tied", tied=True)
+        experts = save_tiny_moe(Path(temporary) / "experts", sharpness=1.0)
         cases = {f"follows-{stage}": (follows_the_trainer, untied, stage) for stage in range(4)}
         cases |= {f"master-{stage}": (master_or_model, untied, stage) for stage in range(4)}
         cases["follows-3-tied"] = (follows_the_trainer, tied, 3)
+        cases["follows-3-experts"] = (follows_the_trainer, experts, 3)
         cases["callbacks-3"] = (callbacks, untied, 3)
         if RANKS == 1:
             cases["callbacks-2"] = (callbacks, untied, 2)

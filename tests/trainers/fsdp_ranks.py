@@ -29,10 +29,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from rollout.errors import WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
 from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
     FailingEngine,
     digest_of_plain_update,
@@ -51,7 +53,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
     for module in model.modules():
-        if isinstance(module, LlamaDecoderLayer):
+        if isinstance(module, LlamaDecoderLayer | Qwen3MoeDecoderLayer):
             fully_shard(module, **options)
     return fully_shard(model, **options)
 
@@ -188,6 +190,8 @@ def main(output: str) -> None:
             results[f"{name}-failures"] = failures(untied, wrap)
             if name != "fsdp1-flat":  # one flat parameter cannot be trained in part
                 results[f"{name}-lora"] = follows_the_trainer(untied, wrap, lora=True)
+        experts = save_tiny_moe(Path(temporary) / "experts", sharpness=1.0)
+        results["fsdp2-experts"] = follows_the_trainer(experts, fsdp2)
         results["mixed"] = mixed_precision(untied)
     Path(output).write_text(json.dumps(results))
     distributed.barrier()

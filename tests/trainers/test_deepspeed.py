@@ -34,6 +34,16 @@ def test_the_engine_has_the_trainers_weights(by_rank, case):
             assert result["same_digest"]
 
 
+def test_experts_are_fused_in_the_trainers_memory(by_rank):
+    for rank, results in enumerate(by_rank):
+        result = results["follows-3-experts"]
+        assert result["moved"] > 0.1
+        assert result["untouched"]
+        if rank == 0:
+            assert result["gap"] < 1e-5
+            assert result["same_digest"]
+
+
 def test_no_more_than_a_bucket_is_gathered(by_rank):
     for results in by_rank:
         assert 0 < results["follows-3"]["peak"] <= BUCKET_BYTES

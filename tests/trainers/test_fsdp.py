@@ -36,6 +36,16 @@ def test_the_engine_has_the_trainers_weights(by_rank, wrapper, kind):
             assert result["same_digest"]
 
 
+def test_experts_are_fused_in_the_trainers_memory(by_rank):
+    for rank, results in enumerate(by_rank):
+        result = results["fsdp2-experts"]
+        assert result["moved"] > 0.1
+        assert result["untouched"]
+        if rank == 0:
+            assert result["gap"] < 1e-5
+            assert result["same_digest"]
+
+
 @pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "fsdp1-flat"])
 def test_no_more_than_a_bucket_or_a_unit_is_gathered(by_rank, wrapper):
     allowed = BUCKET_BYTES if wrapper == "fsdp2" else UNIT_BYTES

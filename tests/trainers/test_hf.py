@@ -14,6 +14,7 @@ from rollout.trainers import RolloutHook, weight_source
 from rollout.trainers.names import checkpoint_name
 from rollout.weights.manifest import TensorSpec, WeightSource
 from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
     FailingEngine,
     digest_of_plain_update,
@@ -54,6 +55,25 @@ def test_the_engine_has_the_trainers_weights(folder, model):
     assert (sync.version, sync.num_tensors) == (1, len(tensors))
     assert sync.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert hook.last is sync
+
+
+def test_experts_are_fused_in_the_trainers_memory(tmp_path):
+    folder = save_tiny_moe(tmp_path, sharpness=1.0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = engine_of(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    hook = RolloutHook(engine, model)
+    before = logprobs_of(model)
+    loss_of(model).backward()
+    optimizer.step()
+    sync = hook.sync()
+    assert gap(engine, before) > 0.1
+    assert gap(engine, logprobs_of(model)) < 1e-5
+    assert sync.num_tensors == len(dict(model.named_parameters()))
+    model.save_pretrained(tmp_path / "new")
+    digest = engine.weights_digest()
+    engine.update_weights_from_disk(str(tmp_path / "new"))
+    assert engine.weights_digest() == digest
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel], ids=["compile", "DataParallel"])

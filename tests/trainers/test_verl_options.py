@@ -71,6 +71,13 @@ def options(tiny_model_path):
     return make
 
 
+def test_replay_of_routes_is_recorded_and_asked_for(options):
+    taken = options(enable_rollout_routing_replay=True)
+    assert taken.routed_experts
+    assert taken.engine_config().model.record_routes
+    assert not options().engine_config().model.record_routes
+
+
 def test_fields_are_taken_over(options):
     taken = options({"spec": "none", "max_running": 8, "num_threads": 2, "sleep_level": 1})
     config = taken.engine_config()
@@ -106,7 +113,6 @@ def test_every_field_is_sorted_once():
         ("over_sample_rate", 0.1),
         ("repetition_penalty", 1.1),
         ("cudagraph_capture_sizes", [1, 2]),
-        ("enable_rollout_routing_replay", True),
         ("prometheus", {"enable": True}),
         ("profiler", SimpleNamespace(enable=True)),
         ("mtp", SimpleNamespace(enable=True)),

@@ -36,6 +36,7 @@ from rollout.offline.lock import OutputLock
 from rollout.specs import worker_factory
 from rollout.types import FinishReason, Rollout
 from tests.helpers.text_model import save_text_model
+from tests.helpers.tiny_moe import save_tiny_moe
 
 CHAT = [{"role": "user", "content": "one two"}]
 PROMPTS: list[dict[str, Any]] = [
@@ -140,6 +141,24 @@ def test_extra_numbers_on_request(config: RunConfig) -> None:
             "drafted": 0,
             "accepted": 0,
         }
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_routes_on_request(config: RunConfig, tmp_path: Path, suffix: str) -> None:
+    folder = save_tiny_moe(tmp_path / "moe")
+    config = with_output(config, path=str(tmp_path / f"out{suffix}"))
+    config = replace(
+        config,
+        model=ModelConfig(path=str(folder), dtype=DType.float32, record_routes=True),
+        data=DataConfig(path=write_rows(tmp_path / "ids.jsonl", [{"prompt": [5, 6, 7]}])),
+        sampling=replace(PARAMS, routed_experts=True, n=1),
+    )
+    run(config)
+    (row,) = output_rows(config)
+    engine = RolloutEngine.from_config(config.engine, worker_factory("none"))
+    (rollout,) = engine.generate([[5, 6, 7]], config.sampling)
+    assert row["routed_experts"] == rollout.routed_experts.tolist()
+    assert len(row["routed_experts"]) == 3 + len(row["token_ids"]) - 1
 
 
 def test_speculation_and_scheduling_cannot_be_seen(config: RunConfig, tmp_path: Path) -> None:

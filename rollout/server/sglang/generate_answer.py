@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from rollout.encoding import PromptEncoder
 from rollout.server.sglang.generate_body import Question
@@ -59,6 +62,7 @@ class AnswerWriter:
             "spec_accept_rate": stats.accepted / stats.drafted if stats.drafted else 0.0,
             **self.output_logprobs(question, rollout.token_ids, rollout.logprobs, rollout.extras),
             **prompt_logprobs,
+            **_routed_experts(question, rollout),
         }
         return {
             "text": self.text(question, rollout),
@@ -172,3 +176,11 @@ class AnswerWriter:
         if ids[-1] in params.stop_token_ids or not params.stop:
             return ids[-1]
         return completed_stop(params.stop, ids, self._encoder.decode_with_specials) or ids[-1]
+
+
+def _routed_experts(question: Question, rollout: Rollout) -> dict[str, str]:
+    """The bytes of int32 [positions, sparse layers, experts per token], as trainers read them."""
+    if rollout.routed_experts is None:
+        return {}
+    routes = rollout.routed_experts[question.routes_from :].astype(np.int32)
+    return {"routed_experts": base64.b64encode(routes.tobytes()).decode("ascii")}

@@ -39,7 +39,6 @@ _HARMLESS = frozenset(
         "log_metrics",
         "no_logs",
         "return_bytes",
-        "routed_experts_start_len",  # where nothing is routed
         "sampling_logprobs_mode",
         "use_audio_in_video",
     }
@@ -60,6 +59,8 @@ class GenerateBody(BaseModel):
     logprob_start_len: int | Listed[int] | None = None  # -1: no prompt token is scored
     top_logprobs_num: int | Listed[int] | None = None
     return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | list[bool] | None = None
+    routed_experts_start_len: int | list[int] | None = None  # a position of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Question:
     return_logprob: bool
     score_from: int | None  # the first prompt token whose logprob is asked for
     text_in_logprobs: bool
+    routes_from: int  # the first position whose experts are told, where they are
 
     def sample_rid(self, sample_index: int) -> str:
         return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
@@ -108,23 +110,29 @@ async def questions_of(body: GenerateBody, serving: Serving) -> tuple[list[Quest
     wants_logprob = _each(body.return_logprob, count, "return_logprob", False)
     starts = _each(body.logprob_start_len, count, "logprob_start_len", -1)
     tops = _each(body.top_logprobs_num, count, "top_logprobs_num", 0)
+    wants_routes = _each(body.return_routed_experts, count, "return_routed_experts", False)
+    routes_from = _each(body.routed_experts_start_len, count, "routed_experts_start_len", 0)
     rids = _rids(body.rid, count, is_single)
     seed = serving.fresh_seed()  # of all prompts that bring none: their indices tell them apart
-    known: dict[tuple[int, int], SamplingParams] = {}  # one for all prompts that ask for the same
+    # One for all prompts that ask for the same.
+    known: dict[tuple[int, int, bool], SamplingParams] = {}
 
-    def params_of(each: SamplingBody, top_logprobs: int) -> SamplingParams:
-        key = (id(each), top_logprobs)
+    def params_of(each: SamplingBody, top_logprobs: int, routes: bool) -> SamplingParams:
+        key = (id(each), top_logprobs, routes)
         if key not in known:
             known[key] = each.to_params(
                 fresh_seed=lambda: seed,
                 max_context_len=serving.max_context_len,
                 top_logprobs=top_logprobs,
+                routed_experts=routes,
             )
         return known[key]
 
     params = [
-        params_of(each, top if wanted else 0)
-        for each, top, wanted in zip(sampling, tops, wants_logprob, strict=True)
+        params_of(each, top if wanted else 0, routes)
+        for each, top, wanted, routes in zip(
+            sampling, tops, wants_logprob, wants_routes, strict=True
+        )
     ]
     serving.require_batch(sum(each.n for each in params))
     field = "input_ids" if body.text is None else "text"
@@ -142,6 +150,7 @@ async def questions_of(body: GenerateBody, serving: Serving) -> tuple[list[Quest
             return_logprob=wants_logprob[index],
             score_from=_score_from(starts[index], wants_logprob[index], prompt_ids),
             text_in_logprobs=bool(body.return_text_in_logprobs),
+            routes_from=_routes_from(routes_from[index], prompt_ids),
         )
         for index, prompt_ids in enumerate(all_ids)
     ]
@@ -193,3 +202,11 @@ def _score_from(start: int, wanted: bool, prompt_ids: list[int]) -> int | None:
             "logprob_start_len", start, f"must be -1, or in [0, {len(prompt_ids)}] of this prompt"
         )
     return start if wanted and start >= 0 else None
+
+
+def _routes_from(start: int, prompt_ids: list[int]) -> int:
+    if not 0 <= start <= len(prompt_ids):
+        raise InvalidInputError(
+            "routed_experts_start_len", start, f"must be in [0, {len(prompt_ids)}] of this prompt"
+        )
+    return start

@@ -48,7 +48,12 @@ class SamplingBody(BaseModel):
     request_seed: int | None = None  # ours: a sample's own, as meta_info tells it
 
     def to_params(
-        self, *, fresh_seed: Callable[[], int], max_context_len: int, top_logprobs: int
+        self,
+        *,
+        fresh_seed: Callable[[], int],
+        max_context_len: int,
+        top_logprobs: int,
+        routed_experts: bool,
     ) -> SamplingParams:
         """Raises InvalidInputError. ``fresh_seed`` is asked where none came along."""
         refuse_unknown(self.model_extra, _HARMLESS, "sampling_params.")
@@ -82,6 +87,7 @@ class SamplingBody(BaseModel):
             min_new_tokens=min(least, max_context_len),
             seed=self._seed(fresh_seed),
             top_logprobs=top_logprobs,
+            routed_experts=routed_experts,
         )
 
     @property

@@ -30,7 +30,7 @@ HONOURED = frozenset({
     "standalone_gpu_memory_utilization", "ignore_eos", "free_cache_engine", "enable_sleep_mode",
     "max_num_batched_tokens", "max_num_seqs", "max_model_len", "logprobs_mode",
     "enable_prefix_caching", "load_format", "engine_kwargs", "calculate_log_probs",
-    "full_determinism", "checkpoint_engine",
+    "full_determinism", "checkpoint_engine", "enable_rollout_routing_replay",
 })  # fmt: skip
 """Fields of verl's RolloutConfig that reach the engine or its server."""
 
@@ -77,7 +77,6 @@ REFUSED: Mapping[str, tuple[_Check, str]] = {
     "quantization": (_is_off, "must be null: specrollout has no quantized models"),
     "quantization_config_file": (_is_off, "must be null: specrollout has no quantized models"),
     "qat": (_is_off, "must be off: specrollout has no quantized models"),
-    "enable_rollout_routing_replay": (_is_off, "must be False: no mixture-of-experts models"),
     "mtp": (_is_off, "must be off: specrollout's own speculation is chosen by "
                      f"+{OWN}.spec=ngram"),
     "prometheus": (_is_off, "must be off: the servers have no HTTP endpoint to scrape"),
@@ -103,6 +102,7 @@ class ServerOptions:
     run_seed: int
     ignore_eos: bool
     raw_logprobs: bool  # report the model's own instead of those the trainer recomputes
+    routed_experts: bool  # report which experts each token went to, for the trainer to replay
     stop_token_ids: tuple[int, ...]
     weights_come_first: bool  # serve nothing before the trainer's first update
     frees_memory: bool  # while the trainer steps
@@ -153,6 +153,7 @@ def server_options(
     fraction = rollout.gpu_memory_utilization
     if standalone and rollout.standalone_gpu_memory_utilization is not None:
         fraction = rollout.standalone_gpu_memory_utilization
+    replays = bool(getattr(rollout, "enable_rollout_routing_replay", False))
     engine = {
         "tokenizer": model.local_tokenizer_path,
         "dtype": rollout.dtype,
@@ -161,6 +162,7 @@ def server_options(
         "max_step_tokens": rollout.max_num_batched_tokens,
         "max_context_len": rollout.max_model_len,
         "prefix_cache": rollout.enable_prefix_caching,
+        "record_routes": replays,
     } | own
     eos = getattr(model.tokenizer, "eos_token_id", None)
     options = ServerOptions(
@@ -174,6 +176,7 @@ def server_options(
         run_seed=rollout.seed,
         ignore_eos=rollout.ignore_eos,
         raw_logprobs=_LOGPROBS_MODES[rollout.logprobs_mode],
+        routed_experts=replays,
         stop_token_ids=() if eos is None else (eos,),
         weights_come_first=rollout.load_format == "dummy",
         frees_memory=rollout.free_cache_engine and rollout.enable_sleep_mode,

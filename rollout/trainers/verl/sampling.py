@@ -11,7 +11,7 @@ from rollout.types import SamplingParams
 
 _LIMITS = ("max_tokens", "max_new_tokens")
 _RENAMED = {"min_tokens": "min_new_tokens"}
-_SET_BY_US = {"seed", "n", "max_new_tokens", "raw_logprobs"}
+_SET_BY_US = {"seed", "n", "max_new_tokens", "raw_logprobs", "routed_experts"}
 _LOST = {"sampling_logprobs", "top_logprobs", "entropy"}  # verl's TokenOutput has no place for them
 _OURS = {field.name for field in fields(SamplingParams)} - _SET_BY_US - _LOST
 _ACCEPTED_IF = {  # those that change nothing at these values
@@ -48,6 +48,7 @@ def engine_params(
     ignore_eos: bool,
     stop_token_ids: tuple[int, ...] = (),
     raw_logprobs: bool = False,
+    routed_experts: bool = False,
 ) -> tuple[SamplingParams, bool]:
     """The engine's parameters, and whether logprobs are wanted. One sent as None was not given.
 
@@ -63,7 +64,11 @@ def engine_params(
         )
     named = [given.pop(name) for name in _LIMITS if name in given]
     left = next(iter(named), None)
-    ours: dict[str, Any] = {"ignore_eos": ignore_eos, "raw_logprobs": raw_logprobs}
+    ours: dict[str, Any] = {
+        "ignore_eos": ignore_eos,
+        "raw_logprobs": raw_logprobs,
+        "routed_experts": routed_experts,
+    }
     for name, value in given.items():
         if name in _ACCEPTED_IF:
             if value not in _ACCEPTED_IF[name]:

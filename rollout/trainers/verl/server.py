@@ -94,6 +94,7 @@ class Server:
             ignore_eos=self._options.ignore_eos,
             stop_token_ids=self._options.stop_token_ids,
             raw_logprobs=self._options.raw_logprobs,
+            routed_experts=self._options.routed_experts,
         )
         if self._sends_back:  # meanwhile
             await self._remember(tokens, start)
@@ -131,6 +132,7 @@ class Server:
         return TokenOutput(
             token_ids=rollout.token_ids,
             log_probs=logprobs if wants_logprobs else None,
+            routed_experts=rollout.routed_experts,
             stop_reason="aborted" if rollout.finish_reason is FinishReason.ABORT else "completed",
             num_preempted=stats.preemptions,
             extra_fields={
