@@ -96,7 +96,7 @@ class ModelRunner:
         if self._graphs is not None and placed is not None:
             tensors = placed.tensors
             self._table.apply(changes, tensors)
-            hidden_TE, features_TF = self._graphs.run(placed, self._hidden)
+            hidden_TE, features_TF, routes_TC = self._graphs.run(placed, self._hidden)
         else:
             padded = step.padded(self._minimum_rows)
             chunks = None
@@ -106,12 +106,9 @@ class ModelRunner:
                 chunks = self._chunks({"q_offsets_B1": padded.q_offsets_B1} | others)
             tensors = upload(padded.inputs() | others, self._device)
             self._table.apply(changes, tensors)
-            routes = None
-            if self._routes_pool is not None:
-                routes = self._routes_pool.step(padded.slots_T)
-            hidden_TE, features_TF = self._hidden(tensors, step.longest, routes, chunks)
-            if routes is not None:
-                routes.end()
+            hidden_TE, features_TF, routes_TC = self._hidden(tensors, step.longest, chunks)
+        if self._routes_pool is not None:
+            self._routes_pool.put(step.slots_T, routes_TC[: step.num_rows])
         return Forwarded(
             logits_RV=self.model.logits(hidden_TE[tensors["sampled_R"]])[: step.sampled_R.size],
             features_TF=features_TF[: step.num_rows],
@@ -122,10 +119,9 @@ class ModelRunner:
         self,
         tensors: dict[str, torch.Tensor],
         longest: int,
-        routes: StepRoutes | None = None,
         chunks: ChunkedPlan | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and features, padding included."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, features and routes [T, C] (see StepRoutes), padding included."""
         attention = PagedAttention(
             keys=self._kv_pool.keys,
             values=self._kv_pool.values,
@@ -135,6 +131,7 @@ class ModelRunner:
         )
         input_ids_T = tensors["input_ids_T"]
         taps = self._taps(len(input_ids_T))
+        routes = None if self._routes_pool is None else StepRoutes()
         hidden_TE = self.model.forward(
             input_ids_T,
             tensors["positions_T"],
@@ -143,7 +140,9 @@ class ModelRunner:
             states=self._states(tensors, chunks),
             routes=routes,
         )
-        return hidden_TE, hidden_TE[:, :0] if taps is None else taps.features_TF
+        none = hidden_TE[:, :0]
+        features_TF = none if taps is None else taps.features_TF
+        return hidden_TE, features_TF, none if routes is None else routes.joined()
 
     def _chunks(self, arrays: dict[str, NDArray]) -> ChunkedPlan | None:
         if self._piece_kernel is None:

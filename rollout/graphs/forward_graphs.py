@@ -1,13 +1,13 @@
 """Captured forwards: made when a shape comes back, kept within a bound, let go of together.
 
-Legend: T query rows, E hidden, F feature columns.
+Legend: T query rows, E hidden, F feature columns, C routes of a row.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,11 @@ from rollout.transfers import packed_bytes, upload
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-Forward = Callable[[Tensors, int], tuple[torch.Tensor, torch.Tensor]]
-"""From `StepArrays.inputs` and the longest run to hidden states [T, E] and features [T, F]."""
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
+
+Forward = Callable[[Tensors, int], Results]
+"""From `StepArrays.inputs` and the longest run."""
 
 _OTHER_INPUTS = 1 << 20
 """Bytes of a step's other inputs: changes of req_to_token and the rows of the head."""
@@ -42,8 +45,7 @@ class Placed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
     captured: Captured
-    hidden_TE: torch.Tensor
-    features_TF: torch.Tensor
+    results: Results
 
 
 class ForwardGraphs:
@@ -99,8 +101,8 @@ class ForwardGraphs:
         tensors = upload(arrays, self._device, into=self._inputs)
         return Placed(tensors=tensors, bucket=bucket, variant=variant)
 
-    def run(self, placed: Placed, forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and features of the padded step, valid until the next one."""
+    def run(self, placed: Placed, forward: Forward) -> Results:
+        """Of the padded step, valid until the next one."""
         key = (placed.bucket, placed.variant)
         self._uses[key] += 1
         graph = self._graphs.get(key)
@@ -109,7 +111,7 @@ class ForwardGraphs:
         if graph is None:
             return forward(placed.tensors, placed.bucket.longest)
         graph.captured.replay()
-        return graph.hidden_TE, graph.features_TF
+        return graph.results
 
     def drop(self) -> int:
         """Let go of every graph; the bytes that come back. What comes up is captured anew."""
@@ -125,16 +127,15 @@ class ForwardGraphs:
 
     def _captured(self, placed: Placed, forward: Forward) -> _Graph | None:
         tensors, longest = placed.tensors, placed.bucket.longest
-        hidden_TE, features_TF = self._results(placed.variant, forward(tensors, longest))
+        results = self._results(placed.variant, forward(tensors, longest))
 
         def run() -> None:
-            hidden, features = forward(tensors, longest)
-            hidden_TE.copy_(hidden)
-            features_TF.copy_(features)
+            for kept, each in zip(results, forward(tensors, longest), strict=True):
+                kept.copy_(each)
 
         try:
             captured = self._capture(run)
-            graph = _Graph(captured=captured, hidden_TE=hidden_TE, features_TF=features_TF)
+            graph = _Graph(captured=captured, results=results)
         except RuntimeError as error:
             self.failure = f"capturing a CUDA graph of {placed.bucket} failed: {error}"
             log.warning("%s; steps run without graphs from now on, and slower", self.failure)
@@ -154,9 +155,12 @@ class ForwardGraphs:
             self.drop()
         return graph
 
-    def _results(self, variant: Hashable, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _results(self, variant: Hashable, like: Results) -> Results:
         """Where all graphs of a variant leave what they compute; ``like``: such results."""
         if variant not in self._kept:
             most = self.buckets.rows[-1]
             self._kept[variant] = [each.new_empty((most, each.shape[1])) for each in like]
-        return [kept[: len(each)] for kept, each in zip(self._kept[variant], like, strict=True)]
+        hidden_TE, features_TF, routes_TC = (
+            kept[: len(each)] for kept, each in zip(self._kept[variant], like, strict=True)
+        )
+        return hidden_TE, features_TF, routes_TC

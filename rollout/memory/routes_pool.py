@@ -1,6 +1,7 @@
 """Which experts the token in each KV slot went to, for trainers that replay the router's choices.
 
-Legend: S = num_slots + 1, T query rows, L sparse layers, X experts per token, P positions.
+Legend: S = num_slots + 1, T query rows, L sparse layers, X experts per token, C = L * X, P
+positions.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ class RoutesPool:
     def bytes_per_slot(spec: ExpertsSpec) -> int:
         return len(spec.layers) * spec.experts_per_token * _dtype(spec).itemsize
 
-    def step(self, slots_T: NDArray[np.int64]) -> StepRoutes:
-        """What the model is handed for one forward whose rows write these slots."""
-        return StepRoutes(self, slots_T)
-
-    def put(self, slots_T: NDArray[np.int64], experts_TLX: torch.Tensor) -> None:
+    def put(self, slots_T: NDArray[np.int64], routes_TC: torch.Tensor) -> None:
+        """Of a forward whose rows wrote these slots; see StepRoutes. What it holds may change
+        afterwards."""
         self._settle()
-        self._pending = slots_T, experts_TLX.to(self._dtype)
+        experts_TLX = routes_TC.view(-1, *self._shape[1:])
+        self._pending = slots_T, experts_TLX.to(self._dtype, copy=True)
 
     def read(self, slots_P: NDArray[np.int32]) -> NDArray[np.integer]:
         """A copy [P, L, X], uint8 or int16: the most probable expert first."""
@@ -66,18 +66,16 @@ class RoutesPool:
 class StepRoutes:
     """See RouteRecorder. Sparse layers come in order, each once."""
 
-    def __init__(self, pool: RoutesPool, slots_T: NDArray[np.int64]) -> None:
-        self._pool = pool
-        self._slots_T = slots_T
+    def __init__(self) -> None:
         self._layers: list[torch.Tensor] = []
 
     def record(self, layer: int, experts_TX: torch.Tensor) -> None:
         assert layer == len(self._layers)
         self._layers.append(experts_TX)
 
-    def end(self) -> None:
-        """All layers have run."""
-        self._pool.put(self._slots_T, torch.stack(self._layers, dim=1))
+    def joined(self) -> torch.Tensor:
+        """After all layers: int32 [T, C], a row's layers side by side, C = L * X."""
+        return torch.cat(self._layers, dim=1)
 
 
 def _dtype(spec: ExpertsSpec) -> torch.dtype:
