@@ -177,10 +177,17 @@ class WeightCalls(ABC):
         timeout: float = 300.0,
         sender: str = "specrollout",
     ) -> None:
-        """The replicas take the ranks from ``rank_offset`` on, in the order of their names."""
+        """The replicas take the ranks from ``rank_offset`` on, in the order of their names.
+
+        Raises WeightUpdateError, too, where one that died is not there again within ``timeout``
+        seconds: the sender counts on it.
+        """
         if group_name in self._groups:
             raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
+        deadline = time.monotonic() + timeout
         while not self.members.all_joined:
+            if time.monotonic() > deadline:
+                raise WeightUpdateError(f"not all replicas are there after {timeout:g} s")
             self.members.attend(WAIT_SECONDS)
         ranks = {name: rank_offset + i for i, name in enumerate(sorted(self.members.joined))}
         done, failed = self._ask_each(

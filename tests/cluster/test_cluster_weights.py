@@ -322,6 +322,15 @@ def test_a_silent_update_counts_as_abandoned_everywhere(make, tensors):
     cluster.update_weights_from_tensor(tensors[0])
 
 
+def test_a_group_waits_for_all_as_long_as_it_is_told_to(make):
+    cluster, pool = make(2)
+    dead = pool.living["replica-1"]
+    dead.kill()
+    cluster.members.wait_until_gone(dead)
+    with pytest.raises(WeightUpdateError, match="not all replicas are there after 0 s"):
+        cluster.init_weights_update_group("127.0.0.1", 1, 1, 3, timeout=0.0)
+
+
 def test_a_group_does_not_know_those_who_came_later(make, tensors):
     cluster, pool = make(2)
     with group_of(cluster, 3) as (group, _):

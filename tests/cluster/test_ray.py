@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -93,6 +94,17 @@ def test_replicas_that_hang_are_not_seen_and_replaced(config, expected, tmp_path
         wait_until_gone(stopped, 60)
     finally:
         hanging.close()
+
+
+def test_one_that_does_not_come_again_is_done_without(cluster, expected, monkeypatch, caplog):
+    pool = cluster.members._pool
+    monkeypatch.setattr(pool, "_cluster", replace(pool._cluster, start_seconds=0.01))
+    replica_processes()[0].kill()
+    submit_all(cluster)
+    assert drain(cluster) == expected
+    while not cluster.members.all_joined:
+        cluster.members.attend(0.05)
+    assert "go on without: replica-" in caplog.text
 
 
 def test_one_that_dies_too_often_ends_it_with_its_last_words(config):

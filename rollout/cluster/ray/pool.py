@@ -202,16 +202,22 @@ class RayPool:
         return [Died(dead, reason)]
 
     def _give_up_on_late_starts(self) -> None:
+        """A replacement may find no room where a machine is lost: then the others go on alone."""
         limit = self._cluster.start_seconds
         for name, seat in self._seats.items():
-            if not seat.is_open and time.monotonic() - seat.started > limit:
-                needs = f"{self._resources.num_cpus} CPUs and {self._resources.num_gpus:g} GPUs"
-                self._failure = ClusterError(
-                    f"{name} has not started after {limit:g} s (cluster.start_seconds). It needs "
-                    f"{needs}; free in Ray are {ray.available_resources()}.\n"
-                    f"{last_lines(seat.residence)}"
-                )
+            if seat.is_open or time.monotonic() - seat.started <= limit:
+                continue
+            needs = f"{self._resources.num_cpus} CPUs and {self._resources.num_gpus:g} GPUs"
+            reason = (
+                f"{name} has not started after {limit:g} s (cluster.start_seconds). It needs "
+                f"{needs}; free in Ray are {ray.available_resources()}.\n"
+                f"{last_lines(seat.residence)}"
+            )
+            if not seat.deaths or not any(each.is_open for each in self._seats.values()):
+                self._failure = ClusterError(reason)
                 return
+            log.warning("the others go on without: %s", reason)
+            seat.started = time.monotonic()
 
 
 def _config_of_each(config: EngineConfig, resources: ReplicaResources) -> EngineConfig:
