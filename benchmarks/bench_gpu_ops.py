@@ -12,15 +12,15 @@ Legend: T query rows, H heads, K kv heads, D head_dim, E hidden, F ffn, V vocabu
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_workload import Workload, make_plan
+from gpu_case import BANDWIDTH, Case, copies, each, microseconds, normal
+from recurrent_cases import QWEN3_NEXT, recurrent_cases
 from table import Row, finish, not_run, parser, row
 
 from rollout.ops.categorical import categorical
@@ -33,14 +33,12 @@ from rollout.ops.store_kv import store_kv
 from rollout.ops.tree_accept import accept
 from rollout.ops.truncation import truncation_threshold
 
-BANDWIDTH, FLOPS = 4.8e12, 990e12
 LAYERS, E, H, K, D, FFN, V = 32, 4096, 32, 8, 128, 14336, 128256
 LINEARS = {"qkv": ((H + 2 * K) * D, E), "o": (E, E), "gate_up": (2 * FFN, E), "down": (E, FFN)}
 HEAD = {"head": (V, E)}
 CONTEXT = 4096
 DECODE = (1, 8, 32)
 ROWS = (*DECODE, 72, 128, 512, 2048, 8192)
-COLD = 400e6  # bytes: several times the L2 cache
 ATTENTION = (
     *(Workload(name=f"decode {b}", requests=b, start=CONTEXT - 1) for b in (*DECODE, 64)),
     Workload(name="decode 1 of 32k", requests=1, start=32767),
@@ -48,58 +46,6 @@ ATTENTION = (
     Workload(name="prefill 2048", requests=1, start=0, run_len=2048),
     Workload(name="prefill 2048 after 8192", requests=1, start=8192, run_len=2048),
 )
-
-Call = Callable[[], object]
-
-
-@dataclass(kw_only=True)
-class Case:
-    """One op on one shape. Calls do the same on different buffers."""
-
-    name: str
-    ours: Sequence[Call]
-    theirs: Sequence[Call] = ()
-    num_bytes: float = 0.0
-    flop: float = 0.0
-    bar: float | None = None  # least floor / time
-
-    @property
-    def floor_us(self) -> float:
-        return max(self.num_bytes / BANDWIDTH, self.flop / FLOPS) * 1e6
-
-
-def microseconds(calls: Sequence[Call]) -> float:
-    """Of one call: the median over replays of a graph that makes them all."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for call in (*calls[:1], *calls):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[2:])
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
-def copies(num_bytes: float) -> int:
-    return int(min(24, max(2, COLD // num_bytes + 1)))
-
-
-def each(function: Callable[..., object], *columns: Sequence[object]) -> list[Call]:
-    return [lambda args=args: function(*args) for args in zip(*columns, strict=True)]
 
 
 def matmul_cases() -> Iterator[Case]:
@@ -289,6 +235,7 @@ def main() -> None:
     with torch.inference_mode():
         for cases in (matmul_cases, attention_cases, row_cases, sampling_cases):
             rows += measure(cases(), times)
+        rows += measure(recurrent_cases(QWEN3_NEXT), times)
         rows += step_rows(times)
     finish(f"GPU ops at the 8B shape, {torch.cuda.get_device_name()}", rows, options.json)
 

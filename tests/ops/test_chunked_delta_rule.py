@@ -68,9 +68,9 @@ def test_a_round_takes_one_piece_of_each_run() -> None:
     steps = [Step(run_len=LONG, checkpoints=[70, 90]), Step(run_len=2), Step(run_len=LONG)]
     plan = plan_of(steps)
     assert plan is not None
-    assert [part.lengths_R for part in plan.rounds] == [[71, LONG], [20], [LONG - 91]]
+    assert [part.lengths_R for part in plan.rounds] == [[LONG, 71], [20], [LONG - 91]]
     assert plan.rounds[0].sources_R.tolist() == [0, 0]
-    assert plan.rounds[1].sources_R[0] == plan.rounds[0].targets_R[0]
+    assert plan.rounds[1].sources_R[0] == plan.rounds[0].targets_R[1]
     assert plan.rest_rows.tolist() == [LONG, LONG + 1]
 
 

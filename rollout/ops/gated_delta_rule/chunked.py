@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.ops.gated_delta_rule.reference import unit_length
-from rollout.ops.state_plan import StatePlan
+from rollout.ops.state_plan import NO_STATE, StatePlan
 
 CHUNK = 64
 LEAST_ROWS = 4 * CHUNK  # of an entry's run: shorter ones are left to the recurrence
@@ -29,13 +29,19 @@ LEAST_ROWS = 4 * CHUNK  # of an entry's run: shorter ones are left to the recurr
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Round:
-    """Pieces of runs, one after another in its rows."""
+    """Pieces of runs, one after another in its rows, the longest first.
+
+    Its chunks are all pieces' first ones, then the second ones of those that have two, and so on.
+    """
 
     rows: torch.Tensor  # int64, of T
     lengths_R: list[int]
     offsets_R1: torch.Tensor  # int64: where each begins in ``rows``
     sources_R: torch.Tensor  # int64 slots, or NO_STATE
     targets_R: torch.Tensor  # int64 slots
+    chunk_counts: list[int]  # of first chunks, of second ones, ...
+    places: torch.Tensor  # int64: in chunk n at row l, each of ``rows`` is at n * L + l
+    places_NL: torch.Tensor  # int64: and which of ``rows`` is there, or -1
 
 
 PieceKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -84,13 +90,20 @@ def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> 
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     def round_of(pieces: list[tuple[range, int, int]]) -> Round:
+        pieces.sort(key=lambda piece: -len(piece[0]))
         lengths_R = [len(piece) for piece, _, _ in pieces]
+        counts, places = _chunks(lengths_R)
+        at_places = torch.full((sum(counts) * CHUNK,), -1)
+        at_places[places] = torch.arange(len(places))
         return Round(
             rows=tensor([row for piece, _, _ in pieces for row in piece], torch.int64),
             lengths_R=lengths_R,
             offsets_R1=tensor([0, *itertools.accumulate(lengths_R)], torch.int64),
             sources_R=tensor([before for _, before, _ in pieces], torch.int64),
             targets_R=tensor([after for _, _, after in pieces], torch.int64),
+            chunk_counts=counts,
+            places=tensor(places, torch.int64),
+            places_NL=at_places.view(-1, CHUNK).to(device, non_blocking=True),
         )
 
     return ChunkedPlan(
@@ -139,7 +152,7 @@ def gated_delta_rule(
     out_TGV = torch.zeros_like(v_TGV, memory_format=torch.contiguous_format)
     for part in plan.rounds:
         before_RGKV = states_SGKV[part.sources_R]
-        before_RGKV[part.sources_R == 0] = 0
+        before_RGKV.masked_fill_((part.sources_R == NO_STATE).view(-1, 1, 1, 1), 0)
         out, after_RGKV = plan.kernel(*(x[part.rows] for x in inputs), part, before_RGKV)
         out_TGV[part.rows] = out
         states_SGKV[part.targets_R] = after_RGKV
@@ -158,16 +171,14 @@ def chunked_pieces(
     part: Round,
     states_RGKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In plain torch, float32 inside; chunk i of all pieces together, the longest pieces first."""
+    """In plain torch, float32 inside; the pieces' first chunks together, then their second ones."""
     group = v.shape[1] // k.shape[1]
-    rows_NL, counts, order = _chunks(part.lengths_R)
-    is_row = rows_NL >= 0
-    rows_NL, is_row = rows_NL.clamp_min(0).to(q.device), is_row.to(q.device)
+    rows_NL, no_row_NL = part.places_NL.clamp_min(0), part.places_NL < 0
 
     def chunked(x: torch.Tensor) -> torch.Tensor:
         """[N, heads, L, ...] of [rows, heads, ...], zero where a chunk has no row."""
         x_NL = x.float()[rows_NL]
-        x_NL[~is_row] = 0
+        x_NL.masked_fill_(no_row_NL.view(*no_row_NL.shape, *[1] * (x.dim() - 1)), 0)
         return x_NL.transpose(1, 2)
 
     q_NGLK = chunked(unit_length(q) * q.shape[2] ** -0.5).repeat_interleave(group, dim=1)
@@ -193,30 +204,26 @@ def chunked_pieces(
     end_NG11 = decay_NGL1[:, :, -1:]
 
     out_NGLV = torch.empty_like(learned_NGLV)
-    state_RGKV = states_RGKV[order]
+    state_RGKV = states_RGKV.clone()
     start = 0
-    for count in counts:
+    for count in part.chunk_counts:
         at, state = slice(start, start + count), state_RGKV[:count]
         delta = learned_NGLV[at] - unlearned_NGLK[at] @ state
         out_NGLV[at] = q_NGLK[at] @ state + seen_NGLL[at] @ delta
         state_RGKV[:count] = end_NG11[at] * state + k_NGLK[at].transpose(2, 3) @ delta
         start += count
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    out[rows_NL[is_row]] = out_NGLV.transpose(1, 2)[is_row].to(v.dtype)
-    return out, torch.empty_like(state_RGKV).index_copy_(0, order.to(q.device), state_RGKV)
+    return out_NGLV.transpose(1, 2).flatten(0, 1)[part.places].to(v.dtype), state_RGKV
 
 
-def _chunks(lengths_R: list[int]) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    """Rows of each chunk (-1: none), all pieces' first chunks first, longest piece first; how many
-    pieces have a first chunk, a second one, and so on; and the pieces in that order."""
-    order = sorted(range(len(lengths_R)), key=lambda piece: -lengths_R[piece])
-    starts = [sum(lengths_R[:piece]) for piece in range(len(lengths_R))]
-    counts, chunks = [], []
-    for first in range(0, max(lengths_R), CHUNK):
-        pieces = [piece for piece in order if lengths_R[piece] > first]
-        counts.append(len(pieces))
-        for piece in pieces:
-            length = min(CHUNK, lengths_R[piece] - first)
-            begin = starts[piece] + first
-            chunks.append([*range(begin, begin + length), *[-1] * (CHUNK - length)])
-    return torch.tensor(chunks), counts, torch.tensor(order)
+def _chunks(lengths_R: list[int]) -> tuple[list[int], list[int]]:
+    """``chunk_counts`` and ``places`` of a `Round`."""
+    counts = [
+        sum(length > first for length in lengths_R) for first in range(0, max(lengths_R), CHUNK)
+    ]
+    starts = [0, *itertools.accumulate(counts)]
+    places = [
+        (starts[row // CHUNK] + piece) * CHUNK + row % CHUNK
+        for piece, length in enumerate(lengths_R)
+        for row in range(length)
+    ]
+    return counts, places

@@ -1,0 +1,64 @@
+"""One op on one shape of a GPU: what it needs at least, and how long it takes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+BANDWIDTH, FLOPS = 4.8e12, 990e12  # of an H200: bytes and bf16 operations per second
+COLD = 400e6  # bytes: several times the L2 cache
+
+Call = Callable[[], object]
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One op on one shape. Calls do the same on different buffers."""
+
+    name: str
+    ours: Sequence[Call]
+    theirs: Sequence[Call] = ()
+    num_bytes: float = 0.0
+    flop: float = 0.0
+    bar: float | None = None  # least floor / time
+
+    @property
+    def floor_us(self) -> float:
+        return max(self.num_bytes / BANDWIDTH, self.flop / FLOPS) * 1e6
+
+
+def microseconds(calls: Sequence[Call]) -> float:
+    """Of one call: the median over replays of a graph that makes them all."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in (*calls[:1], *calls):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[2:])
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def copies(num_bytes: float) -> int:
+    return int(min(24, max(2, COLD // num_bytes + 1)))
+
+
+def each(function: Callable[..., object], *columns: Sequence[object]) -> list[Call]:
+    return [lambda args=args: function(*args) for args in zip(*columns, strict=True)]
