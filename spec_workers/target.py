@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from dataclasses import replace
-
-import numpy as np
 import torch
 
 from rollout.config import EngineConfig, LoadFormat
 from rollout.device_name import device_name
-from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.graphs import Buckets, ForwardGraphs
-from rollout.graphs.capture import Capture, CudaCapture
+from rollout.graphs import ForwardGraphs
+from rollout.graphs.capture import Capture
 from rollout.layers.row_invariance import make_row_invariant
-from rollout.memory.activations import activation_bytes
-from rollout.memory.cache import CacheMemory
-from rollout.memory.kv_pool import KvPool
-from rollout.memory.routes_pool import RoutesPool
-from rollout.memory.sizing import memory_budget, num_kv_slots
-from rollout.memory.state_pool import StatePool
-from rollout.memory.state_sizing import state_sizes
-from rollout.memory.system import free_bytes
 from rollout.models.features import Features
-from rollout.models.layer_spec import ExpertsSpec
 from rollout.models.loader import Progress, load_model, resolve_device
-from rollout.models.spec import ModelSpec
 from rollout.ops.gated_delta_rule.chunked import PieceKernel
 from rollout.ops.gated_delta_rule.fla import piece_kernel
 from rollout.parallel import local_rank, open_ranks
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
-from rollout.sampling.rows import rows_of_continuation
 from rollout.sampling.sampled import Sampled
-from rollout.sampling.sampler import score
 from rollout.sampling.tree_sampling import sample_trees
 from rollout.types import (
     MAX_TREE_NODES,
@@ -43,14 +25,13 @@ from rollout.types import (
     EntryResult,
     FinishReason,
     Request,
-    Scheduled,
     TokenExtras,
 )
 from rollout.weights.transaction import WeightTransaction
-from spec_workers.draft_tree import only_roots
 from spec_workers.neural.draft_sizing import NO_DRAFT, DraftBytes
-
-log = logging.getLogger(__name__)
+from spec_workers.scorer import Scorer, joined
+from spec_workers.target_graphs import forward_graphs
+from spec_workers.target_memory import bytes_of_steps, target_memory
 
 _QUICKEST_ROWS = 4
 """oneDNN's products of fewer rows are slower than those of four: with the demo model in bf16 a step
@@ -108,58 +89,21 @@ class TargetWorker:
             most_rows = self.longest_step * self.ranks.rows.size
             exact_rows = make_row_invariant(self.model.linears(), most_rows)
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
-        # All schedule alike, so all have as many slots of each kind.
-        reserved_bytes = self._reserved_bytes(config, device)
-        budget = memory_budget(config.memory, device, reserved_bytes)
-        budget = min(self.ranks.all.numbers(budget))
-        recurrent, states, state_bytes = spec.linear_attention, None, 0
-        if recurrent is not None:
-            each = StatePool.bytes_per_slot(recurrent, self.model.dtype)
-            states = state_sizes(config.memory, scheduler, each, budget)
-            state_bytes = each * (states.num_slots + 1)
-        routes = _routes_spec(config, spec)
-        routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
-        num_slots = num_kv_slots(
-            config.memory,
-            spec,
-            self.model.dtype,
-            budget,
-            draft_slot_bytes=draft_bytes.per_slot,
-            routes_slot_bytes=routes_bytes if device.type == "cpu" else 0,  # they are on the host
-            draft_bytes=draft_bytes.apart,
-            state_bytes=state_bytes,
+        memory = target_memory(
+            config,
+            self.model,
+            self.ranks.all,
+            draft_bytes=draft_bytes,
+            reserved_bytes=bytes_of_steps(config, self.model, self.longest_step),
         )
-        num_slots = min(self.ranks.all.numbers(num_slots))
-        # One row more than requests may run: scoring borrows it between steps.
-        self.memory = CacheMemory(
-            num_slots,
-            config.scheduler.max_running + 1,
-            self.max_context_len,
-            config.memory.prefix_cache,
-            states,
-            None if routes is None else RoutesPool(routes, num_slots),
-        )
-        self._chunk_len = min(scheduler.chunk_len, scheduler.max_step_tokens)
-        self.kv_pool = KvPool(
-            num_layers=len(spec.attention_layers),
-            num_slots=num_slots,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=self.model.dtype,
-            device=device,
-        )
-        self.state_pool: StatePool | None = None
-        if recurrent is not None and states is not None:
-            self.state_pool = StatePool(
-                recurrent, num_slots=states.num_slots, dtype=self.model.dtype, device=device
-            )
-        pools = [self.kv_pool, self.state_pool, self.memory.routes]
-        if capture is None and device.type == "cuda":
-            capture = CudaCapture(device)
-        self.graphs = None if capture is None else self._forward_graphs(config, capture)
+        self.memory, self.kv_pool = memory.index, memory.kv_pool
+        self.state_pool = memory.state_pool
+        self.graphs: ForwardGraphs | None = None
+        if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
+            self.graphs = forward_graphs(config.memory, self.model, self.minimum_rows, capture)
         self.residency = Residency(
             self.weights,
-            [pool for pool in pools if pool is not None],
+            memory.pools,
             graphs=self.graphs,
             device=device,
         )
@@ -174,44 +118,17 @@ class TargetWorker:
             graphs=self.graphs,
             piece_kernel=self._piece_kernel(config),
         )
+        self._scorer = Scorer(
+            self.memory,
+            self.runner,
+            self.ranks.rows,
+            chunk_len=min(scheduler.chunk_len, scheduler.max_step_tokens),
+        )
 
     def _piece_kernel(self, config: EngineConfig) -> PieceKernel | None:
         if config.exact or self.state_pool is None:
             return None
         return piece_kernel(self.state_pool.recurrent[0], self.model.dtype)
-
-    def _reserved_bytes(self, config: EngineConfig, device: torch.device) -> int:
-        """What steps and graphs will want on a GPU, where KV is sized by what is free."""
-        if device.type != "cuda" or config.memory.kv_bytes is not None:
-            return 0
-        sampled = min(self.longest_step, config.scheduler.max_running * MAX_TREE_NODES)
-        activations = activation_bytes(self.model, rows=self.longest_step, sampled=sampled)
-        log.info(
-            "%s: %d MiB are free beside the weights; a step takes up to %d MiB of them, CUDA "
-            "graphs %d MiB, KV %.0f %% of the rest",
-            device,
-            free_bytes(device) >> 20,
-            activations >> 20,
-            config.memory.graph_bytes >> 20,
-            config.memory.kv_fraction * 100,
-        )
-        return activations + config.memory.graph_bytes
-
-    def _forward_graphs(self, config: EngineConfig, capture: Capture) -> ForwardGraphs | None:
-        """None where nothing may be captured: sparse layers choose sizes as they run, recurrent
-        ones are told slots of their own, and ranks wait for each other."""
-        spec, memory = self.model.spec, config.memory
-        varies = spec.experts is not None or spec.linear_attention is not None
-        if not memory.graph_bytes or varies or self.ranks.all.size > 1:
-            return None
-        buckets = Buckets(
-            max_rows=memory.graph_rows,
-            max_context_len=self.max_context_len,
-            minimum_rows=self.minimum_rows,
-        )
-        return ForwardGraphs(
-            buckets, max_bytes=memory.graph_bytes, capture=capture, device=self.model.device
-        )
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
@@ -275,7 +192,7 @@ class TargetWorker:
         return EntryResult(
             token_ids=token_ids[:kept],
             logprobs=[sampled.logprobs[row] for row in rows],
-            extras=_joined([sampled.extras[row] for row in rows]),
+            extras=joined([sampled.extras[row] for row in rows]),
             path=path[: kept - 1],
             num_drafted=drafted,
             finish_reason=reason,
@@ -294,77 +211,7 @@ class TargetWorker:
         had.
         """
         self.weights.require_whole()
-        logprobs: list[float] = []
-        extras: list[TokenExtras] = []
-        for logits_RV in self._scored_logits(request, output_ids[:-1]):
-            done = len(logprobs)
-            chunk = output_ids[done : done + len(logits_RV)]
-            rows = rows_of_continuation(request, output_ids, range(done, done + len(chunk)))
-            scored = score(logits_RV, rows, chunk)
-            logprobs += scored.logprobs
-            extras += scored.extras
-        self._accompany()
-        return logprobs, _joined(extras)
-
-    def _accompany(self) -> None:
-        """Enter the forwards of ranks in lockstep that have more to score, with nothing."""
-        while any(self.ranks.rows.numbers(0)):
-            self.runner.forward(Batch(step=0, entries=[]), only_roots(0))
-
-    def _scored_logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
-        """Logits [R, V] from the request's last token on, chunk by chunk."""
-        self.memory.end_step()
-        tokens = request.tokens + continuation
-        prompt = np.array(request.tokens, dtype=np.int32)
-        admitted = self.memory.admit(prompt, headroom=len(continuation))
-        if admitted is None:
-            states = self.memory.states
-            if states is not None and not states.has_seat:
-                raise OutOfMemoryError(
-                    f"scoring {len(tokens)} tokens: those that run need all {states.num_slots} "
-                    "state slots; raise memory.state_slots or let requests finish"
-                )
-            raise OutOfMemoryError(
-                f"scoring {len(tokens)} tokens: only {self.memory.obtainable} KV slots can be had; "
-                "raise memory.kv_bytes or let requests finish"
-            )
-        row, start = admitted
-        computed = start
-        try:
-            self.memory.extend(row, len(tokens))
-            running = replace(request, tokens=tokens, row=row)
-            while computed < len(tokens):
-                self.ranks.rows.numbers(1)  # another one: see _accompany
-                length = min(self._chunk_len, len(tokens) - computed)
-                batch = self.batch_of(running, computed, length)
-                first = len(request.tokens) - 1
-                yield self.runner.forward(batch, only_roots(1), scored_from=first).logits_RV
-                computed += length
-                self.advance(batch)
-        finally:
-            self.memory.release(row, tokens[:computed])
-
-    def batch_of(self, request: Request, start: int, run_len: int) -> Batch:
-        """One run and no drafts, of a request that the scheduler does not know. It has a row, and
-        slots for its tokens."""
-        run = self.memory.state_run(request.row, start, start + run_len, request.prompt_len)
-        entry = Scheduled(
-            request=request,
-            start=start,
-            run_len=run_len,
-            draft_slots=np.empty(0, dtype=np.int32),
-            states=self.memory.reserve_states([run], [0])[0],
-        )
-        return Batch(step=0, entries=[entry])
-
-    def advance(self, batch: Batch) -> None:
-        """A batch of one run and no drafts was run: its request goes on from there."""
-        [entry] = batch.entries
-        self.memory.commit(entry, [])
-        self.memory.end_step(booked=True)
-        if entry.states is not None and entry.states.checkpoints:
-            shared = entry.request.tokens[: max(entry.states.checkpoints)]
-            self.memory.share(entry.request.row, shared)
+        return self._scorer.score(request, output_ids)
 
     def counters(self) -> dict[str, float]:
         usage, counters = self.memory.usage, self.memory.counters
@@ -377,24 +224,3 @@ class TargetWorker:
             "kv/hit": counters.hit,
             "kv/evicted": counters.evicted,
         }
-
-
-def _routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
-    """Whose routes are to be recorded; None: nobody's."""
-    if not config.model.record_routes:
-        return None
-    if spec.experts is None:
-        raise InvalidInputError(
-            "model.record_routes", True, f"{spec.architecture} has no experts: leave it out"
-        )
-    return spec.experts
-
-
-def _joined(extras: list[TokenExtras]) -> TokenExtras:
-    joined = TokenExtras()
-    for extra in extras:
-        joined.raw_logprobs += extra.raw_logprobs
-        joined.sampling_logprobs += extra.sampling_logprobs
-        joined.top_logprobs += extra.top_logprobs
-        joined.entropies += extra.entropies
-    return joined

@@ -15,6 +15,7 @@ from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.learned_budget import LearnedBudget
 from spec_workers.draft_tree import only_roots
+from spec_workers.scorer import lone_run
 from spec_workers.target import TargetWorker
 
 _CONTEXT = 128  # tokens before the rows that are timed
@@ -98,7 +99,7 @@ def _batch(target: TargetWorker, tokens: list[int], row: int, start: int, run_le
         stop_check=_NeverStops(),
         row=row,
     )
-    return target.batch_of(request, start, run_len)
+    return lone_run(target.memory, request, start, run_len)
 
 
 class _Clock:

@@ -1,0 +1,129 @@
+"""Logprobs of given tokens, by forwards of a request that the scheduler does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from rollout.errors import OutOfMemoryError
+from rollout.memory.cache import CacheMemory
+from rollout.parallel import RankGroup
+from rollout.runner import ModelRunner
+from rollout.sampling.rows import rows_of_continuation
+from rollout.sampling.sampler import score
+from rollout.types import Batch, Request, Scheduled, TokenExtras
+from spec_workers.draft_tree import only_roots
+
+
+class Scorer:
+    def __init__(
+        self, memory: CacheMemory, runner: ModelRunner, ranks: RankGroup, chunk_len: int
+    ) -> None:
+        """
+        Args:
+            ranks: those that have requests of their own and wait in each other's forwards.
+            chunk_len: most tokens of a forward.
+        """
+        self._memory = memory
+        self._runner = runner
+        self._ranks = ranks
+        self._chunk_len = chunk_len
+
+    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+        """Logprobs of the output's tokens after the request's.
+
+        Raises OutOfMemoryError when the KV slots cannot hold the sequence, or no state slots can be
+        had.
+        """
+        logprobs: list[float] = []
+        extras: list[TokenExtras] = []
+        for logits_RV in self._logits(request, output_ids[:-1]):
+            done = len(logprobs)
+            chunk = output_ids[done : done + len(logits_RV)]
+            rows = rows_of_continuation(request, output_ids, range(done, done + len(chunk)))
+            scored = score(logits_RV, rows, chunk)
+            logprobs += scored.logprobs
+            extras += scored.extras
+        self._accompany()
+        return logprobs, joined(extras)
+
+    def _accompany(self) -> None:
+        """Enter the forwards of ranks in lockstep that have more to score, with nothing."""
+        while any(self._ranks.numbers(0)):
+            self._runner.forward(Batch(step=0, entries=[]), only_roots(0))
+
+    def _logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
+        """Logits [R, V] from the request's last token on, chunk by chunk."""
+        memory = self._memory
+        memory.end_step()
+        tokens = request.tokens + continuation
+        prompt = np.array(request.tokens, dtype=np.int32)
+        admitted = memory.admit(prompt, headroom=len(continuation))
+        if admitted is None:
+            raise OutOfMemoryError(f"scoring {len(tokens)} tokens: {_what_is_short(memory)}")
+        row, start = admitted
+        computed = start
+        try:
+            memory.extend(row, len(tokens))
+            running = replace(request, tokens=tokens, row=row)
+            while computed < len(tokens):
+                self._ranks.numbers(1)  # another one: see _accompany
+                length = min(self._chunk_len, len(tokens) - computed)
+                batch = lone_run(memory, running, computed, length)
+                first = len(request.tokens) - 1
+                yield self._runner.forward(batch, only_roots(1), scored_from=first).logits_RV
+                computed += length
+                _advance(memory, batch)
+        finally:
+            memory.release(row, tokens[:computed])
+
+
+def lone_run(memory: CacheMemory, request: Request, start: int, run_len: int) -> Batch:
+    """One run and no drafts, of a request that the scheduler does not know. It has a row, and slots
+    for its tokens."""
+    run = memory.state_run(request.row, start, start + run_len, request.prompt_len)
+    entry = Scheduled(
+        request=request,
+        start=start,
+        run_len=run_len,
+        draft_slots=np.empty(0, dtype=np.int32),
+        states=memory.reserve_states([run], [0])[0],
+    )
+    return Batch(step=0, entries=[entry])
+
+
+def _advance(memory: CacheMemory, batch: Batch) -> None:
+    """A lone run was run: its request goes on from there."""
+    [entry] = batch.entries
+    memory.commit(entry, [])
+    memory.end_step(booked=True)
+    if entry.states is not None and entry.states.checkpoints:
+        shared = entry.request.tokens[: max(entry.states.checkpoints)]
+        memory.share(entry.request.row, shared)
+
+
+def _what_is_short(memory: CacheMemory) -> str:
+    states = memory.states
+    if states is not None and not states.has_seat:
+        return (
+            f"those that run need all {states.num_slots} state slots; raise memory.state_slots or "
+            "let requests finish"
+        )
+    return (
+        f"only {memory.obtainable} KV slots can be had; raise memory.kv_bytes or let requests "
+        "finish"
+    )
+
+
+def joined(extras: list[TokenExtras]) -> TokenExtras:
+    """Of tokens in a row, those of each."""
+    found = TokenExtras()
+    for extra in extras:
+        found.raw_logprobs += extra.raw_logprobs
+        found.sampling_logprobs += extra.sampling_logprobs
+        found.top_logprobs += extra.top_logprobs
+        found.entropies += extra.entropies
+    return found

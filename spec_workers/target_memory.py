@@ -1,0 +1,144 @@
+"""The target's memory: how many slots of each kind there are, and what is kept in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.config import EngineConfig
+from rollout.errors import InvalidInputError
+from rollout.memory.activations import activation_bytes
+from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_pool import KvPool
+from rollout.memory.routes_pool import RoutesPool
+from rollout.memory.sizing import memory_budget, num_kv_slots
+from rollout.memory.state_pool import StatePool
+from rollout.memory.state_sizing import state_sizes
+from rollout.memory.state_slots import StateSizes
+from rollout.memory.system import free_bytes
+from rollout.models.causal_lm import CausalLM
+from rollout.models.layer_spec import ExpertsSpec
+from rollout.models.spec import ModelSpec
+from rollout.parallel import RankGroup
+from rollout.residency import Pool
+from rollout.types import MAX_TREE_NODES
+from spec_workers.neural.draft_sizing import DraftBytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetMemory:
+    index: CacheMemory  # who owns which slot
+    kv_pool: KvPool
+    state_pool: StatePool | None  # of targets with recurrent layers
+
+    @property
+    def pools(self) -> Sequence[Pool]:
+        """All that is given back with the KV cache."""
+        pools = (self.kv_pool, self.state_pool, self.index.routes)
+        return [pool for pool in pools if pool is not None]
+
+
+def target_memory(
+    config: EngineConfig,
+    model: CausalLM,
+    ranks: RankGroup,
+    *,
+    draft_bytes: DraftBytes,
+    reserved_bytes: int,
+) -> TargetMemory:
+    """Ranks that run one model schedule alike, so all get as many slots of each kind.
+
+    Args:
+        draft_bytes: what a draft's keys and values are going to take.
+        reserved_bytes: of what is free, what steps need.
+
+    Raises OutOfMemoryError where nothing could run, InvalidInputError for routes of a model without
+    experts.
+    """
+    spec, dtype, device = model.spec, model.dtype, model.device
+    budget = min(ranks.numbers(memory_budget(config.memory, device, reserved_bytes)))
+    states, state_bytes = _states(config, spec, dtype, budget)
+    routes = _routes_spec(config, spec)
+    routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
+    num_slots = num_kv_slots(
+        config.memory,
+        spec,
+        dtype,
+        budget,
+        draft_slot_bytes=draft_bytes.per_slot,
+        routes_slot_bytes=routes_bytes if device.type == "cpu" else 0,  # they are on the host
+        draft_bytes=draft_bytes.apart,
+        state_bytes=state_bytes,
+    )
+    num_slots = min(ranks.numbers(num_slots))
+    index = CacheMemory(
+        num_slots,
+        config.scheduler.max_running + 1,  # scoring borrows one between steps
+        spec.max_context_len,
+        config.memory.prefix_cache,
+        states,
+        None if routes is None else RoutesPool(routes, num_slots),
+    )
+    kv_pool = KvPool(
+        num_layers=len(spec.attention_layers),
+        num_slots=num_slots,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    state_pool = None
+    if spec.linear_attention is not None and states is not None:
+        state_pool = StatePool(
+            spec.linear_attention, num_slots=states.num_slots, dtype=dtype, device=device
+        )
+    return TargetMemory(index=index, kv_pool=kv_pool, state_pool=state_pool)
+
+
+def bytes_of_steps(config: EngineConfig, model: CausalLM, longest_step: int) -> int:
+    """What steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
+
+    ``longest_step``: in query rows.
+    """
+    device = model.device
+    if device.type != "cuda" or config.memory.kv_bytes is not None:
+        return 0
+    sampled = min(longest_step, config.scheduler.max_running * MAX_TREE_NODES)
+    activations = activation_bytes(model, rows=longest_step, sampled=sampled)
+    log.info(
+        "%s: %d MiB are free beside the weights; a step takes up to %d MiB of them, CUDA "
+        "graphs %d MiB, KV %.0f %% of the rest",
+        device,
+        free_bytes(device) >> 20,
+        activations >> 20,
+        config.memory.graph_bytes >> 20,
+        config.memory.kv_fraction * 100,
+    )
+    return activations + config.memory.graph_bytes
+
+
+def _states(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, budget: int
+) -> tuple[StateSizes | None, int]:
+    """How many state slots, and their bytes."""
+    if spec.linear_attention is None:
+        return None, 0
+    each = StatePool.bytes_per_slot(spec.linear_attention, dtype)
+    sizes = state_sizes(config.memory, config.scheduler, each, budget)
+    return sizes, each * (sizes.num_slots + 1)
+
+
+def _routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
+    """Whose routes are to be recorded; None: nobody's."""
+    if not config.model.record_routes:
+        return None
+    if spec.experts is None:
+        raise InvalidInputError(
+            "model.record_routes", True, f"{spec.architecture} has no experts: leave it out"
+        )
+    return spec.experts
