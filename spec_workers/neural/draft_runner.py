@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.attention import PagedAttention
 from rollout.models.draft_model import DraftModel
+from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.ragged import offsets_of, places_within
@@ -62,7 +63,12 @@ class DraftRunner:
         self.kv = kv
         self.nodes_per_tree = nodes_per_tree
         self._minimum_rows = minimum_rows
-        self._table_device = torch.from_numpy(kv.table).to(model.device)
+        table = torch.from_numpy(kv.table)
+        # On the CPU a view of the host's; on a GPU the rows in use are sent with each plan.
+        self._is_sent = gpu.runs_on(model.device)
+        self._table_device = (
+            torch.zeros_like(table, device=model.device) if self._is_sent else table
+        )
 
     @torch.inference_mode()
     def extend(self, runs: KnownRuns, hidden_TE: torch.Tensor) -> torch.Tensor:
@@ -161,8 +167,11 @@ class DraftRunner:
         node_masks_N: NDArray[np.uint64] | None = None,
         node_slots_N: NDArray | None = None,
     ) -> AttentionPlan:
-        if self.model.device.type != "cpu":  # on the CPU the tensor is a view of the array
-            self._table_device.copy_(torch.from_numpy(self.kv.table))
+        if self._is_sent:
+            used = np.unique(rows_B)
+            longest = int((starts_B + run_lens_B).max(initial=0))
+            columns = self._tensor(self.kv.table[used, :longest])
+            self._table_device[:, :longest].index_copy_(0, self._tensor(used), columns)
         no_nodes = np.zeros(len(rows_B), dtype=np.int64)
         masks_N = np.zeros(0, dtype=np.uint64) if node_masks_N is None else node_masks_N
         slots_N = np.zeros(0, dtype=np.int64) if node_slots_N is None else node_slots_N

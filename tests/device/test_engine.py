@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.ops.paged_attention import AttentionPlan
 from rollout.overrides import engine_config
+from spec_workers.neural.draft_runner import DraftRunner
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
+from tests.helpers.tiny_draft import save_tiny_eagle3
 
 from .conftest import INTERPRETED
 
@@ -124,3 +127,36 @@ def test_memory_comes_back_and_nothing_is_changed_by_it(
     assert freed["weights"] > 0
     engine.resume_memory()
     assert numbers(run(engine, "plain")) == numbers(plain["plain"])
+
+
+def test_a_drafts_table_is_sent_with_each_plan(
+    small_model_path, dtype_name, tmp_path, monkeypatch
+) -> None:
+    draft = save_tiny_eagle3(
+        tmp_path / "draft", small_model_path, layers=(0, 1), num_heads=2, num_kv_heads=1,
+        head_dim=16, intermediate_size=32,
+    )  # fmt: skip
+    spec_options = {
+        "draft_path": str(draft), "num_steps": 2, "topk": 2, "num_draft_tokens": 3,
+        "budget": "fixed", "calibration_seconds": 0,
+    }  # fmt: skip
+    engine = RolloutEngine.from_pretrained(
+        str(small_model_path), spec="eagle", spec_options=spec_options,
+        **engine_options(dtype_name, graph_bytes=0),
+    )  # fmt: skip
+    plan_of, ends = DraftRunner._plan, []
+
+    def checked(runner: DraftRunner, **arguments) -> AttentionPlan:
+        plan = plan_of(runner, **arguments)
+        for row, end in zip(
+            plan.rows_B.tolist(), (plan.starts_B + plan.run_lens_B).tolist(), strict=True
+        ):
+            on_device = plan.req_to_token[row, :end].tolist()
+            assert on_device == runner.kv.table[row, :end].tolist()
+            ends.append(end)
+        return plan
+
+    monkeypatch.setattr(DraftRunner, "_plan", checked)
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True, n=2))
+    assert len(ends) > 6
+    assert max(ends) > 3
