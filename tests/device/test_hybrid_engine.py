@@ -8,7 +8,6 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.overrides import engine_config
 from tests.helpers.oracle_worker import oracle_factory
-from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tiny_hybrid import tiny_hybrid
 
 from .conftest import INTERPRETED
@@ -54,15 +53,12 @@ def test_logprobs_are_those_of_transformers(plain) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
 
 
-def test_trees_chunks_and_graphs_cannot_be_seen(hybrid_path, plain) -> None:
-    """Captured on a GPU; in the interpreter run again on the same buffers."""
+def test_trees_and_chunks_cannot_be_seen(hybrid_path, plain) -> None:
     recorded = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in plain}
-    capture = ReplayingCapture() if INTERPRETED else None
-    factory = oracle_factory(recorded, capture, size=5, right=0.8, chain=False)
-    options = engine_options(graph_bytes=1 << 28, max_running=3, chunk_len=4)
+    factory = oracle_factory(recorded, size=5, right=0.8, chain=False)
+    options = engine_options(max_running=3, chunk_len=4)
     engine = RolloutEngine.from_config(engine_config(hybrid_path, options), factory)
     rollouts = engine.generate(PROMPTS, PARAMS)
     assert numbers(rollouts) == numbers(plain)
     assert sum(r.stats.accepted for r in rollouts) > 0
-    assert engine.worker.target.graphs.num_graphs > 0
     engine.check_integrity()
