@@ -196,11 +196,11 @@ class CacheMemory:
         wanted = self.states.worth_keeping(start, end, prompt_len)
         return StateRun(row=row, start=start, end=end, checkpoints=wanted)
 
-    def node_room(self, runs: Sequence[StateRun]) -> int:
-        """Draft nodes for which slots can be had in a step of these runs."""
+    def node_room(self, num_runs: int) -> int:
+        """Draft nodes for which slots can be had in a step of so many runs."""
         if self.states is None:
             return self.obtainable
-        return min(self.obtainable, self.states.node_room(runs))
+        return min(self.obtainable, self.states.node_room(num_runs))
 
     def reserve_states(
         self, runs: Sequence[StateRun], counts: Sequence[int]

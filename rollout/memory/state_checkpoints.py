@@ -7,6 +7,7 @@ are, and a checkpoint goes when its token does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -73,7 +74,7 @@ class StateCheckpoints:
 
     def evict(self, count: int) -> int:
         """Free ``count`` state slots, fewer if fewer are evictable; returns how many."""
-        oldest = list(self._by_age)[:count] if count < len(self._by_age) else list(self._by_age)
+        oldest = list(itertools.islice(self._by_age, count))
         self.forget(np.array(oldest, dtype=np.int32))
         return len(oldest)
 

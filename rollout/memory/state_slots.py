@@ -87,10 +87,9 @@ class StateSlots:
         """Whether one more request can run."""
         return SLOTS_PER_ROW * (len(self._rows) + 1) <= self.num_slots
 
-    def node_room(self, runs: Sequence[StateRun]) -> int:
-        """Slots that draft nodes may take in a step of these runs."""
-        others = len(runs) + sum(len(run.checkpoints) for run in runs)
-        return max(0, self.obtainable - others - self.num_slots // CHECKPOINT_SHARE)
+    def node_room(self, num_runs: int) -> int:
+        """Slots that draft nodes may take in a step of so many runs."""
+        return max(0, self.obtainable - num_runs - self.num_slots // CHECKPOINT_SHARE)
 
     def open(self, row: int, length: int, last_kv_slot: int) -> None:
         """A request begins with the checkpoint after ``length`` tokens, or with no state.

@@ -230,12 +230,12 @@ class Scheduler:
         """Add draft slots to the runs that are sampled from, evenly where they are scarce."""
         most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
         wanted = [self._draft_room(request, run_len, most) for request, run_len in runs.items()]
-        state_runs = [self._state_run(request, run_len) for request, run_len in runs.items()]
-        room = min(self.memory.node_room(state_runs), self.memory.slots.num_slots // DRAFT_SHARE)
+        room = min(self.memory.node_room(len(runs)), self.memory.slots.num_slots // DRAFT_SHARE)
         if sum(wanted) > room:
             share = room // sum(count > 0 for count in wanted)
             wanted = [min(count, share) for count in wanted]
         drafts = self.memory.reserve_drafts(wanted)
+        state_runs = [self._state_run(request, run_len) for request, run_len in runs.items()]
         states = self.memory.reserve_states(state_runs, wanted)
         return [
             Scheduled(
