@@ -11,13 +11,13 @@ import torch
 from rollout import SamplingParams
 from rollout.models.checkpoint import Checkpoint
 
-PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.95, seed=3)
+PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.95, seed=3)
 
 
 def _prompts() -> list[list[int]]:
     rng = np.random.default_rng(3)
-    shared = rng.integers(3, 97, 40).tolist()
-    return [rng.integers(3, 97, length).tolist() for length in (1, 33)] + [
+    shared = rng.integers(3, 97, 24).tolist()
+    return [rng.integers(3, 97, length).tolist() for length in (1, 21)] + [
         shared,
         [*shared, 7],
     ]

@@ -34,22 +34,29 @@ def rolled_out(engine: RolloutEngine) -> list:
     return found
 
 
-def chain(folder: str, drafts: dict[str, dict], dtype: str) -> dict:
-    """Whether every way to the same tokens gives the same bits, and what they are."""
-    plain = engine_of(folder, dtype=dtype, max_running=2, prefix_cache=False)
-    wanted = rolled_out(plain)
-    same = {}
-    engine = engine_of(folder, dtype=dtype, max_running=7, chunk_len=5)
-    same["chunks"] = rolled_out(engine) == wanted
-    scored = [engine.score(prompt, tokens, PARAMS) for prompt, tokens, _ in wanted]
-    same["score"] = scored == [logprobs for _, _, logprobs in wanted]
-    accepted = 0
-    for spec, options in drafts.items():
-        engine = engine_of(folder, spec, dtype=dtype, max_running=4, spec_options=options)
-        same[spec] = rolled_out(engine) == wanted
-        same[f"{spec} again"] = rolled_out(engine) == wanted
-        accepted += engine.metrics().accepted
-    return {"rollouts": wanted, "same": same, "accepted": accepted}
+def chain(folder: str, dtype: str = "float32") -> dict:
+    """Whether chunks, company and drafts from the corpus leave the bits alone; what those are."""
+    wanted = rolled_out(engine_of(folder, dtype=dtype, max_running=3, prefix_cache=False))
+    options = {"budget": "fixed", "min_probability": 0.0}
+    engine = engine_of(
+        folder, "ngram", dtype=dtype, max_running=4, chunk_len=9, spec_options=options
+    )
+    same = {"ngram": rolled_out(engine) == wanted, "ngram again": rolled_out(engine) == wanted}
+    return {"rollouts": wanted, "same": same, "accepted": engine.metrics().accepted}
+
+
+def long_chain(folder: str, draft: str) -> dict:
+    """Likewise, in more ways."""
+    found = chain(folder)
+    wanted, same = found["rollouts"], found["same"]
+    scored = [engine_of(folder).score(*wanted[index][:2], PARAMS) for index in (0, 1)]
+    same["score"] = scored == [wanted[index][2] for index in (0, 1)]
+    eagle = {"draft_path": draft, "budget": "fixed", "topk": 2, "num_steps": 3}
+    learned = {"min_probability": 0.0, "calibration_seconds": 0.1}
+    for spec, options in (("eagle", eagle), ("ngram", learned)):
+        engine = engine_of(folder, spec, max_running=4, spec_options=options)
+        same[f"{spec}, {options.get('budget', 'learned')}"] = rolled_out(engine) == wanted
+    return found
 
 
 def error_of(call, *args, **options) -> str:
@@ -149,14 +156,10 @@ def main(output: Path) -> None:
     store = next(iter(rendezvous("env://")))
     folders = json.loads(os.environ["TENSOR_RANKS"])
     llama, results, own = folders["llama"], {}, {}
-    eagle = {"draft_path": folders["eagle"], "budget": "fixed", "topk": 2, "num_steps": 3}
-    ngram = {"min_probability": 0.0, "calibration_seconds": 0.2}
-    drafts = {"none": {}, "ngram": ngram, "eagle": eagle}
-    results["float32"] = chain(llama, drafts, "float32")
-    results["bfloat16"] = chain(llama, {"ngram": {"budget": "fixed"}}, "bfloat16")
-    results["tied"] = chain(folders["tied"], {}, "float32")
-    for name in ("one kv head", "hybrid", "interleaved"):
-        results[name] = chain(folders[name], {"ngram": {"budget": "fixed"}}, "float32")
+    results["float32"] = long_chain(llama, folders["eagle"])
+    results["bfloat16"] = chain(llama, "bfloat16")
+    for name in ("tied", "one kv head", "hybrid", "interleaved", "experts"):
+        results[name] = chain(folders[name])
     results["updates"], own["updates"] = updates(llama, folders["other"])
     results["corpora"], own["corpora"] = corpora(llama)
     own["different calls"] = different_calls(llama)

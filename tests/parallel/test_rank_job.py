@@ -29,7 +29,7 @@ def test_a_job_that_was_stopped_goes_on(tiny_model_path, tmp_path, monkeypatch):
     prompts = [{"prompt": [5, 6, 7, index % 97]} for index in range(40)]
     data.write_text("\n".join(map(json.dumps, prompts)))
     monkeypatch.setenv("JOB_RANKS", json.dumps([str(tiny_model_path), str(data), str(two)]))
-    first, second = launch("tests.helpers.job_ranks", tmp_path, ranks=2, timeout=120.0)
+    first, second = launch("tests.helpers.job_ranks", tmp_path, ranks=2, timeout=240.0)
     assert first == ["stopped", "completed", "nothing to do"]
     assert second == ["followed"] * 3
     config = config_of(str(tiny_model_path), str(data), str(one), 1)

@@ -12,6 +12,7 @@ from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
 from tests.helpers.tiny_draft import save_tiny_eagle1
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_moe import save_tiny_moe
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,7 @@ def folders(tmp_path_factory):
         "one kv head": save_tiny_llama(root / "one", num_kv_heads=1),
         "hybrid": save_tiny_hybrid(root / "hybrid", "qwen3_5"),
         "interleaved": save_tiny_hybrid(root / "interleaved", "qwen3_next"),
+        "experts": save_tiny_moe(root / "experts"),
         "eagle": save_tiny_eagle1(root / "eagle", llama),
     }
     return {name: str(folder) for name, folder in made.items()}
@@ -35,7 +37,7 @@ def ranks(folders, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSOR_RANKS", json.dumps(folders))
         folder = tmp_path_factory.mktemp("ranks")
-        return launch("tests.helpers.tensor_ranks", folder, ranks=2, timeout=150.0)
+        return launch("tests.helpers.tensor_ranks", folder, ranks=2, timeout=240.0)
 
 
 def alone(folder: str, dtype: str = "float32") -> RolloutEngine:
@@ -49,6 +51,7 @@ MODELS = {
     "one kv head": "one kv head",
     "hybrid": "hybrid",
     "interleaved": "interleaved",
+    "experts": "experts",
 }
 
 
@@ -57,7 +60,7 @@ def test_tokens_of_one_rank_and_a_chain_of_their_own(case, folders, ranks):
     first, second = (rank[case] for rank in ranks)
     assert first == second
     assert all(first["same"].values()), first["same"]
-    assert first["accepted"] > 0 or case == "tied"
+    assert first["accepted"] > 0
     dtype = "bfloat16" if case == "bfloat16" else "float32"
     one = numbers(alone(folders[MODELS[case]], dtype).generate(PROMPTS, PARAMS))
     pairs = list(zip(first["rollouts"], one, strict=True))
