@@ -21,7 +21,7 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.packed_bucket import PackedBucket
 from rollout.weights.shared_memory import SharedMemorySender
-from tests.cluster.thread_pool import ThreadPool, ThreadReplica
+from tests.cluster.thread_pool import ThreadPool, ThreadReplica, kill, rejoined
 from tests.cluster.workload import content, drain, key, ngram
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
@@ -76,22 +76,6 @@ def generated(cluster: RolloutCluster) -> dict:
         for sample in range(PARAMS.n):
             cluster.submit(prompt, PARAMS, prompt_index=index, sample_index=sample)
     return drain(cluster)
-
-
-def rejoined(cluster: RolloutCluster) -> None:
-    """All replicas are there again."""
-    deadline = time.monotonic() + 60
-    while not cluster.members.all_joined:
-        cluster.step()
-        assert time.monotonic() < deadline
-
-
-def kill(cluster: RolloutCluster, pool: ThreadPool, name: str) -> None:
-    """Until the cluster has heard of it."""
-    dead = pool.living[name]
-    dead.kill()
-    while cluster.members.joined.get(name) is dead:
-        cluster.members.attend(0.01)
 
 
 class Interceptor:
