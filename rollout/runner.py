@@ -172,4 +172,4 @@ class ModelRunner:
     def _head_rows(self, sampled_R: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of no rows too: a head that is spread over ranks waits for all of them."""
         missing = self._minimum_rows - sampled_R.size if sampled_R.size else 0
-        return np.pad(sampled_R, (0, max(0, missing)))
+        return sampled_R if missing <= 0 else np.pad(sampled_R, (0, missing))

@@ -96,17 +96,17 @@ class StepArrays:
         Padding rows run token 0 at position 0, write to the null slot and see nothing. Padding
         entries have no rows, padding nodes are no entry's.
         """
-        entries = max(0, entries - len(self.rows_B))
+        ends = int(self.q_offsets_B1[-1]), int(self.node_offsets_B1[-1])
         return replace(
             self,
             input_ids_T=_padded(self.input_ids_T, rows),
             positions_T=_padded(self.positions_T, rows),
             slots_T=_padded(self.slots_T, rows, NULL_SLOT),
-            rows_B=np.pad(self.rows_B, (0, entries)),
-            starts_B=np.pad(self.starts_B, (0, entries)),
-            run_lens_B=np.pad(self.run_lens_B, (0, entries), constant_values=1),
-            q_offsets_B1=np.pad(self.q_offsets_B1, (0, entries), mode="edge"),
-            node_offsets_B1=np.pad(self.node_offsets_B1, (0, entries), mode="edge"),
+            rows_B=_padded(self.rows_B, entries),
+            starts_B=_padded(self.starts_B, entries),
+            run_lens_B=_padded(self.run_lens_B, entries, 1),
+            q_offsets_B1=_padded(self.q_offsets_B1, entries + 1, ends[0]),
+            node_offsets_B1=_padded(self.node_offsets_B1, entries + 1, ends[1]),
             node_masks_N=_padded(self.node_masks_N, nodes, 1),
             node_slots_N=_padded(self.node_slots_N, nodes, NULL_SLOT),
         )
@@ -131,4 +131,6 @@ def _flat(parts: list[NDArray], dtype: type) -> NDArray:
 
 def _padded(array: NDArray, length: int, value: int = 0) -> NDArray:
     missing = length - array.size
-    return array if missing <= 0 else np.pad(array, (0, missing), constant_values=value)
+    if missing <= 0:
+        return array
+    return np.concatenate([array, np.full(missing, value, dtype=array.dtype)])
