@@ -5,14 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.helpers.tiny_hybrid import randomise
 
 
 def save_tiny_moe(folder: Path, **options: object) -> Path:
-    """Write `tiny_moe` as a checkpoint; ``options`` are its."""
-    tiny_moe(**options).save_pretrained(folder)
+    """Write `tiny_moe` as a checkpoint of single experts; ``options`` are its.
+
+    Not by ``save_pretrained``, which in a process group writes on one rank alone.
+    """
+    model = tiny_moe(**options)
+    model.config.architectures = [type(model).__name__]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        at, _, fused = name.rpartition(".")
+        if not at.endswith(".experts"):
+            tensors[name] = tensor
+            continue
+        parts = tensor.chunk(2, dim=1) if fused == "gate_up_proj" else [tensor]
+        names = ["gate_proj", "up_proj"] if fused == "gate_up_proj" else [fused]
+        for part, values in zip(names, parts, strict=True):
+            for expert, each in enumerate(values):
+                tensors[f"{at}.{expert}.{part}.weight"] = each.contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(model.config.to_json_string(use_diff=False))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

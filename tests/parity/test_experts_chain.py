@@ -10,6 +10,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.overrides import engine_config
 from tests.helpers.oracle_worker import oracle_factory
+from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
@@ -139,6 +140,16 @@ def test_eagle_cannot_be_seen(folder, dtype, plain, family, tmp_path):
     )
     rollouts = compare(engine, plain)
     assert sum(r.stats.drafted for r in rollouts) > 0
+
+
+def test_captured_forwards_cannot_be_seen(family, folder, dtype, plain):
+    if family != "qwen3_moe":
+        pytest.skip("forwards of recurrent layers are not captured")
+    capture = ReplayingCapture()
+    options = {"dtype": dtype, "max_running": 4, "record_routes": True, "num_threads": 1}
+    engine = RolloutEngine.from_config(engine_config(folder, options), plain_factory(capture))
+    compare(engine, plain)
+    assert capture.replays > 10
 
 
 def test_what_is_recorded_is_what_transformers_chooses(family, folder, plain, dtype):
