@@ -17,7 +17,7 @@ from rollout.types import Batch, DraftTrees
 from spec_workers.draft_tree import only_roots
 
 _CONTEXT = 256
-_PARENTS = {1: [], 8: [0, 0, 1, 1, 2, 3, 3]}  # by nodes of the tree, the root counted
+PARENTS = {1: [], 8: [0, 0, 1, 1, 2, 3, 3]}  # by nodes of the tree, the root counted
 
 
 def verify_rows(folder: Path, repeats: int) -> list[Row]:
@@ -34,8 +34,8 @@ def verify_rows(folder: Path, repeats: int) -> list[Row]:
     batch = engine.scheduler.schedule()
     milliseconds: dict[int, list[float]] = {1: [], 8: []}
     for turn in range(repeats + 2):
-        for nodes, parents in _PARENTS.items():
-            elapsed = _verify_ms(target, batch, _tree(parents) if parents else only_roots(1))
+        for nodes, parents in PARENTS.items():
+            elapsed = _verify_ms(target, batch, tree(parents) if parents else only_roots(1))
             if turn >= 2:  # the first ones warm up
                 milliseconds[nodes].append(elapsed)
     memory.end_step()
@@ -53,7 +53,7 @@ def _verify_ms(target: Any, batch: Batch, trees: DraftTrees) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def _tree(parents: list[int]) -> DraftTrees:
+def tree(parents: list[int]) -> DraftTrees:
     """Of tokens 3, 4, ...: what they are does not matter."""
     depths, masks = [0], [1]
     for node, parent in enumerate(parents, start=1):
