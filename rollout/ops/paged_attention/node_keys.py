@@ -5,27 +5,13 @@ Legend: as in the plan; W columns, two blocks of positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from rollout.ops.paged_attention.plan import AttentionPlan
+from rollout.ops.paged_attention.plan import AttentionPlan, NodeKeys
 
 BLOCK = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NodeKeys:
-    """Slots of the positions from the last whole block of the context on, by node.
-
-    With context = start + run_len, column w is position context // 64 * 64 + w: what is left of the
-    context, then the node's path in depth order, itself last. Columns past ``lens_N`` hold nothing.
-    """
-
-    slots_NW: torch.Tensor  # int32 [N, 2 * BLOCK]
-    lens_N: torch.Tensor  # int32, between 1 and 2 * BLOCK - 1; 0 for nodes that are no entry's
 
 
 def node_keys(plan: AttentionPlan) -> NodeKeys:

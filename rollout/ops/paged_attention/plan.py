@@ -1,6 +1,6 @@
 """What attention must know of a step, besides queries and pools.
 
-Legend: B entries, N draft nodes, T query rows.
+Legend: B entries, N draft nodes, T query rows, W columns: two blocks of 64 positions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from rollout.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from rollout._cpu import AttentionSchedule
-    from rollout.ops.paged_attention.node_keys import NodeKeys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeKeys:
+    """Slots of the positions from the last whole block of the context on, by draft node, on a
+    GPU: found once per step.
+
+    With context = start + run_len, column w is position context // 64 * 64 + w: what is left of the
+    context, then the node's path in depth order, itself last. Columns past ``lens_N`` hold nothing.
+    """
+
+    slots_NW: torch.Tensor  # int32 [N, 128]
+    lens_N: torch.Tensor  # int32, between 1 and 127; 0 for nodes that are no entry's
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

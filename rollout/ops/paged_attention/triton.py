@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 
 from rollout.ops.gpu import multiprocessors
-from rollout.ops.paged_attention.node_keys import BLOCK, NodeKeys, node_keys
-from rollout.ops.paged_attention.plan import AttentionPlan
+from rollout.ops.paged_attention.node_keys import BLOCK, node_keys
+from rollout.ops.paged_attention.plan import AttentionPlan, NodeKeys
 
 SPLIT_BLOCKS = 8
 _NODE_ROWS = 4  # query rows of a tile where there are nodes: theirs come one after another
