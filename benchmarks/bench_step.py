@@ -13,6 +13,7 @@ Without a GPU the shape is `tiny` and no bar applies.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -155,6 +156,7 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> list[Row
                     found[exact, nodes, batch] = measure(engine, batch, options.context)
                 engine.close()
                 del engine
+                gc.collect()  # or its weights and keys stay beside the next one's
     rows = []
     for (exact, nodes, batch), timed in found.items():
         kind = f"{nodes} draft nodes each" if nodes else "exact" if exact else "fast"

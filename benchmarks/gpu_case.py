@@ -33,12 +33,13 @@ class Case:
 def microseconds(calls: Sequence[Call]) -> float:
     """Of one call: the median over replays of a graph that makes them all."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in (*calls[:1], *calls):
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         for call in calls:
             call()
     times = []

@@ -10,8 +10,9 @@ import torch
 class StepClock:
     """Made when a step begins. Milliseconds.
 
-    On a GPU the forward is timed there, from its inputs' arrival to its last kernel; on the CPU by
-    the clock on the wall.
+    On a GPU the forward is timed there, from when it is begun, or from when the GPU is done with
+    what came before, to its last kernel: so laying out its inputs counts where the GPU waits for
+    them. On the CPU it is timed by the clock on the wall.
     """
 
     def __init__(self, device: torch.device) -> None:

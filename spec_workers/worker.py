@@ -98,6 +98,10 @@ class SpecWorker:
 
         A request whose logits are no distribution ends alone, with FinishReason.ERROR.
         """
+        with gpu.on(self.model_device):
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> StepResult:
         clock = StepClock(self.model_device)
         self.prepare(batch)
         floor = self.budget.floor(batch)
@@ -173,7 +177,8 @@ class SpecWorker:
         self.recorder = recorder
 
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
-        return self.target.score(request, output_ids)
+        with gpu.on(self.model_device):
+            return self.target.score(request, output_ids)
 
     def weights_changed(self) -> None:
         self._learn()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -39,28 +40,48 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        # One for all of them: cuBLAS keeps a workspace for each stream it was ever called on.
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Callable[[], None]) -> Captured:
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self._device)[0]
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
         # Kernels are compiled and libraries make their workspaces before anything is recorded.
-        side = torch.cuda.Stream(self._device)
+        side = self._stream
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads, a trainer's or a server's, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
+                run()
+        except BaseException:
+            self._end_allocation()
+            raise
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         return _CudaGraph(graph, max(0, taken))
 
     def reset(self) -> None:
         self._pool = None
         torch.cuda.empty_cache()
+
+    def _end_allocation(self) -> None:
+        """After a failed capture. Up to version 2.11 torch leaves its allocator believing that it
+        goes on, and every `empty_cache` raises; later versions have ended it and say so."""
+        index = self._device.index
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(
+                torch.cuda.current_device() if index is None else index, self._pool
+            )
 
 
 class _CudaGraph:

@@ -17,6 +17,7 @@ import torch
 
 from rollout.errors import ExactnessError
 from rollout.layers.linear import Linear
+from rollout.ops import gpu
 
 LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
@@ -54,7 +55,11 @@ def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
 @torch.inference_mode()
 def _least_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
     shapes = {_signature(linear): linear for linear in linears}
-    return {shape: _minimum_rows(linear, max_rows) for shape, linear in shapes.items()}
+    found = {}
+    for shape, linear in shapes.items():
+        with gpu.on(linear.device):
+            found[shape] = _minimum_rows(linear, max_rows)
+    return found
 
 
 def _minimum_rows(linear: Linear, max_rows: int) -> int:

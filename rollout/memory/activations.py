@@ -11,6 +11,7 @@ from rollout.attention import PagedAttention
 from rollout.errors import OutOfMemoryError
 from rollout.memory.kv_pool import KvPool
 from rollout.models.causal_lm import CausalLM
+from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
 
 
@@ -27,7 +28,8 @@ def activation_bytes(model: CausalLM, *, rows: int, sampled: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        run_padding(model, rows=rows, sampled=sampled)
+        with gpu.on(device):
+            run_padding(model, rows=rows, sampled=sampled)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"a step of {rows} query rows, {sampled} of them sampled from, does not fit {device} "

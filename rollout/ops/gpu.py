@@ -10,6 +10,7 @@ written, so kernels that share lines share bits.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -31,6 +32,12 @@ def supports(*tensors: torch.Tensor) -> bool:
         runs_on(tensor.device) and tensor.dtype is dtype and tensor.stride(-1) == 1
         for tensor in tensors
     )
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Within it kernels are launched on the device. Triton asks the thread which GPU it is on, not
+    the tensors which one they are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def multiprocessors(device: torch.device) -> int:

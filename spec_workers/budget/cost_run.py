@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.ops import gpu
 from rollout.parallel import RankGroup
 from rollout.types import Batch, FinishReason, Request, SamplingParams
 from spec_workers.budget.budget import DraftBudget
@@ -113,9 +114,11 @@ class _Clock:
     def forward_ms(self, target: TargetWorker, batch: Batch) -> float:
         started = time.perf_counter()
         scored_from = batch.entries[0].start
-        logits_RV = target.runner.forward(batch, only_roots(1), scored_from=scored_from).logits_RV
+        with gpu.on(target.model.device):
+            forwarded = target.runner.forward(batch, only_roots(1), scored_from=scored_from)
+        logits_RV = forwarded.logits_RV
         if logits_RV.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(logits_RV.device)
         now = time.perf_counter()
         milliseconds, is_up = self._group.first([(now - started) * 1e3, now > self._deadline])
         self.is_up = bool(is_up)
