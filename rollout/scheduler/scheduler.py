@@ -143,6 +143,7 @@ class Scheduler:
 
     def abort(self, request_id: int) -> Request | None:
         """End a request now, between two steps. None if it is not here (it may have finished)."""
+        self.memory.end_step()
         request = self._waiting.remove(request_id)
         if request is None:
             request = next((r for r in self._running if r.request_id == request_id), None)

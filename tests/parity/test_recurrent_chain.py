@@ -271,6 +271,21 @@ def test_a_step_that_fails_after_its_commit_is_run_again(target, plain):
     assert calls > 10
 
 
+def test_nothing_stays_reserved_for_requests_that_are_aborted_after_a_step_that_failed(target):
+    engine = make_engine(target, "none", max_running=2)
+    request = engine.submit(prompts()[2], PARAMS["greedy"])
+
+    def fail(batch, results):
+        raise RuntimeError("at its commit")
+
+    engine.worker.target.commit = fail
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.abort(request.request_id)
+    engine.check_integrity()
+    assert engine.worker.counters()["states/used"] == 0
+
+
 def test_states_come_and_go_with_the_kv_cache(target):
     engine = make_engine(target, "none", max_running=2)
     pool = engine.worker.target.state_pool
