@@ -9,7 +9,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 from rollout.config import EngineConfig
@@ -17,7 +17,7 @@ from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
 from rollout.engine_state import StateCalls
 from rollout.engine_status import EngineStatus
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
 from rollout.overrides import engine_config
@@ -169,7 +169,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         """
         try:
             return self._checked_requests(prompts, params)
-        except InvalidInputError:
+        except (InvalidInputError, OutOfMemoryError):
             self._accompany()
             raise
 
@@ -250,7 +250,22 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
-        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...)."""
+        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...).
+
+        Where this rank's call is refused, others in lockstep with it are served all the same.
+        """
+        self.require_running()
+        try:
+            request, output = self._scored(prompt_ids, output_ids, params or SamplingParams())
+            with self._all_or_none():
+                return self.worker.score(request, output)
+        except (InvalidInputError, OutOfMemoryError):
+            self.worker.accompany_scoring()
+            raise
+
+    def _scored(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[Request, list[int]]:
         prompt = self.encoder.encode(prompt_ids, "prompt_ids")
         output = self.encoder.encode(output_ids, "output_ids")
         if len(prompt) + len(output) > self.worker.max_context_len:
@@ -258,9 +273,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
                 "output_ids", len(output),
                 f"prompt and output must fit the context of {self.worker.max_context_len} tokens",
             )  # fmt: skip
-        request = self._requests.make(prompt, params or SamplingParams(), 0, 0)
-        self.require_running()
-        return self.worker.score(request, output)
+        return self._requests.make(prompt, params, 0, 0), output
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Raise what `submit` would; computes nothing. Returns the prompt's length in tokens."""
@@ -330,7 +343,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
-        result = self.worker.step(batch)
+        with self._all_or_none():
+            result = self.worker.step(batch)
         stepped = time.perf_counter()
         ended = [self._end(request) for request in self.scheduler.commit(batch, result)]
         self._hand_out(ended)
@@ -338,6 +352,20 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         result.times.schedule = (scheduled - started + now - stepped) * 1e3
         result.times.total = (now - started) * 1e3
         self._record(batch, result, ended)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """What fails here on one rank leaves the others in the middle of it: they hear at once.
+
+        Were it run again, this rank's forwards would be taken for later ones of the others.
+        """
+        try:
+            yield
+        except OutOfMemoryError:
+            raise  # before its first forward
+        except BaseException as error:
+            self.worker.ranks.close(f"it failed in the middle of a step: {error!r}")
+            raise
 
     def _hand_out(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:

@@ -89,7 +89,14 @@ class Worker(Protocol):
         ...
 
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
-        """Logprobs of given tokens after the request's own. The request is not queued."""
+        """Logprobs of given tokens after the request's own. The request is not queued.
+
+        Raises OutOfMemoryError before anything is computed.
+        """
+        ...
+
+    def accompany_scoring(self) -> None:
+        """Instead of `score`, where this rank's call is refused: ranks in lockstep wait for it."""
         ...
 
     def weights_changed(self) -> None:

@@ -47,10 +47,10 @@ class Scorer:
             scored = score(logits_RV, rows, chunk)
             logprobs += scored.logprobs
             extras += scored.extras
-        self._accompany()
+        self.accompany()
         return logprobs, joined(extras)
 
-    def _accompany(self) -> None:
+    def accompany(self) -> None:
         """Enter the forwards of ranks in lockstep that have more to score, with nothing."""
         while any(self._ranks.numbers(0)):
             self._runner.forward(Batch(step=0, entries=[]), only_roots(0))
@@ -70,7 +70,7 @@ class Scorer:
             memory.extend(row, len(tokens))
             running = replace(request, tokens=tokens, row=row)
             while computed < len(tokens):
-                self._ranks.numbers(1)  # another one: see _accompany
+                self._ranks.numbers(1)  # another one: see accompany
                 length = min(self._chunk_len, len(tokens) - computed)
                 batch = lone_run(memory, running, computed, length)
                 first = len(request.tokens) - 1

@@ -213,6 +213,10 @@ class TargetWorker:
         self.weights.require_whole()
         return self._scorer.score(request, output_ids)
 
+    def accompany_scoring(self) -> None:
+        """Enter the forwards of ranks in lockstep that score, with nothing to score."""
+        self._scorer.accompany()
+
     def counters(self) -> dict[str, float]:
         usage, counters = self.memory.usage, self.memory.counters
         states = {} if self.memory.states is None else self.memory.states.counters()

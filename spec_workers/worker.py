@@ -180,6 +180,9 @@ class SpecWorker:
         with gpu.on(self.model_device):
             return self.target.score(request, output_ids)
 
+    def accompany_scoring(self) -> None:
+        self.target.accompany_scoring()
+
     def weights_changed(self) -> None:
         self._learn()
         self.budget.change_policy()

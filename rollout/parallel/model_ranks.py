@@ -30,9 +30,9 @@ class ModelRanks:
         """Whoever makes the same calls."""
         return self.rows if self.rows.size > 1 else self.tensor
 
-    def close(self) -> None:
-        self.tensor.close()
-        self.rows.close()
+    def close(self, reason: str = "the group is closed") -> None:
+        self.tensor.close(reason)
+        self.rows.close(reason)
 
 
 ONE_RANK = ModelRanks(tensor=SingleRank(), rows=SingleRank())

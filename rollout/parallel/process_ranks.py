@@ -135,9 +135,8 @@ class ProcessRanks:
         except RuntimeError as error:
             self._fail(error)
 
-    def close(self) -> None:
-        """Leave. Others that wait for this rank hear that it is gone."""
-        self._lost = self._lost or "the group is closed"
+    def close(self, reason: str = "the group is closed") -> None:
+        self._lost = self._lost or reason
         self._groups.clear()
 
     def _run(self, start: Callable[[], Any]) -> None:

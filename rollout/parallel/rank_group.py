@@ -57,7 +57,12 @@ class RankGroup(Protocol):
         """Every rank's note on a topic, by rank, as soon as all have left theirs."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, reason: str = "the group is closed") -> None:
+        """Leave for good. Others that wait for this rank hear that it is gone.
+
+        ``reason``: what later calls of this rank are told.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,5 +96,5 @@ class SingleRank:
     def collect(self, topic: str) -> list[str]:
         return [""]
 
-    def close(self) -> None:
+    def close(self, reason: str = "the group is closed") -> None:
         pass

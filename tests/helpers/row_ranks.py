@@ -10,17 +10,19 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, OutOfMemoryError
 from tests.helpers.tensor_cases import changed, stored
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY = 11
+MOST_TOKENS = 300
 
 
 def engine_of(case: dict, size: int) -> RolloutEngine:
@@ -28,7 +30,7 @@ def engine_of(case: dict, size: int) -> RolloutEngine:
         case["target"],
         case["spec"],
         spec_options=case["options"],
-        kv_bytes=1 << 20,
+        max_kv_tokens=MOST_TOKENS,
         chunk_len=8,
         max_running=3,
         dtype=case["dtype"],
@@ -70,16 +72,24 @@ def driven(engine: RolloutEngine, seed: int, update: dict | None) -> tuple[list,
     return [[r.token_ids, r.logprobs, r.weight_versions] for r in submitted], idle
 
 
+def outcome(call: Callable[..., object], *args: object) -> str:
+    try:
+        call(*args)
+    except (InvalidInputError, OutOfMemoryError) as error:
+        return type(error).__name__
+    return "taken"
+
+
 def whole_calls(engine: RolloutEngine) -> list:
     """Calls that take each rank another number of steps."""
     params = SamplingParams(max_new_tokens=3 + 2 * RANK, temperature=0.8, ignore_eos=True, seed=4)
     prompts = [[1, 2, 3], [5] * 12, [7]][: (RANK + 2) % 4]
     found = [[each.token_ids, each.logprobs] for each in engine.generate(prompts, params)]
-    try:
-        engine.generate([[10**9]] if RANK == 1 else [[4, 5]], params)
-        found.append("taken")
-    except InvalidInputError:
-        found.append("refused")
+    for bad in ([10**9], [1] * (MOST_TOKENS + 1)):
+        prompt = bad if RANK == 1 else [4, 5]
+        found.append(outcome(engine.generate, [prompt], params))
+        found.append(outcome(engine.score, prompt, [4] * 9, params))
+    found.append(outcome(engine.score, [4] * 200, [5] * (200 if RANK == 1 else 3), params))
     for each in engine.stream([[6], [8, 9], [2]], params):
         found.append(len(each.token_ids))
         if RANK == 0:

@@ -140,6 +140,22 @@ def different_calls(folder: str) -> str:
     return error_of(engine.step)
 
 
+def failed_step(folder: str) -> dict:
+    """On rank 1 alone, after all that ranks exchange in it but its times."""
+    engine = engine_of(folder)
+    engine.submit(PROMPTS[0], PARAMS)
+    engine.step()
+
+    def fail(step):
+        raise ZeroDivisionError
+
+    if RANK:
+        engine.worker.observe = fail
+    started = time.monotonic()
+    found = {"first": error_of(engine.step), "second": error_of(engine.step)}
+    return found | {"seconds": time.monotonic() - started}
+
+
 def lost(folder: str) -> dict:
     """Rank 1 is gone without a word."""
     engine = engine_of(folder)
@@ -164,6 +180,7 @@ def main(output: Path) -> None:
     results["updates"], own["updates"] = updates(llama, folders["other"])
     results["corpora"] = corpora(llama)
     own["different calls"] = different_calls(llama)
+    own["failed step"] = failed_step(llama)
     own["lost"] = lost(llama)
     output.write_text(json.dumps({**results, "own": own}))
     del store

@@ -59,7 +59,7 @@ class ThreadRank:
     def collect(self, topic: str) -> list[str]:
         raise AssertionError("no layer leaves notes")
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         pass
 
 

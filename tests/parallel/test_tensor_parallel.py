@@ -114,6 +114,16 @@ def test_ranks_that_were_asked_different_things_are_told(ranks):
         assert "step 2, before its forward" in rank["own"]["different calls"]
 
 
+def test_a_step_that_fails_on_one_rank_is_run_again_by_none(ranks):
+    first, second = (rank["own"]["failed step"] for rank in ranks)
+    assert second["first"] == "ZeroDivisionError"
+    assert second["second"] == (
+        "ParallelError: rank 1 of 2: it failed in the middle of a step: ZeroDivisionError()"
+    )
+    assert (first["first"] or first["second"]).startswith("ParallelError: rank 0 of 2: a rank is")
+    assert max(first["seconds"], second["seconds"]) < 10
+
+
 def test_a_rank_that_is_gone_ends_the_others(ranks):
     lost = ranks[0]["own"]["lost"]
     assert lost["lost"].startswith("ParallelError: rank 0 of 2: a rank is gone")
