@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import RolloutError
+from rollout.weights.disk import CheckpointSource
+from rollout.weights.distributed_sender import DistributedSender
+from rollout.weights.group import WeightGroup
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
 
 RANK = int(os.environ["RANK"])
@@ -70,6 +75,40 @@ def error_of(call, *args, **options) -> str:
     return ""
 
 
+def sent(engine: RolloutEngine, folder: str) -> None:
+    """An update through a weight group, whose sender is a thread of rank 0."""
+    port = int(engine.worker.ranks.tensor.exchange(str(free_port()))[0])
+    source = CheckpointSource(folder)
+
+    def send() -> None:
+        group = WeightGroup(
+            master_address="127.0.0.1", master_port=port, rank=0, world_size=3,
+            group_name="weights", timeout=30.0,
+        )  # fmt: skip
+        DistributedSender(group, 8192).send(source)
+
+    sender = threading.Thread(target=send, daemon=True)
+    if RANK == 0:
+        sender.start()
+    engine.init_weights_update_group("127.0.0.1", port, 1, 3, "weights", timeout=30.0)
+    specs = source.manifest()
+    engine.update_weights_from_distributed(
+        list(specs),
+        [spec.dtype for spec in specs.values()],
+        [spec.shape for spec in specs.values()],
+        "weights",
+        load_format="flattened_bucket",
+    )
+    if RANK == 0:
+        sender.join(30.0)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def updates(folder: str, other: str) -> tuple[dict, dict]:
     engine = engine_of(folder)
     first = stored(folder)
@@ -81,6 +120,13 @@ def updates(folder: str, other: str) -> tuple[dict, dict]:
     engine.update_weights_from_disk(other, weight_version=9)
     found["from disk"] = engine.weights_digest()
     found["version"] = engine.weight_version
+
+    sent(engine, folder)
+    found["sent"] = engine.weights_digest()
+    engine.release_memory()
+    engine.resume_memory()
+    found["resumed"] = engine.weights_digest()
+    engine.update_weights_from_disk(other)
 
     name = "model.norm.weight"
     wrong = new | ({name: new[name][:-1]} if RANK else {})

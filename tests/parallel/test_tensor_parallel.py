@@ -86,7 +86,7 @@ def test_an_update_reaches_all_ranks_or_none(folders, ranks):
     assert first["from disk"] == first["unchanged"] == engine.weights_digest()
     assert first["version"] == 9
     assert first["serves"]
-    assert first["healed"] == before
+    assert first["sent"] == first["resumed"] == first["healed"] == before
 
 
 def test_what_fails_on_one_rank_fails_on_all(ranks):

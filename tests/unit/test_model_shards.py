@@ -1,0 +1,109 @@
+"""Models of which each rank has a part: each tensor is somewhere, and logits are the whole's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rollout.config import DType
+from rollout.errors import InvalidInputError
+from rollout.models.checkpoint import Checkpoint
+from rollout.models.loader import load_model
+from rollout.parallel.partition import even_parts
+from tests.helpers.dense_attention import logits_of
+from tests.helpers.thread_ranks import on_ranks, rows_ranks, tensor_ranks
+from tests.helpers.tiny_hybrid import randomise, save_tiny_hybrid
+from tests.helpers.tiny_moe import save_tiny_moe
+
+CPU = torch.device("cpu")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 9], [7]]
+
+
+def save_biased_llama(folder, tied=False):
+    """Eight query heads on two kv heads, and a bias wherever a Llama can have one."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=97, hidden_size=64, intermediate_size=90, num_hidden_layers=2,
+            num_attention_heads=8, num_key_value_heads=2, attention_bias=True, mlp_bias=True,
+            max_position_embeddings=64, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+    randomise(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "biased": save_biased_llama(root / "biased"),
+        "tied": save_biased_llama(root / "tied", tied=True),
+        "hybrid": save_tiny_hybrid(root / "hybrid", "qwen3_5"),
+        "interleaved": save_tiny_hybrid(root / "interleaved", "qwen3_next"),
+        "experts": save_tiny_moe(root / "experts"),
+    }
+
+
+def load(folder, packing=True, **options):
+    return load_model(folder, DType.float32, CPU, packing=packing, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "packing"),
+    [
+        ("biased", 4, True),
+        ("biased", 8, False),
+        ("tied", 2, True),
+        ("hybrid", 2, True),
+        ("interleaved", 2, True),
+        ("experts", 2, False),
+    ],
+)
+def test_tensor_parallel_ranks(name, size, packing, folders):
+    whole = load(folders[name], packing)
+    wanted = logits_of(whole, PROMPTS)
+    stored = dict(Checkpoint(folders[name]))
+
+    def on_rank(group):
+        model = load(folders[name], packing, ranks=tensor_ranks(group))
+        assert model.destinations().keys() == whole.destinations().keys()
+        for key, tensor in stored.items():
+            assert torch.equal(model.destinations()[key].read(), tensor), key
+        return logits_of(model, PROMPTS), sum(linear.in_features for linear in model.linears())
+
+    ranks = on_ranks(size, on_rank)
+    for logits, _ in ranks:
+        for ours, first, theirs in zip(logits, ranks[0][0], wanted, strict=True):
+            assert torch.equal(ours, first)
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert ranks[0][1] < sum(linear.in_features for linear in whole.linears())
+
+
+@pytest.mark.parametrize(("name", "size"), [("biased", 3), ("experts", 2)])
+def test_ranks_with_rows_of_their_own_are_bitwise_one(name, size, folders):
+    whole = load(folders[name])
+    stored = dict(Checkpoint(folders[name]))
+
+    def on_rank(group):
+        model = load(folders[name], ranks=rows_ranks(group))
+        for key, tensor in stored.items():
+            assert torch.equal(model.destinations()[key].read(), tensor), key
+        own = [PROMPTS[0], [], [8] * 40][group.rank]
+        return torch.equal(logits_of(model, [own])[0], logits_of(whole, [own])[0])
+
+    assert all(on_ranks(size, on_rank))
+
+
+def test_heads_that_cannot_be_shared_out(folders):
+    with pytest.raises(InvalidInputError, match="8 query heads"):
+        on_ranks(3, lambda group: load(folders["biased"], ranks=tensor_ranks(group)))
+
+
+def test_even_parts_are_of_one_length_but_the_last():
+    for total in range(1, 40):
+        for size in range(1, 9):
+            parts = even_parts(total, size)
+            assert [index for part in parts for index in part] == list(range(total))
+            assert all(len(part) <= len(parts[0]) for part in parts)
