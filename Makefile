@@ -88,6 +88,12 @@ test: $(STAMP) $(MODEL)/config.json  ## all tests
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
+GPU_SECONDS ?= 1700
+
+.PHONY: gpu-session
+gpu-session: $(STAMP)  ## checks and times for half an hour on a GPU, the most telling first; in runs/gpu
+	$(BIN)/python benchmarks/gpu_session.py --output runs/gpu --seconds $(GPU_SECONDS)
+
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
 # transformers and ray. verl is run from the wheel.
 VERL_VENV ?= build/venv-verl

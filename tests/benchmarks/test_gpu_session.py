@@ -1,0 +1,43 @@
+"""A session on a GPU goes on after what fails, and says what it did not come to."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import gpu_session
+from gpu_session import ROOT, Stage, run, stages
+
+ROWS = 'import sys; open(sys.argv[-1], \'w\').write(\'[{"name": "a", "ok": false}]\')'
+
+
+def test_what_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
+    started = time.monotonic()
+    outcomes = run(
+        [
+            Stage(name="fails", command=("-c", "print('why'); raise SystemExit(3)"), seconds=20),
+            Stage(name="hangs", command=("-c", "import time; time.sleep(60)"), seconds=1),
+            Stage(name="long", command=("-c", ""), seconds=1000),
+            Stage(name="rows", command=("-c", ROWS), seconds=20),
+        ],
+        tmp_path,
+        seconds=40,
+    )
+    assert [outcome.status for outcome in outcomes] == [
+        "failed: exit status 3", "over its limit", "not begun", "ok",
+    ]  # fmt: skip
+    assert time.monotonic() - started < 30
+    written = json.loads((tmp_path / "session.json").read_text())
+    assert [each["name"] for each in written] == ["fails", "hangs", "long", "rows"]
+    assert written[-1]["rows"] == [{"name": "a", "ok": False}]
+    assert "why" in (tmp_path / "session.log").read_text()
+
+
+def test_stages_name_files_that_are_there() -> None:
+    for stage in stages([Path("trace.npz")]):
+        for part in stage.command:
+            if part.startswith(("tests/", "benchmarks/")):
+                assert (ROOT / part).exists(), stage.name
+    assert gpu_session.ROOT in Path(sys.modules["gpu_session"].__file__ or "").parents
