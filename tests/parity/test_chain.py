@@ -121,7 +121,7 @@ def test_ngram_cannot_be_seen(tiny_model_path, dtype, plain, name):
         tiny_model_path,
         dtype=dtype,
         max_running=4,
-        spec_options={"num_draft_tokens": 12, "min_probability": 0.0},
+        spec_options={"num_draft_tokens": 12, "min_probability": 0.0, "budget": "fixed"},
     )
     compare(engine, plain, name)
     second = compare(engine, plain, name)  # the corpus knows every answer by now
