@@ -31,17 +31,18 @@ _PATIENCE = 30 * 86_400.0
 """Seconds that a rank waits to be told what to do: rank 0 may have to wait for its users."""
 
 _TOLD = frozenset({
-    "submit", "step", "abort", "score_with_extras", "close",
+    "submit", "step", "abort", "score", "score_with_extras", "close",
     "pause_generation", "continue_generation", "release_memory", "resume_memory", "flush_cache",
     "end_weight_update", "abandon_weight_update", "update_weights_from_disk", "weights_digest",
-    "get_weights_by_name", "init_weights_update_group", "destroy_weights_update_group",
-    "update_weights_from_distributed",
+    "get_weights_by_name", "read_weights", "update_weights_from_distributed",
+    "init_weights_update_group", "destroy_weights_update_group",
     "add_external_corpus", "remove_external_corpus", "publish_external_corpus", "external_corpora",
-    "load_corpus",
+    "load_corpus", "wait_for_external_corpora",
 })  # fmt: skip
 _UNTOLD = frozenset({
     "begin_weight_update", "update_weights_from_tensor", "update_weights_from_bucket",
-    "update_weights_from_ipc", "generate", "stream",
+    "update_weights_from_ipc", "decline_weights_from_distributed", "generate", "stream",
+    "share_corpus", "learn_corpus_deltas",
 })  # fmt: skip
 
 
