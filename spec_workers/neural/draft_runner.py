@@ -6,6 +6,7 @@ Legend: B requests, T query rows, N tree nodes, K next tokens noted per slot, E 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from rollout.attention import PagedAttention
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
+from rollout.transfers import upload
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.ragged import offsets_of, places_within
 
@@ -141,18 +143,22 @@ class DraftRunner:
     ) -> torch.Tensor:
         rows = len(positions_T)
         missing = max(0, self._minimum_rows - rows)
+        padded = {
+            name: _padded_int64(array, missing)
+            for name, array in (
+                ("input_ids", input_ids_T), ("positions", positions_T), ("slots", slots_T)
+            )
+        }  # fmt: skip
+        inputs = upload(padded, self.model.device)
         attention = PagedAttention(
             keys=self.kv.pool.keys,
             values=self.kv.pool.values,
-            slots_T=self._int64(slots_T, missing),
+            slots_T=inputs["slots"],
             plan=plan,
             scale=self.model.spec.head_dim**-0.5,
         )
         hidden_TE = self.model.forward(
-            self._int64(input_ids_T, missing),
-            self._padded(hidden_TE),
-            self._int64(positions_T, missing),
-            attention,
+            inputs["input_ids"], self._padded(hidden_TE), inputs["positions"], attention
         )
         return hidden_TE[:rows]
 
@@ -167,35 +173,36 @@ class DraftRunner:
         node_masks_N: NDArray[np.uint64] | None = None,
         node_slots_N: NDArray | None = None,
     ) -> AttentionPlan:
+        no_nodes = np.zeros(len(rows_B), dtype=np.int64)
+        arrays: dict[str, NDArray] = {
+            "rows_B": rows_B.astype(np.int32),
+            "starts_B": starts_B.astype(np.int32),
+            "run_lens_B": run_lens_B.astype(np.int32),
+            "q_offsets_B1": offsets_of(query_lens_B).astype(np.int32),
+            "node_offsets_B1": offsets_of(no_nodes if node_lens_B is None else node_lens_B).astype(
+                np.int32
+            ),
+            "node_masks_N": np.zeros(0, dtype=np.int64)
+            if node_masks_N is None
+            else node_masks_N.view(np.int64),
+            "node_slots_N": np.zeros(0, dtype=np.int32)
+            if node_slots_N is None
+            else node_slots_N.astype(np.int32),
+        }
+        longest = int((starts_B + run_lens_B).max(initial=0))
+        sent: dict[str, NDArray] = {}
         if self._is_sent:
             used = np.unique(rows_B)
-            longest = int((starts_B + run_lens_B).max(initial=0))
-            columns = self._tensor(self.kv.table[used, :longest])
-            self._table_device[:, :longest].index_copy_(0, self._tensor(used), columns)
-        no_nodes = np.zeros(len(rows_B), dtype=np.int64)
-        masks_N = np.zeros(0, dtype=np.uint64) if node_masks_N is None else node_masks_N
-        slots_N = np.zeros(0, dtype=np.int64) if node_slots_N is None else node_slots_N
-        return AttentionPlan(
-            req_to_token=self._table_device,
-            rows_B=self._int32(rows_B),
-            starts_B=self._int32(starts_B),
-            run_lens_B=self._int32(run_lens_B),
-            q_offsets_B1=self._int32(offsets_of(query_lens_B)),
-            node_offsets_B1=self._int32(
-                offsets_of(no_nodes if node_lens_B is None else node_lens_B)
-            ),
-            node_masks_N=self._tensor(masks_N.view(np.int64)),
-            node_slots_N=self._int32(slots_N),
-        )
+            sent = {"used": used, "columns": np.ascontiguousarray(self.kv.table[used, :longest])}
+        tensors = upload(arrays | sent, self.model.device)
+        if self._is_sent:
+            self._table_device[:, :longest].index_copy_(0, tensors["used"], tensors["columns"])
+        plan: dict[str, Any] = {name: tensors[name] for name in arrays}
+        return AttentionPlan(req_to_token=self._table_device, longest=longest, **plan)
 
-    def _int64(self, array: NDArray, padding: int) -> torch.Tensor:
-        """Padded with zeros: token 0, position 0, the null slot."""
-        padded = np.zeros(len(array) + padding, dtype=np.int64)
-        padded[: len(array)] = array
-        return self._tensor(padded)
 
-    def _int32(self, array: NDArray) -> torch.Tensor:
-        return self._tensor(array.astype(np.int32))
-
-    def _tensor(self, array: NDArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.model.device, non_blocking=True)
+def _padded_int64(array: NDArray, padding: int) -> NDArray[np.int64]:
+    """Padded with zeros: token 0, position 0, the null slot."""
+    padded = np.zeros(len(array) + padding, dtype=np.int64)
+    padded[: len(array)] = array
+    return padded
