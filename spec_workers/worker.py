@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -132,7 +133,11 @@ class SpecWorker:
         self.observe(observation)
         times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
         times = agreed_times(self.ranks.tensor, times)
-        self._unlearned = partial(self.budget.observe, batch, verified, results, times)
+        learned = times
+        if self.target.graphs is not None and not self.target.graphs.is_settled:
+            # Kernels were compiled or a graph captured: no time that comes again.
+            learned = replace(times, forward=0.0)
+        self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
         if not self._learns_later:
             self._learn()
             times.draft += clock.lap()

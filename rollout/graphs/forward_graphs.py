@@ -74,6 +74,7 @@ class ForwardGraphs:
         self._uses_wanted = _FIRST_USES
         self.is_paused = False  # their memory is wanted elsewhere: steps go without
         self.failure = ""  # why nothing is captured any more
+        self.is_settled = True  # the last forward neither came in a new shape nor was captured
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +92,7 @@ class ForwardGraphs:
 
         ``variant``: what a forward depends on beside its inputs' shapes.
         """
+        self.is_settled = True
         bucket = None if self.is_paused or self.failure else self.buckets.bucket(step)
         if bucket is None:
             return None
@@ -106,7 +108,9 @@ class ForwardGraphs:
         key = (placed.bucket, placed.variant)
         self._uses[key] += 1
         graph = self._graphs.get(key)
+        self.is_settled = self._uses[key] > 1
         if graph is None and self._uses[key] >= self._uses_wanted:
+            self.is_settled = False
             graph = self._captured(placed, forward)
         if graph is None:
             return forward(placed.tensors, placed.bucket.longest)

@@ -20,7 +20,9 @@ from rollout.memory.device_table import DeviceTable
 from rollout.models.features import Features
 from rollout.overrides import engine_config
 from rollout.step_arrays import StepArrays
-from spec_workers.budget import LearnedBudget
+from spec_workers.budget import FixedBudget, LearnedBudget
+from spec_workers.none import PlainWorker
+from spec_workers.target import TargetWorker
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.requests import decode_batch, make_request, make_trees
@@ -266,3 +268,30 @@ def test_on_the_cpu_the_devices_table_is_the_hosts() -> None:
     table = DeviceTable(memory, torch.device("cpu"))
     memory.req_to_token.table[1, 3] = 7
     assert table.tensor[1, 3] == 7
+
+
+def test_no_budget_learns_from_forwards_that_were_captured_or_came_in_a_new_shape(
+    tiny_model_path,
+) -> None:
+    capture, forwards = ReplayingCapture(), []
+
+    class Noting(FixedBudget):
+        def observe(self, batch, verified, results, times):
+            forwards.append((times.forward, len(capture.captures)))
+
+    config = engine_config(tiny_model_path, {"prefix_cache": False})
+    engine = RolloutEngine.from_config(
+        config,
+        lambda config, progress=None: PlainWorker(
+            TargetWorker(config, progress, capture=capture), Noting()
+        ),
+    )
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    engine.generate([[5, 6, 7]], params)
+    captured = [count for _, count in forwards]
+    # The prompt and the first decode are new shapes, unless padding makes them one.
+    assert [milliseconds > 0 for milliseconds, _ in forwards] == [
+        captured[step] > 0 and captured[step] == captured[step - 1] for step in range(len(forwards))
+    ]
+    assert forwards[-1][0] > 0
+    assert forwards[0][0] == 0
