@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -73,21 +75,22 @@ _TYPES = {
 }
 _RETRY_SECONDS = {429: 1, 503: 5}
 _LEFT = 499  # nobody reads it: the client has left
+# The name of a type, as pydantic has it in the place of an error.
+_UNION_MEMBER = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     """The status and ``{"error": ...}`` of any error; an unexpected one shows its name alone.
 
-    Of a body that does not validate, the first thing that is wrong, without what it held: that may
+    Of a body that does not validate, the first field that is wrong, without what it held: that may
     be long.
     """
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
+        if error.errors()[0]["type"] == "json_invalid":
             return 400, _body(400, "the body is not JSON")
-        place = first["loc"][1:] if len(first["loc"]) > 1 else first["loc"]
-        param = ".".join(str(part) for part in place)
-        return 422, _body(422, f"{param}: {first['msg']}", param)
+        place, message = _first_wrong(error.errors())
+        param = ".".join(place)
+        return 422, _body(422, f"{param}: {message}", param)
     if isinstance(error, HTTPException):
         return error.status_code, _body(error.status_code, str(error.detail))
     if isinstance(error, RolloutError):
@@ -97,6 +100,21 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, ClientDisconnect):
         return _LEFT, _body(_LEFT, "the client has left")
     return 500, _body(500, f"an internal error ({type(error).__name__}): see the server's log")
+
+
+def _first_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """The first field that does not validate, and why, in the fields' own names.
+
+    Where a field may be one of several types each has an error: the one that got furthest says
+    most. Types are no part of the place.
+    """
+    found: list[tuple[list[str], str]] = []
+    for error in errors:
+        place = error["loc"][1:] if len(error["loc"]) > 1 else error["loc"]
+        parts = [str(part) for part in place]
+        found.append(([part for part in parts if not _UNION_MEMBER.fullmatch(part)], error["msg"]))
+    first = found[0][0][:1]
+    return max((each for each in found if each[0][:1] == first), key=lambda each: len(each[0]))
 
 
 class ErrorResponse(JsonAnswer):

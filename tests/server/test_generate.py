@@ -323,5 +323,9 @@ def test_fields_of_wrong_types_and_bodies_that_are_no_json(client):
     answer = client.post("/generate", json={"input_ids": "five"})
     assert answer.status_code == 422
     assert "input_ids" in answer.json()["error"]["message"]
+    hot = {"temperature": "hot"}
+    for sampling, place in [(hot, "temperature"), ([{}, hot], "1.temperature")]:
+        answer = client.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
+        assert answer.json()["error"]["param"] == f"sampling_params.{place}"
     answer = client.post("/generate", content=b"{", headers={"Content-Type": "application/json"})
     assert answer.status_code == 400

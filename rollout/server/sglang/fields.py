@@ -17,6 +17,4 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix:
     for name, value in (fields or {}).items():
         is_off = value is None or value is False or value in ("", [], {})
         if not is_off and name not in harmless:
-            raise InvalidInputError(
-                prefix + name, type(value).__name__, "is not supported: leave it out"
-            )
+            raise InvalidInputError(prefix + name, value, "is not supported: leave it out")
