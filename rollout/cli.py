@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollout.errors import InvalidInputError, RolloutError
+from rollout.models.head_parts import check_shares
+from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, run_job
 from rollout.parallel import is_launched
 from rollout.specs import factory_of
@@ -72,10 +74,13 @@ def register_config_schema() -> None:
 
 
 def _with_model_path(argument: str) -> str:
-    """``model=FOLDER`` is short for ``model.path=FOLDER``, where the folder holds a model."""
+    """``model=FOLDER`` is short for ``model.path=FOLDER``: what holds a model, or has a slash.
+
+    No option of the group has one, so that a folder which is not there is told as such.
+    """
     name, _, folder = argument.partition("=")
-    is_model = name == "model" and Path(folder, "config.json").is_file()
-    return f"model.path={folder}" if is_model else argument
+    is_model = "/" in folder or Path(folder, "config.json").is_file()
+    return f"model.path={folder}" if name == "model" and is_model else argument
 
 
 def _subcommand(target: str, arguments: list[str]) -> int:
@@ -160,7 +165,8 @@ def run_config_from(config: DictConfig) -> RunConfig:
 def _launch_ranks(config: RunConfig) -> None:
     """Start this command anew under torchrun, where it needs several processes and is one.
 
-    Does not return then. Raises InvalidInputError in a sweep, whose jobs share the process.
+    Does not return then. Raises InvalidInputError in a sweep, whose jobs share the process, and
+    for a model that cannot be shared out among so many.
     """
     if config.parallel.size == 1 or is_launched():
         return
@@ -170,10 +176,10 @@ def _launch_ranks(config: RunConfig) -> None:
             config.parallel.size,
             "of a sweep: start it with torchrun -m rollout.cli",
         )
-    ranks = ["--standalone", f"--nproc-per-node={config.parallel.size}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "rollout.cli"]
+    check_shares(ModelSpec.read(Path(config.model.path)), config.parallel.size)
+    launcher = [sys.executable, "-m", "rollout.parallel.launcher", str(config.parallel.size)]
     sys.stdout.flush()
-    os.execv(sys.executable, [*torchrun, *sys.argv[1:]])
+    os.execv(sys.executable, [*launcher, "rollout.cli", *sys.argv[1:]])
 
 
 def _stop(result: JobResult) -> None:

@@ -33,6 +33,17 @@ class HeadParts:
         return HeadParts(queries, keys)
 
 
+def check_shares(spec: ModelSpec, size: int) -> None:
+    """Raises InvalidInputError where heads cannot be shared out evenly among ``size`` ranks."""
+    HeadParts.of(spec, size)
+    linear = spec.linear_attention
+    if linear is not None and linear.num_key_heads % size:
+        raise InvalidInputError(
+            "parallel.size", size,
+            f"must divide the {linear.num_key_heads} key heads of linear attention",
+        )  # fmt: skip
+
+
 def spec_of_rank(spec: ModelSpec, group: RankGroup) -> ModelSpec:
     """What a tensor-parallel rank runs, and keeps keys, values and states of.
 
@@ -41,13 +52,9 @@ def spec_of_rank(spec: ModelSpec, group: RankGroup) -> ModelSpec:
     if group.size == 1:
         return spec
     heads = HeadParts.of(spec, group.size)
+    check_shares(spec, group.size)
     linear = spec.linear_attention
     if linear is not None:
-        if linear.num_key_heads % group.size:
-            raise InvalidInputError(
-                "parallel.size", group.size,
-                f"must divide the {linear.num_key_heads} key heads of linear attention",
-            )  # fmt: skip
         linear = replace(
             linear,
             num_key_heads=linear.num_key_heads // group.size,

@@ -148,6 +148,7 @@ def test_help_and_cfg(specrollout: Command) -> None:
         ("spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
         ("memory.kv_bytes=1", 1, "memory.kv_bytes=1"),
         ("model.path=nowhere", 1, "nowhere"),
+        ("model=no/where", 1, "no/where/config.json: no such file"),
         ("samplng.n=3", 1, "samplng"),
         ("sampling.n=many", 1, "sampling.n"),
     ],
@@ -162,6 +163,25 @@ def test_bad_input_ends_with_one_line(
     if shown.err.startswith("error: "):
         assert shown.err.count("\n") == 1
     assert not Path("rollouts.jsonl").exists()
+
+
+def test_no_ranks_are_started_for_a_model_they_cannot_share(
+    specrollout: Command, arguments: list[str]
+) -> None:
+    shown = specrollout(*arguments, "parallel=tensor", "parallel.size=7")
+    assert shown.code == 2
+    assert shown.err.startswith("error: parallel.size=7: must divide the model's")
+    assert shown.err.count("\n") == 1
+
+
+def test_ranks_that_fail_end_with_their_own_code() -> None:
+    launcher = [sys.executable, "-m", "rollout.parallel.launcher", "2"]
+    ended = subprocess.run(
+        [*launcher, "timeit", "--nonsense"], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 2
+    assert "option --nonsense not recognized" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_broken_prompts(specrollout: Command, arguments: list[str], tmp_path: Path) -> None:

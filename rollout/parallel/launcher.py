@@ -1,0 +1,34 @@
+"""Starts a command's ranks on this machine: torchrun, without its traceback where one ends badly.
+
+    python -m rollout.parallel.launcher RANKS MODULE ARGUMENT...
+
+The ranks have said what is wrong. The exit code is that of the one that ended first.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+_EXIT_SIGNAL = 128  # plus the signal's number, as shells do
+
+
+def main() -> int:
+    ranks, module, *arguments = sys.argv[1:]
+    options = ["--standalone", f"--nproc-per-node={ranks}", "-m", module, *arguments]
+    try:
+        run(parse_args(options))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        code = failure.exitcode
+        return code if code >= 0 else _EXIT_SIGNAL - code  # negative: the signal that killed it
+    except SignalException as error:  # sent to this process, which has stopped its ranks
+        return _EXIT_SIGNAL + error.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
