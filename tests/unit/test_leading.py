@@ -13,8 +13,8 @@ from rollout.leading import LeadingEngine
 from rollout.parallel import SingleRank
 
 OF_ONE_RANK = {
-    "check", "check_integrity", "load_configured_corpora", "metrics", "reset_metrics", "save_corpus",
-    "status", "take_configured_corpora", "take_corpus_delta", "take_ended", "watch",
+    "check", "check_integrity", "load_configured_corpora", "metrics", "reset_metrics",
+    "save_corpus", "status", "take_configured_corpora", "take_corpus_delta", "take_ended", "watch",
     "weights_manifest", "learned", "require_running", "any_rank_has_unfinished",
 }  # fmt: skip
 """They change nothing that drafts or samples depend on, and wait for nobody."""
