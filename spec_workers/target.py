@@ -11,6 +11,7 @@ from rollout.graphs.capture import Capture
 from rollout.layers.row_invariance import make_row_invariant
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.ops import gpu
 from rollout.ops.gated_delta_rule.chunked import PieceKernel
 from rollout.ops.gated_delta_rule.fla import piece_kernel
 from rollout.parallel import local_rank, open_ranks
@@ -128,7 +129,8 @@ class TargetWorker:
     def _piece_kernel(self, config: EngineConfig) -> PieceKernel | None:
         if config.exact or self.state_pool is None:
             return None
-        return piece_kernel(self.state_pool.recurrent[0], self.model.dtype)
+        with gpu.on(self.model.device):
+            return piece_kernel(self.state_pool.recurrent[0], self.model.dtype)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
