@@ -3,20 +3,30 @@
 Our engine samples first, lengths as they fall; transformers then generates exactly as many tokens
 for each prompt: by `generate`, waiting in each batch for its longest row, as its users must, and by
 its continuous batching, which does not wait. The latter runs on a GPU, or with --continuous.
+
+With --shape the model has random weights and prompts are random tokens: nothing is read from disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from replay_bench.shapes import SHAPES, write_config
 from table import Row, finish, parser, row
 from workloads import OPEN_PROMPTS, chat, reasoning_prompts
 
 from rollout import Rollout, RolloutEngine, SamplingParams
+
+TEMPERATURE = 1.0
+
+LENGTHS = (16, 256)
+"""Tokens of the shortest and the longest rollout of a model of random weights, drawn evenly."""
 
 
 def load_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -97,7 +107,7 @@ def compare(
     engine: RolloutEngine,
     model: Any,
     prompts: list[Any],
-    params: SamplingParams,
+    params: SamplingParams | list[SamplingParams],
     *,
     batch_sizes: tuple[int, ...],
     bar: float | None,
@@ -116,9 +126,9 @@ def compare(
         ours.append(time.perf_counter() - started)
         for size in batch_sizes:
             parts = batches(rollouts, size)
-            theirs.append(sum(transformers_seconds(model, p, params.temperature) for p in parts))
+            theirs.append(sum(transformers_seconds(model, p, TEMPERATURE) for p in parts))
         if continuous:
-            continuously.append(continuous_seconds(model, rollouts, params.temperature))
+            continuously.append(continuous_seconds(model, rollouts, TEMPERATURE))
     tokens = sum(len(r.token_ids) for r in rollouts)
     rows = [
         row(f"{name}: specrollout", tokens / min(ours), "tokens/s"),
@@ -130,6 +140,46 @@ def compare(
             row(f"{name}: continuous batching", tokens / min(continuously), "tokens/s"),
             row(f"{name}: ratio to it", min(continuously) / min(ours), "x"),
         ]
+    return rows
+
+
+def shaped(name: str, device: str, *, exact: bool) -> tuple[RolloutEngine, Any]:
+    """An engine and transformers' model of that shape, with the same random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), SHAPES[name])
+        engine = RolloutEngine.from_pretrained(
+            folder, spec="none", load_format="dummy", max_running=64, device=device, exact=exact
+        )
+        config = AutoConfig.from_pretrained(folder)
+    dtype = engine.worker.model_dtype
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    engine.update_weights_from_tensor(model.state_dict().items())
+    return engine, model
+
+
+def shaped_rows(options: argparse.Namespace) -> list[Row]:
+    engine, model = shaped(options.shape, options.device, exact=not options.fast)
+    randomness = random.Random(0)
+    prompts = [
+        [randomness.randrange(engine.vocab_size) for _ in range(randomness.randint(32, 256))]
+        for _ in range(64)
+    ]
+    params = [
+        SamplingParams(
+            temperature=TEMPERATURE, max_new_tokens=randomness.randint(*LENGTHS), ignore_eos=True
+        )
+        for _ in prompts
+    ]
+    engine.generate(prompts[:2], SamplingParams(max_new_tokens=8, ignore_eos=True))  # warm
+    rows = []
+    for size in (1, 8, 32, 64):
+        rows += compare(
+            f"{options.shape}, batch {size}", engine, model, prompts[:size], params[:size],
+            batch_sizes=(size,), bar=None, repeats=options.repeats, continuous=options.continuous,
+        )  # fmt: skip
     return rows
 
 
@@ -147,8 +197,12 @@ def main() -> None:
         default=on_gpu,
         help="transformers' continuous batching too; it is made for GPUs",
     )
+    arguments.add_argument("--shape", choices=SHAPES, help="random weights instead of --model")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
+    if options.shape:
+        finish(f"generate, {options.shape}, {options.device}", shaped_rows(options), options.json)
+        return
 
     started = time.perf_counter()
     engine = RolloutEngine.from_pretrained(
@@ -168,14 +222,14 @@ def main() -> None:
 
     rows = [row("load the model", loaded, "s")]
     for size, prompts in ((1, tasks[:1]), (8, open_prompts), (32, open_prompts + tasks)):
-        params = SamplingParams(temperature=1.0, max_new_tokens=128, seed=1)
+        params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=128, seed=1)
         rows += compare(
             f"batch {size}", engine, model, prompts, params,
             batch_sizes=(size,), bar=bars.get(size), repeats=options.repeats,
             continuous=options.continuous,
         )  # fmt: skip
     group = [*open_prompts[:4], *tasks[:4]]
-    params = SamplingParams(temperature=1.0, max_new_tokens=256, seed=2, n=8)
+    params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=256, seed=2, n=8)
     rows += compare(
         "8 prompts x 8 samples", engine, model, group, params,
         batch_sizes=(8, 64), bar=bars.get(64), repeats=1, continuous=options.continuous,

@@ -66,7 +66,7 @@ def stages(traces: Sequence[Path]) -> list[Stage]:
         ("replay-hybrid", (*replay, "--spec", "hybrid", "--shape", "8b", "--steps", "2"), 300),
         ("recurrent", (*ops, "recurrent"), 150),
         ("replay-32b", (*replay, "--spec", "ngram", "--shape", "32b", "--steps", "1"), 400),
-        ("generate", ("benchmarks/bench_generate.py",), 400),
+        ("generate", ("benchmarks/bench_generate.py", "--shape", "8b"), 400),
         ("examples", (*tests, "tests/gpu/test_examples.py"), 400),
     ]  # fmt: skip
     return [

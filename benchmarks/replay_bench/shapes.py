@@ -63,6 +63,7 @@ def write_config(folder: Path, shape: Shape) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_size,

@@ -68,7 +68,8 @@ REFUSED: Mapping[str, tuple[_Check, str]] = {
     "data_parallel_size": (_is_one, "must be 1: verl starts one replica for each worker"),
     "expert_parallel_size": (_is_one, "must be 1"),
     "moe_tensor_parallel_size": (_is_one, "must be 1"),
-    "cudagraph_capture_sizes": (_is_off, "must be null: specrollout captures no graphs"),
+    "cudagraph_capture_sizes": (_is_off, "must be null: specrollout captures graphs by "
+                                           "itself, see memory.graph_rows"),
     "over_sample_rate": (_is_off, "must be 0: ending stragglers early is not offered"),
     "repetition_penalty": (_is_one, "must be 1.0: verl sends 1.0 with every request"),
     "scheduling_policy": (lambda policy: policy in (None, "fcfs"),
