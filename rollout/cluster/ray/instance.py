@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -9,6 +10,8 @@ import ray
 
 from rollout.cluster.config import ClusterConfig
 from rollout.errors import InvalidInputError
+
+log = logging.getLogger(__name__)
 
 
 class RayInstance:
@@ -40,6 +43,11 @@ def _connect(config: ClusterConfig) -> None:
             ray.init("auto", **options)
         except (ConnectionError, RuntimeError):  # none, or one of another version of Ray
             _start(wanted, options)
+        else:
+            log.warning(
+                "joined the Ray that runs here, at %s: cluster.address=local starts another",
+                ray.get_runtime_context().gcs_address,
+            )
         return
     if config.address == "local":
         _start(wanted, options)
