@@ -51,7 +51,7 @@ MIMO = MtpLayout(
     before_final_norm=True,
 )
 QWEN3_NEXT = MtpLayout(
-    title="Qwen3-Next",
+    title="Qwen3-Next (Qwen3.5)",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
     hidden_norm="mtp.pre_fc_norm_hidden.weight",
     projection="mtp.fc.weight",
