@@ -49,6 +49,9 @@ def main() -> None:
     sys.argv = [_with_model_path(argument) for argument in sys.argv]
     if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
         sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))
+    if len(sys.argv) > 1 and sys.argv[1].replace("-", "").isidentifier() and sys.argv[1][0] != "-":
+        _print_error(f"no command {sys.argv[1]!r}: {', '.join(SUBCOMMANDS)}, or KEY=VALUE ...")
+        sys.exit(EXIT_BAD_INPUT)
     register_config_schema()
     command = _Command()
 

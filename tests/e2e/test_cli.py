@@ -165,6 +165,15 @@ def test_bad_input_ends_with_one_line(
     assert not Path("rollouts.jsonl").exists()
 
 
+def test_a_command_there_is_not(specrollout: Command) -> None:
+    shown = specrollout("trian-draft", "--help")
+    assert shown.code == 2
+    assert (
+        shown.err
+        == "error: no command 'trian-draft': report, serve, train-draft, or KEY=VALUE ...\n"
+    )
+
+
 def test_no_ranks_are_started_for_a_model_they_cannot_share(
     specrollout: Command, arguments: list[str]
 ) -> None:
