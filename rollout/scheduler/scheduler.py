@@ -296,8 +296,8 @@ class Scheduler:
         if request.params.routed_experts:
             run = 0 if request.row < 0 else min(request.computed_len, len(request.tokens) - 1)
             request.routed_experts = self.memory.routed_experts(request.row, run)
-        if request.row >= 0:
-            self._release(request, keep=True)
+        if request.row >= 0:  # keys, values and states of broken logits are no use to anybody
+            self._release(request, keep=request.finish_reason is not FinishReason.ERROR)
 
     def _retract(self, request: Request, keep: bool) -> None:
         self._release(request, keep)

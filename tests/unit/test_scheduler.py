@@ -1,5 +1,6 @@
 """One rule of the scheduler per test; test_scheduler_simulation.py checks them all together."""
 
+import numpy as np
 import pytest
 
 from rollout.config import SchedulerConfig
@@ -296,6 +297,21 @@ def test_lengths_are_learned_from_rollouts_that_ended_by_themselves():
         "recent": [2, 4],  # what was cut is taken for half-way
         "groups": {str(stopped.group): [2], str(limited.group): [4]},
     }
+
+
+def test_nothing_is_cached_of_a_request_whose_logits_were_broken():
+    bench = Bench()
+    broken, whole = bench.add([1, 2, 3, 4]), bench.add([5, 6, 7, 8])
+    batch = bench.scheduler.schedule()
+    reasons = {broken: FinishReason.ERROR, whole: FinishReason.STOP}
+    results = [
+        EntryResult(token_ids=[9], logprobs=[0.0], finish_reason=reasons[entry.request])
+        for entry in batch.entries
+    ]
+    bench.scheduler.commit(batch, StepResult(entries=results, weight_version=0))
+    cached = [bench.memory.cached_len(np.array(r.tokens, dtype=np.int32)) for r in (broken, whole)]
+    assert cached == [0, 4]
+    bench.memory.check_integrity()
 
 
 def test_a_batch_says_what_is_expected_and_who_is_not_in_it():
