@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from replay_bench.forced import Recording, force_target
-from replay_bench.run import waves
+from replay_bench.run import new_policy, steps, waves
 from replay_bench.shapes import write_config
 from table import Row, row
 from traces import Trace
 
 from hybrid_bench.engines import random_engine
 from hybrid_bench.hybrid_shapes import SMALL, with_vocabulary, write_hybrid_config
-from rollout import RolloutEngine, SamplingParams
 
 _ACTIVE, _NODES = 64, 8
 
@@ -45,26 +44,9 @@ def _accept_length(folder: Path, trace: Trace, num_steps: int | None) -> float:
     force_target(worker.target, Recording(trace))
     emitted = forwards = 0
     for number, wave in enumerate(waves(trace, _ACTIVE, num_steps)):
-        for response in wave:
-            prompt = int(trace.prompt_of_R[response])
-            params = SamplingParams(max_new_tokens=len(trace.responses[response]), ignore_eos=True)
-            engine.submit(
-                trace.prompts[prompt].tolist(), params, prompt_index=prompt, sample_index=response
-            )
-        while engine.has_unfinished:
-            for rollout in engine.step():
-                if rollout.token_ids != trace.responses[rollout.sample_index].tolist():
-                    raise RuntimeError(f"response {rollout.sample_index} is not the recorded one")
-            emitted += engine.last_step.generated_tokens
-            forwards += engine.last_step.sampling
-        _new_policy(engine, number)
+        for step in steps(engine, trace, wave):
+            emitted += step.tokens
+            forwards += step.forwards
+        new_policy(engine, number)
     engine.check_integrity()
     return emitted / forwards
-
-
-def _new_policy(engine: RolloutEngine, number: int) -> None:
-    """One norm is sent again, which changes nothing but the version."""
-    worker: Any = engine.worker
-    norm = worker.target.model.destinations()["model.norm.weight"]
-    tensors = [("model.norm.weight", norm.read())]
-    engine.update_weights_from_tensor(tensors, weight_version=number + 2, partial=True)

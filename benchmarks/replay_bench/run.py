@@ -90,19 +90,19 @@ def replay(
     _run(engine, trace, chosen[0][: min(8, len(chosen[0]))])  # kernels compile, pages are touched
     for number, wave in enumerate(chosen):
         spent = Spent()
-        for step in _steps(engine, trace, wave):
+        for step in steps(engine, trace, wave):
             floor = ceilings.forward_ms(shape, step.rows, step.sampled, step.kv_tokens) / 1e3
             name = _running_name(step.running)
             for kept in (spent, result.total, result.by_running.setdefault(name, Spent())):
                 kept.add(step.seconds, floor, step.tokens, step.forwards)
         result.by_wave.append(spent)
-        _new_policy(engine, number)
+        new_policy(engine, number)
     engine.check_integrity()
     return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class Step:
     seconds: float
     running: int
     rows: int
@@ -112,7 +112,11 @@ class _Step:
     forwards: int
 
 
-def _steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[_Step]:
+def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step]:
+    """Run the responses of a wave together, on an engine whose target is forced.
+
+    Raises RuntimeError where a rollout is not the recorded one.
+    """
     for response in wave:
         prompt = int(trace.prompt_of_R[response])
         length = len(trace.responses[response])
@@ -130,7 +134,7 @@ def _steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[_St
             if rollout.token_ids != trace.responses[rollout.sample_index].tolist():
                 raise RuntimeError(f"response {rollout.sample_index} is not the recorded one")
         last = engine.last_step
-        yield _Step(
+        yield Step(
             seconds=seconds,
             running=last.running,
             rows=last.query_tokens,
@@ -142,11 +146,11 @@ def _steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[_St
 
 
 def _run(engine: RolloutEngine, trace: Trace, wave: list[int]) -> None:
-    for _ in _steps(engine, trace, wave):
+    for _ in steps(engine, trace, wave):
         pass
 
 
-def _new_policy(engine: RolloutEngine, number: int) -> None:
+def new_policy(engine: RolloutEngine, number: int) -> None:
     """Drafts see that the policy moved; one norm is sent again, which changes nothing."""
     worker: Any = engine.worker
     norm = worker.target.model.destinations()["model.norm.weight"]
