@@ -28,9 +28,6 @@ from replay_bench.shapes import SHAPES, write_config, write_draft
 from table import Row, finish, parser, row
 from traces import Trace, load_traces
 
-WARMUP_SHARE = 0.02
-"""How far below 1.0x a ratio of two runs of the same work may come by noise."""
-
 
 def spec_options(spec: str, nodes: int, draft: Path) -> dict[str, Any]:
     if spec == "none":
@@ -55,7 +52,7 @@ def compare(name: str, results: dict[str, Replayed], bars: bool) -> list[Row]:
         rows.append(row(f"{label}: speedup", speedup, "x", 1.9 if bars else None))
         waves = zip(plain.by_wave, result.by_wave, strict=True)
         worst = min(before.seconds / after.seconds for before, after in waves)
-        bar = 1.0 - WARMUP_SHARE if bars else None
+        bar = 1.0 if bars else None
         rows.append(row(f"{label}: worst step of the trace", worst, "x", bar))
         for running, spent in sorted(
             result.by_running.items(), key=lambda item: int(item[0].split()[0])
@@ -63,7 +60,7 @@ def compare(name: str, results: dict[str, Replayed], bars: bool) -> list[Row]:
             before = plain.by_running.get(running)
             if before is not None and spent.tokens and before.tokens:
                 ratio = before.seconds / before.tokens / (spent.seconds / spent.tokens)
-                rows.append(row(f"{label}: {running}, time per token", ratio, "x"))
+                rows.append(row(f"{label}: {running}, time per token", ratio, "x", bar))
     return rows
 
 
