@@ -1,0 +1,237 @@
+"""What the host does in a step on a GPU, phase by phase, without one.
+
+The real engine decodes recorded tokens on the way of a GPU, around a device that takes no time and
+says what was recorded: see `host_bench.stand_in`. What the device does not hide is the time from
+reading what was sampled to launching the next forward: in these phases it idles. Launches
+themselves are not in it, for nothing is launched.
+
+Times are medians over steps in which every request decodes. `learned` is the budget as it comes,
+told that forwards take what those of an 8B on an H200 should; `closed` is that budget where drafts
+do not pay.
+
+    python benchmarks/bench_host.py --trace rollouts.npz --batch 1 8 --json host.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_bench.phases import Phases
+from host_bench.seats import seats
+from host_bench.stand_in import DEVICE, NoCapture, StandIn, pretend_gpu
+from replay_bench.forced import Recording
+from replay_bench.shapes import Shape, send_random_weights, write_config
+from table import Row, finish, parser, row
+from traces import Trace, load_traces
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.types import Batch, EntryResult, StepTimes
+from spec_workers import target as target_module
+from spec_workers import worker as worker_module
+from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget, Verified
+from spec_workers.ngram import SOURCES, NgramWorker
+from spec_workers.ngram_corpus import NgramCorpus
+from spec_workers.none import PlainWorker
+from spec_workers.target import TargetWorker
+from spec_workers.worker import SpecWorker
+
+SHAPE = Shape(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=32,
+    vocab_size=49_152, tied=True,
+)  # fmt: skip
+
+SPECS = ("none", "fixed", "learned", "closed")
+
+REST = "the rest"
+HIDDEN = ("learn", "sampler inputs")
+"""Phases during which the device computes."""
+
+ADMITTING = 40
+"""Steps at most until every prompt has run."""
+
+SETTLING = 40
+"""Steps before those that are timed; twice what a batch is priced alike for."""
+
+
+def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) -> RolloutEngine:
+    config = EngineConfig(
+        model=ModelConfig(
+            path=str(folder), device="cpu", dtype="float32", load_format=LoadFormat.dummy,
+            max_context_len=2 * length,
+        ),
+        memory=MemoryConfig(
+            kv_bytes=1 << 30, max_kv_tokens=(batch + 1) * 2 * length, graph_rows=4096
+        ),
+        scheduler=SchedulerConfig(
+            max_running=batch, max_step_tokens=max(2048, batch), chunk_len=2048
+        ),
+        exact=False,
+    )  # fmt: skip
+    target = TargetWorker(config, capture=NoCapture())
+    worker: SpecWorker = PlainWorker(target)
+    if spec != "none":
+        corpus = NgramCorpus(
+            SHAPE.vocab_size, corpus_bytes=256 << 20, max_external_bytes=1 << 30,
+            max_external_tokens=1 << 24, configured={},
+        )  # fmt: skip
+        worker = NgramWorker(
+            target, corpus, num_draft_tokens=nodes, calibration_seconds=0.0,
+            budget=budget_of(spec, target),
+        )  # fmt: skip
+    engine = RolloutEngine(config, worker)
+    send_random_weights(engine, target.model.destinations())
+    if spec == "closed":
+        keep_closed(worker.budget)
+    return engine
+
+
+def budget_of(spec: str, target: TargetWorker) -> DraftBudget:
+    if spec == "fixed":
+        return FixedBudget(0.02)
+    return LearnedBudget.for_target(target, SOURCES, 0.02)
+
+
+def keep_closed(budget: Any) -> None:
+    """Nothing is probed for as long as anybody measures."""
+    gate = budget._gate
+    gate._closed_for, gate._closed_at, gate._closed_temperature = 1 << 40, -1, 1.0
+
+
+def forward_ms(rows: int) -> float:
+    """Of an 8B on an H200: bound by its weights, then by arithmetic."""
+    return 3.3 + 0.0165 * max(0, rows - 200)
+
+
+def tell_times(budget: Any) -> None:
+    """From now on it learns what forwards would take."""
+    observe = budget.observe
+
+    def told(
+        batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+    ) -> None:
+        rows = batch.num_run_tokens + verified.trees.num_nodes
+        observe(batch, verified, results, replace(times, forward=forward_ms(rows)))
+
+    budget.observe = told
+
+
+def time_phases(engine: RolloutEngine) -> Phases:
+    phases = Phases(REST)
+    worker: Any = engine.worker
+    tell_times(worker.budget)
+    for owner, name, phase in (
+        (engine.scheduler, "schedule", "schedule"),
+        (worker, "prepare", "feed"),
+        (worker.budget, "floor", "propose"),
+        (worker, "propose", "propose"),
+        (worker.budget, "choose", "choose"),
+        (worker.target.runner, "forward", "layout"),
+        (worker.budget, "observe", "learn"),
+        (target_module, "sample_trees", "sampler inputs"),
+        (target_module.TargetWorker, "accept", "accept"),
+        (worker.target, "commit", "commit"),
+        (engine.scheduler, "commit", "commit"),
+        (worker, "observe", "observe"),
+        (worker_module, "count_step", "metrics"),
+        (engine, "_record", "metrics"),
+    ):
+        phases.time_calls(owner, name, phase)
+    return phases
+
+
+def measure(
+    engine: RolloutEngine, trace: Trace, steps: int, phases: Phases
+) -> tuple[dict[str, list[float]], float]:
+    """Seconds of each phase in each step, and the tokens that a request emitted in one."""
+    for seat, response in enumerate(trace.responses):
+        engine.submit(
+            trace.prompts[trace.prompt_of_R[seat]].tolist(),
+            SamplingParams(max_new_tokens=len(response), ignore_eos=True),
+            prompt_index=int(trace.prompt_of_R[seat]),
+            sample_index=seat,
+        )
+    batch, tokens = len(trace.responses), 0
+    while engine.last_step.sampling < batch or engine.last_step.running < batch:
+        engine.step()
+    for _ in range(SETTLING):
+        engine.step()
+    phases.take()
+    found: list[dict[str, float]] = []
+    for _ in range(steps):
+        engine.step()
+        found.append(phases.take())
+        assert engine.last_step.sampling == batch
+        tokens += engine.last_step.generated_tokens
+    names = dict.fromkeys(name for each in found for name in each)
+    by_phase = {name: [each.get(name, 0.0) for each in found] for name in names}
+    return by_phase, tokens / batch / steps
+
+
+def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) -> list[Row]:
+    steps = options.steps if batch <= 64 else max(1, options.steps // 2)
+    most = 1 if spec in ("none", "closed") else options.nodes + 1
+    length = (ADMITTING + SETTLING + steps) * most
+    recorded = seats(trace, batch, length)
+    context = length + max(map(len, recorded.prompts)) + max(map(len, recorded.responses))
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), SHAPE)
+        engine = open_engine(Path(folder), spec, batch, options.nodes, context)
+    worker: Any = engine.worker
+    if spec != "none":
+        for response in trace.responses:
+            worker.corpus.insert(response)
+    phases = time_phases(engine)
+    StandIn(worker.target, Recording(recorded), phases)
+    by_phase, tokens = measure(engine, recorded, steps, phases)
+    phases.stop()
+    engine.close()
+    by_phase.pop(DEVICE)
+    label = f"{spec}, batch {batch}"
+    total = [sum(times) for times in zip(*by_phase.values(), strict=True)]
+    hidden = [by_phase.get(name, [0.0] * steps) for name in HIDDEN]
+    serial = [all_ - sum(own) for all_, *own in zip(total, *hidden, strict=True)]
+
+    def microseconds(name: str, seconds: list[float], unit: str = "us") -> Row:
+        return row(f"{label}: {name}", 1e6 * statistics.median(seconds), unit)
+
+    rows = [
+        microseconds("a step", total),
+        microseconds("while the device idles", serial),
+        microseconds("a step, each request", [each / batch for each in total]),
+        row(f"{label}: tokens of a request", tokens, "tokens"),
+    ]
+    if options.phases:
+        rows += [microseconds(name, by_phase[name]) for name in sorted(by_phase)]
+    return rows
+
+
+def main(arguments_given: Sequence[str] | None = None) -> None:
+    arguments = parser(__doc__)
+    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
+    arguments.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
+    arguments.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 256])
+    arguments.add_argument("--spec", nargs="+", choices=SPECS, default=SPECS)
+    arguments.add_argument("--nodes", type=int, default=8, help="most draft nodes per request")
+    arguments.add_argument("--steps", type=int, default=160, help="timed; half of above batch 64")
+    arguments.add_argument("--totals", dest="phases", action="store_false", help="no phases")
+    options = arguments.parse_args(arguments_given)
+    torch.set_num_threads(1)
+    pretend_gpu()
+    rows: list[Row] = []
+    for trace in load_traces(options.trace):
+        for spec in options.spec:
+            for batch in options.batch:
+                rows += host_rows(options, trace, spec, batch)
+    finish("the host's part of a step", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

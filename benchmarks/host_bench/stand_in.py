@@ -1,0 +1,126 @@
+"""A device that is not there: it takes no time, and says what was recorded.
+
+Everything the host does for a GPU is done: inputs are laid out, padded and packed, changes of
+req_to_token are found, graphs are looked up, results are unpacked. What is left out is what runs
+there, and what torch, Triton and CUDA take to launch it.
+
+Legend: T query rows, E hidden, R sampled rows, B entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from replay_bench.forced import Recording
+
+from host_bench.phases import Phases
+from rollout.ops import gpu, tree_accept
+from rollout.runner import Forwarded
+from rollout.sampling import device_sampler
+from rollout.types import Batch, DraftTrees
+from spec_workers.target import TargetWorker
+
+DEVICE = "device"
+"""The phase that is no host's: what stands in for the device takes here."""
+
+
+def pretend_gpu() -> None:
+    """From now on whatever is on the CPU goes the way of a GPU. Before anything else is made."""
+    gpu.runs_on = lambda device: True
+
+
+class NoCapture:
+    """Graphs that compute nothing."""
+
+    num_bytes = 1
+
+    def __call__(self, run: Callable[[], None]) -> NoCapture:
+        return self
+
+    def replay(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+class StandIn:
+    """Takes the place of the target's network and of what samples from it."""
+
+    def __init__(self, target: TargetWorker, recording: Recording, phases: Phases) -> None:
+        self._phases = phases
+        self._recording = recording
+        self._trees: DraftTrees | None = None
+        self._tokens: list[int] = []  # of the rows to be sampled from
+        self._logits = torch.zeros(1, 1)
+        self._forward = target.runner.forward
+        self._hidden_size = target.model.spec.hidden_size
+        model: Any = target.model
+        model.forward, model.logits = self._compute, self._head
+        target.runner.forward = self._noted  # type: ignore[method-assign]
+        sampler: Any = device_sampler
+        sampler._draw = self._draw
+        tree_accept.accept = self._accept
+
+    def _noted(self, batch: Batch, trees: DraftTrees, **options: Any) -> Forwarded:
+        self._phases.enter(DEVICE)
+        self._trees = trees
+        self._tokens = []
+        for b, entry in enumerate(batch.entries):
+            if entry.samples:
+                first, last = int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])
+                depths = [0, *trees.depths_N[first:last].tolist()]
+                at = self._recording.at
+                self._tokens += [at(entry.request, entry.end + depth) for depth in depths]
+        self._phases.leave()
+        return self._forward(batch, trees, **options)
+
+    def _compute(self, input_ids_T: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(len(input_ids_T), self._hidden_size)
+
+    def _head(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self._logits.expand(len(hidden_RE), 1)
+
+    def _draw(self, logits_RV: torch.Tensor, *args: Any) -> dict[str, torch.Tensor]:
+        self._phases.enter(DEVICE)
+        tokens = torch.tensor(self._tokens, dtype=torch.int64)
+        logprobs = torch.zeros(len(tokens), dtype=torch.float32)
+        self._phases.leave()
+        return {"tokens": tokens, "logprobs": logprobs}
+
+    def _accept(
+        self, sampled_R: torch.Tensor, row_offsets_B1: torch.Tensor, *args: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._phases.enter(DEVICE)
+        assert self._trees is not None
+        paths = walked(self._trees, sampled_R.numpy(), row_offsets_B1.numpy())
+        lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32)
+        paths_BD = np.zeros((len(paths), tree_accept.MAX_PATH), dtype=np.int32)
+        for b, path in enumerate(paths):
+            paths_BD[b, : len(path)] = path
+        self._phases.leave()
+        return torch.from_numpy(paths_BD), lengths
+
+
+def walked(
+    trees: DraftTrees, sampled_R: NDArray[np.int64], row_offsets_B1: NDArray[np.int32]
+) -> list[list[int]]:
+    """Accepted nodes of each entry, in tree numbering."""
+    tokens, parents, ends = (
+        each.tolist() for each in (trees.tokens_N, trees.parents_N, trees.offsets_B1)
+    )
+    sampled, rows = sampled_R.tolist(), row_offsets_B1.tolist()
+    paths = []
+    for b, row in enumerate(rows[:-1]):
+        path: list[int] = []
+        at = 0
+        for node in range(ends[b], ends[b + 1]):
+            if parents[node] == at and tokens[node] == sampled[row + at]:
+                at = node - ends[b] + 1
+                path.append(at)
+        paths.append(path)
+    return paths

@@ -1,0 +1,70 @@
+"""The host's part of a step is measured on the real engine, and each moment counts once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from host_bench.phases import Phases
+from host_bench.seats import seats
+from traces import synthetic_trace
+
+BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_host.py"
+
+
+@pytest.mark.timeout(200)
+def test_it_runs_and_says_what_was_recorded(tmp_path) -> None:
+    """In a process of its own, for it pretends that the CPU is a GPU."""
+    path = tmp_path / "host.json"
+    subprocess.run(
+        [sys.executable, str(BENCH), "--batch", "3", "--steps", "4", "--json", str(path)],
+        cwd=BENCH.parents[1], check=True, capture_output=True, timeout=180,
+    )  # fmt: skip
+    rows = {each["name"]: each["value"] for each in json.loads(path.read_text())}
+    for spec in ("none", "fixed", "learned", "closed"):
+        label = f"{spec}, batch 3"
+        assert rows[f"{label}: a step"] > rows[f"{label}: while the device idles"] > 0
+        drafts = spec in ("fixed", "learned")
+        assert (rows[f"{label}: tokens of a request"] > 1) == drafts
+
+
+def test_a_phase_inside_another_is_not_the_outer_ones() -> None:
+    def inner() -> None:
+        time.sleep(0.02)
+
+    def outer() -> None:
+        called.inner()
+        time.sleep(0.01)
+
+    called = SimpleNamespace(inner=inner, outer=outer)
+    phases = Phases("rest")
+    phases.time_calls(called, "inner", "inner")
+    phases.time_calls(called, "outer", "outer")
+    called.outer()
+    taken = phases.take()
+    assert taken["inner"] >= 0.02
+    assert 0.01 <= taken["outer"] < taken["inner"] + 0.01
+    phases.stop()
+    assert called.inner is inner
+    called.inner()
+    assert set(phases.take()) == {"rest"}
+
+
+def test_seats_say_recorded_responses_end_to_end() -> None:
+    trace = synthetic_trace()
+    made = seats(trace, 12, 700)
+    assert made.steps == [list(range(12))]
+    for seat, response in enumerate(made.responses):
+        assert len(response) >= 700
+        own = [
+            trace.responses[r] for r in np.flatnonzero(trace.prompt_of_R == made.prompt_of_R[seat])
+        ]
+        first = own[seat % len(own)]
+        assert response[: len(first)].tolist() == first.tolist()
+    assert made.prompt_of_R.tolist() == [0] * 8 + [1] * 4
