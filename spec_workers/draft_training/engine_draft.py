@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from rollout.config import ParallelMode
 from rollout.engine import RolloutEngine
 from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import CausalLM
@@ -27,9 +28,16 @@ from spec_workers.features.feature_recorder import FeatureRecorder
 def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
     """A float32 copy of the engine's EAGLE-3 draft, on its device; its embedding is the target's.
 
-    Raises InvalidInputError for an engine without one, or with one that has weights which the
-    network that is trained does not have.
+    Raises InvalidInputError for an engine without one, with one that has weights which the network
+    that is trained does not have, or of several ranks.
     """
+    parallel = engine.config.parallel
+    if parallel.mode is not ParallelMode.none:
+        raise InvalidInputError(
+            "parallel.mode", parallel.mode.value,
+            "must be none where a draft is trained beside the engine, as each rank would train one "
+            "of its own: train it apart, with specrollout train-draft",
+        )  # fmt: skip
     model = engine.worker.weights.parts.get("draft")
     if not isinstance(model, Eagle3Model) or model.spec.family is not DraftFamily.EAGLE3:
         raise InvalidInputError("engine", type(engine.worker).__name__, "must run an EAGLE-3 draft")

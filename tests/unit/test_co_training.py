@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutEngine, SamplingParams
+from rollout.config import ParallelConfig
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict
@@ -238,6 +240,13 @@ def test_what_cannot_be_trained_is_refused(setting, tmp_path):
     normed = save_tiny_eagle3(tmp_path, setting.target, options={"norm_before_fc": True})
     with pytest.raises(InvalidInputError, match="other weights"):
         CoTrainer(drafting_engine(setting.target, normed), CONFIG)
+    of_ranks = copy.copy(setting.engine)
+    of_ranks.config = replace(of_ranks.config, parallel=ParallelConfig(mode="tensor", size=2))
+    for co_training in (CoTrainer, CoTrainingProcess):
+        with pytest.raises(
+            InvalidInputError, match=r"parallel\.mode='tensor': must be none.*apart"
+        ):
+            co_training(of_ranks, CONFIG)
 
 
 @pytest.mark.parametrize(
