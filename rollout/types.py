@@ -210,7 +210,7 @@ class Request:
     extras: TokenExtras = field(default_factory=TokenExtras)  # scheduler, at commit
     finish_reason: FinishReason | None = None  # scheduler, at commit or abort
     error: str | None = None  # scheduler, at commit; with FinishReason.ERROR
-    routed_experts: NDArray[np.integer] | None = None  # scheduler, when it ends; see Rollout
+    routed_experts: NDArray[np.integer] | None = None  # scheduler, as it leaves its slots
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -373,7 +373,7 @@ class Rollout:
     routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
     """Where asked for: [P, sparse layers, experts per token], uint8 or int16, the most probable
     first. P = len(prompt_ids) + len(token_ids) - 1: of every token but the last, which was sampled
-    and not run; of an aborted one maybe fewer."""
+    and not run; fewer only of one that was aborted before its first token."""
 
     @property
     def weight_version_spans(self) -> list[tuple[int, int, int]]:

@@ -293,13 +293,20 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         del self._prompts[request.request_id]
-        if request.params.routed_experts:
-            run = 0 if request.row < 0 else min(request.computed_len, len(request.tokens) - 1)
-            request.routed_experts = self.memory.routed_experts(request.row, run)
+        self._note_routes(request)
         if request.row >= 0:  # keys, values and states of broken logits are no use to anybody
             self._release(request, keep=request.finish_reason is not FinishReason.ERROR)
 
+    def _note_routes(self, request: Request) -> None:
+        """Before its slots go. What was known of tokens that are not computed anew yet stays."""
+        if request.params.routed_experts:
+            run = 0 if request.row < 0 else min(request.computed_len, len(request.tokens) - 1)
+            known = request.routed_experts
+            if known is None or run >= len(known):
+                request.routed_experts = self.memory.routed_experts(request.row, run)
+
     def _retract(self, request: Request, keep: bool) -> None:
+        self._note_routes(request)
         self._release(request, keep)
         request.computed_len = 0
         self._waiting.push_front(self._ticket(request, first=False))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.overrides import engine_config
 from tests.helpers.oracle_worker import oracle_factory
@@ -186,6 +188,39 @@ def test_an_aborted_request_has_what_was_computed(family, folder):
     (rollout,) = engine.step()
     assert rollout.routed_experts.shape[0] == 4
     assert rollout.routed_experts.shape[1:] == ((2, 3) if family == "qwen3_moe" else (3, 2))
+
+
+def test_what_was_computed_is_known_of_a_request_that_waits_again(folder):
+    engine = engine_of(folder, "float32", max_kv_tokens=40)
+    params = replace(PARAMS, max_new_tokens=30, ignore_eos=True, n=1)
+    requests = [engine.submit([first, 4, 5, 6], params, prompt_index=first) for first in (8, 9)]
+    while not requests[1].stats.preemptions:
+        engine.step()
+    assert requests[1].row < 0
+    (again,) = abort(engine, requests[1])
+    assert len(again.routed_experts) == len(again.prompt_ids) + len(again.token_ids) - 1
+    (whole,) = engine.generate([again.prompt_ids + again.token_ids], params)
+    assert np.array_equal(again.routed_experts, whole.routed_experts[: len(again.routed_experts)])
+
+
+def test_what_is_computed_anew_in_part_hides_nothing(folder):
+    engine = engine_of(folder, "float32", chunk_len=4)
+    params = replace(PARAMS, max_new_tokens=50, ignore_eos=True, n=1)
+    request = engine.submit(list(range(3, 13)), params)
+    while len(request.token_ids) < 3:
+        engine.step()
+    engine.flush_cache()
+    engine.step()
+    assert request.computed_len == 4
+    (rollout,) = abort(engine, request)
+    assert len(rollout.routed_experts) == 12
+    (whole,) = engine.generate([rollout.prompt_ids + rollout.token_ids], params)
+    assert np.array_equal(rollout.routed_experts, whole.routed_experts[:12])
+
+
+def abort(engine, request) -> list[Rollout]:
+    engine.abort(request.request_id)
+    return engine.take_ended()
 
 
 def test_routes_that_nobody_records_are_refused(folder, tmp_path):
