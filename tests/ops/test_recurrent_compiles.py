@@ -55,7 +55,7 @@ def test_the_delta_rule_keeps_its_states_in_registers(key_dim: int) -> None:
 @pytest.mark.parametrize("taps", [1, 4])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_the_convolution_compiles(taps: int, has_bias: bool) -> None:
-    constants = {"HAS_BIAS": has_bias, "TAPS": taps, "ENTRIES": 64, "BLOCK": 512}
+    constants = {"HAS_BIAS": has_bias, "TAPS": taps, "BLOCK": 512}
     ptx = ptx_of(_causal_conv_kernel, constants, num_warps=4)
     assert ".entry" in ptx
 

@@ -78,7 +78,7 @@ def test_grouped_products_use_the_same_kind(even: bool) -> None:
 def test_attention_uses_the_same_kind(spread: bool) -> None:
     constants = {
         "QUERIES": 4, "ROWS": tile_rows(torch.bfloat16, 4), "SPREAD": spread, "HAS_NODES": True,
-        "GROUP": 4, "DIM": 128, "ENTRIES": 8, "SPLIT": 8, "BLOCK": 64,
+        "GROUP": 4, "DIM": 128, "SPLIT": 8, "BLOCK": 64,
     }  # fmt: skip
     found = products(_attention_kernel, constants, num_warps=4, num_stages=3)
     assert found == {"m64n64k16", "m64n128k16"}

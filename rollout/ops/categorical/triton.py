@@ -28,10 +28,10 @@ def categorical(
     logprobs_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     if rows:
         temperature_R = temperature_R.float().contiguous()
-        tops_RB, sums_SRB = _block_sums(logits_RV, temperature_R, threshold_R)
+        tops_RB, sums = _block_sums(logits_RV, temperature_R, threshold_R)
         _draw_kernel[(rows,)](
             logits_RV, temperature_R, uniform_R.double().contiguous(), threshold_R, tops_RB,
-            *sums_SRB, tokens_R, logprobs_R, logits_RV.stride(0), vocab, tops_RB.shape[1],
+            *sums, tokens_R, logprobs_R, logits_RV.stride(0), vocab, tops_RB.shape[1],
             TRUNCATED=threshold_R is not None, **_shape(tops_RB), num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -46,9 +46,9 @@ def token_logprobs(
     logprobs_R = torch.empty(tokens_R.shape, dtype=torch.float32, device=logits_RV.device)
     if logprobs_R.numel():
         temperature_R = temperature_R.float().contiguous()
-        tops_RB, sums_SRB = _block_sums(logits_RV, temperature_R, None)
+        tops_RB, sums = _block_sums(logits_RV, temperature_R, None)
         _token_logprobs_kernel[(rows, logprobs_R.numel() // rows)](
-            logits_RV, temperature_R, tokens_R.long().contiguous(), tops_RB, sums_SRB[0],
+            logits_RV, temperature_R, tokens_R.long().contiguous(), tops_RB, sums[0],
             logprobs_R,
             logits_RV.stride(0), vocab, tops_RB.shape[1],
             **_shape(tops_RB), num_warps=4, enable_fp_fusion=False,
@@ -61,9 +61,9 @@ def entropy(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tenso
     entropy_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     if rows:
         temperature_R = temperature_R.float().contiguous()
-        tops_RB, sums_SRB = _block_sums(logits_RV, temperature_R, None, moments=True)
+        tops_RB, sums = _block_sums(logits_RV, temperature_R, None, moments=True)
         _entropy_kernel[(rows,)](
-            *sums_SRB, entropy_R, tops_RB.shape[1], BLOCKS=_shape(tops_RB)["BLOCKS"],
+            *sums, entropy_R, tops_RB.shape[1], BLOCKS=_shape(tops_RB)["BLOCKS"],
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return entropy_R
@@ -79,21 +79,22 @@ def _block_sums(
     threshold_R: torch.Tensor | None,
     *,
     moments: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tops [R, B], and sums [2, R, B]: of all weights; of the surviving ones, or weight * log."""
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Tops [R, B], and two sums [R, B]: of all weights; of the surviving ones, or weight * log."""
     rows, vocab = logits_RV.shape
     blocks = triton.cdiv(vocab, _BLOCK)
     tops_RB = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
-    sums_SRB = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits_RV.device)
+    # Apart: where the second half of one tensor begins would depend on the number of rows.
+    sums = [torch.empty_like(tops_RB) for _ in range(2)]
     _tops_kernel[(rows, blocks)](
         logits_RV, tops_RB, logits_RV.stride(0), vocab, blocks, BLOCK=_BLOCK, num_warps=4
     )
     _sums_kernel[(rows, blocks)](
-        logits_RV, temperature_R, threshold_R, tops_RB, *sums_SRB, logits_RV.stride(0), vocab,
+        logits_RV, temperature_R, threshold_R, tops_RB, *sums, logits_RV.stride(0), vocab,
         blocks, TRUNCATED=threshold_R is not None, MOMENTS=moments, **_shape(tops_RB),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return tops_RB, sums_SRB
+    return tops_RB, sums
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.causal_conv import native, reference
 from rollout.ops.state_plan import StatePlan
 
@@ -27,7 +28,7 @@ def causal_conv(
     Raises ValueError or IndexError when the plan contradicts itself or names a row or slot that is
     not there; on a GPU nothing checks that.
     """
-    if x_TC.is_cuda:
+    if gpu.runs_on(x_TC.device):
         from rollout.ops.causal_conv import triton
 
         if triton.supports(x_TC, weight_CW, bias_C, states_SCw):

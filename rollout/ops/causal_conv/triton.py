@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rollout.ops import gpu
+from rollout.ops.entry_lookup import entry_of_row
 from rollout.ops.state_plan import StatePlan
 
 _BLOCK = 512
@@ -43,8 +44,7 @@ def causal_conv(
         x_TC, weight_CW, weight_CW if bias_C is None else bias_C, states_SCw, y_TC,
         plan.q_offsets_B1, plan.sources_B, plan.parents_T, plan.targets_T, num_entries,
         x_TC.stride(0), weight_CW.stride(0), states_SCw.stride(0), channels,
-        HAS_BIAS=bias_C is not None, TAPS=weight_CW.shape[1],
-        ENTRIES=triton.next_power_of_2(num_entries + 1), BLOCK=block,
+        HAS_BIAS=bias_C is not None, TAPS=weight_CW.shape[1], BLOCK=block,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y_TC
@@ -55,14 +55,12 @@ def _causal_conv_kernel(
     x_ptr, weight_ptr, bias_ptr, states_ptr, y_ptr,
     q_offsets_ptr, sources_ptr, parents_ptr, targets_ptr, num_entries,
     x_stride, weight_stride, slot_stride, channels,
-    HAS_BIAS: tl.constexpr, TAPS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    index = tl.arange(0, ENTRIES) + 1
-    ends = tl.load(q_offsets_ptr + index, mask=index <= num_entries, other=0)
-    entry = tl.sum(((index <= num_entries) & (ends <= row)).to(tl.int32))
+    entry = entry_of_row(q_offsets_ptr, num_entries, row)
     is_entry = entry < num_entries  # the rows after the last entry's are padding
     source = tl.load(sources_ptr + entry, mask=is_entry, other=0).to(tl.int64)
     target = tl.load(targets_ptr + row, mask=is_entry, other=0).to(tl.int64)

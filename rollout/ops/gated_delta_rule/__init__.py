@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.gated_delta_rule import chunked, native, reference
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.state_plan import StatePlan
@@ -48,7 +49,7 @@ def gated_delta_rule(
             recurrent=gated_delta_rule,
         )
     inputs = (q_THK, k_THK, v_TGV, log_decay_TG, beta_TG, states_SGKV)
-    if v_TGV.is_cuda:
+    if gpu.runs_on(v_TGV.device):
         from rollout.ops.gated_delta_rule import triton
 
         if triton.supports(*inputs):

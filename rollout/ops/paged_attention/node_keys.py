@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.ops.entry_lookup import entry_of_row
 from rollout.ops.paged_attention.plan import AttentionPlan, NodeKeys
 
 BLOCK = 64
@@ -25,25 +26,21 @@ def node_keys(plan: AttentionPlan) -> NodeKeys:
         _node_keys_kernel[(nodes,)](
             plan.req_to_token, plan.rows_B, plan.starts_B, plan.run_lens_B, plan.node_offsets_B1,
             plan.node_masks_N, plan.node_slots_N, keys.slots_NW, keys.lens_N,
-            plan.req_to_token.stride(0), num_entries,
-            ENTRIES=triton.next_power_of_2(num_entries), BLOCK=BLOCK, num_warps=4,
+            plan.req_to_token.stride(0), num_entries, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _node_keys_kernel(
     table_ptr, rows_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, masks_ptr, slots_ptr,
-    own_slots_ptr, own_lens_ptr, table_stride, num_entries,
-    ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    own_slots_ptr, own_lens_ptr, table_stride, num_entries, BLOCK: tl.constexpr,
 ):  # fmt: skip
     node = tl.program_id(0)
-    index = tl.arange(0, ENTRIES) + 1
     if node >= tl.load(node_offsets_ptr + num_entries):  # no entry's: a plan may be padded
         tl.store(own_lens_ptr + node, 0)
         return
-    offsets = tl.load(node_offsets_ptr + index, mask=index <= num_entries, other=2**30)
-    entry = tl.sum((offsets <= node).to(tl.int32))
+    entry = entry_of_row(node_offsets_ptr, num_entries, node)
     context = tl.load(starts_ptr + entry) + tl.load(run_lens_ptr + entry)
     first = context // BLOCK * BLOCK
     left = context - first

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.ops.entry_lookup import entry_of_row, entry_of_tile
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.paged_attention.node_keys import BLOCK, node_keys
 from rollout.ops.paged_attention.plan import AttentionPlan, NodeKeys
@@ -91,12 +92,10 @@ def tiled_attention(
         partial = q_THD.new_empty((splits, rows, heads, head_dim), dtype=torch.float32)
         weight = q_THD.new_empty((splits, rows, heads, 2), dtype=torch.float32)
     num_entries = plan.rows_B.numel()
-    entries = triton.next_power_of_2(num_entries + 1)
     group = triton.next_power_of_2(heads // kv_heads)
     shape = {
         "GROUP": group,
         "DIM": max(16, triton.next_power_of_2(head_dim)),
-        "ENTRIES": entries,
         "SPLIT": SPLIT_BLOCKS,
         "BLOCK": BLOCK,
     }
@@ -149,7 +148,7 @@ def _fold(top, total, sums, split_top, split_total, split_sums):
     return new_top, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_rows"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr,
     table_ptr, node_slots_ptr, rows_ptr, q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr,
@@ -157,13 +156,10 @@ def _attention_kernel(
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, table_stride,
     heads, kv_heads, head_dim, scale,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr, HAS_NODES: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, ENTRIES: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    index = tl.arange(0, ENTRIES) + 1
-    first_tiles = tl.load(q_offsets_ptr + index, mask=index <= num_entries, other=0) // QUERIES
-    entry = tl.sum(((index <= num_entries) & (first_tiles + index <= tile)).to(tl.int32))
+    entry = entry_of_tile(q_offsets_ptr, num_entries, tile, QUERIES)
     is_entry = entry < num_entries  # the rows after the last entry's are padding, and see nothing
     entry_start = tl.load(q_offsets_ptr + entry)
     entry_end = tl.load(q_offsets_ptr + entry + 1, mask=is_entry, other=num_rows)
@@ -269,17 +265,14 @@ def _attention_kernel(
         tl.store(out_ptrs, mean.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_rows"])
 def _fold_kernel(
     partial_ptr, weight_ptr, out_ptr, rows_ptr, q_offsets_ptr, starts_ptr, run_lens_ptr,
     node_offsets_ptr, node_lens_ptr, num_entries, num_rows, heads, kv_heads, head_dim,
-    GROUP: tl.constexpr, DIM: tl.constexpr, ENTRIES: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, kv_head = tl.program_id(0), tl.program_id(1)
-    index = tl.arange(0, ENTRIES) + 1
-    offsets = tl.load(q_offsets_ptr + index, mask=index <= num_entries, other=num_rows + 1)
-    entry = tl.sum((offsets <= row).to(tl.int32))
+    entry = entry_of_row(q_offsets_ptr, num_entries, row)
     is_entry = entry < num_entries
     entry_end = tl.load(q_offsets_ptr + entry + 1, mask=is_entry, other=num_rows)
     start = tl.load(starts_ptr + entry, mask=is_entry, other=0)

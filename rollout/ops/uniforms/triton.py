@@ -27,7 +27,7 @@ def _mix(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _uniforms_kernel(seeds_ptr, positions_ptr, out_ptr, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
