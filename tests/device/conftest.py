@@ -7,6 +7,7 @@ this folder in a process of its own; in any other without a GPU these tests skip
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 from tests.helpers.tiny_model import save_tiny_llama
 
 pytest.importorskip("triton")
+
+from tests.helpers.interpreted_products import ordered_products
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = os.path.dirname(__file__)
@@ -51,3 +54,9 @@ def small_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=["float32"] if INTERPRETED else ["float32", "bfloat16"])
 def dtype_name(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ordered_products() -> Iterator[None]:
+    with ordered_products():
+        yield

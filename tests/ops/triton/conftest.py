@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.helpers.interpreted_products import ordered_products
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = os.path.dirname(__file__)
 
@@ -61,3 +63,9 @@ def _poisoned_empty() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ordered_products() -> Iterator[None]:
+    with ordered_products():
+        yield
