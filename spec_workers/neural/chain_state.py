@@ -33,9 +33,10 @@ class ChainState:
         rows_B, ids_B = _rows_and_ids(requests)
         return np.where((self._requests_Q[rows_B] == ids_B)[:, None], self._last_QK[rows_B], -1)
 
-    def hidden(self, step: int, rows_B: NDArray[np.int64]) -> torch.Tensor:
-        """[B, E], as a copy; of rows without a last position it means nothing."""
-        return self._hidden_KQE[step, torch.from_numpy(rows_B).to(self._hidden_KQE.device)]
+    def hidden(self, step: int, rows_B: torch.Tensor) -> torch.Tensor:
+        """[B, E], as a copy; of rows without a last position it means nothing. int64 rows, where
+        the hidden states are."""
+        return self._hidden_KQE[step, rows_B]
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Rows that are these requests' from now on; what others left there is forgotten."""
@@ -48,10 +49,12 @@ class ChainState:
         step: int,
         rows_B: NDArray[np.int64],
         positions_B: NDArray[np.int64],
+        at_B: torch.Tensor,
         hidden_BE: torch.Tensor,
     ) -> None:
+        """``at_B``: the rows, where the hidden states are."""
         self._last_QK[rows_B, step] = positions_B
-        self._hidden_KQE[step, torch.from_numpy(rows_B).to(hidden_BE.device)] = hidden_BE
+        self._hidden_KQE[step].index_copy_(0, at_B, hidden_BE)
 
     def forget(self) -> None:
         self._requests_Q[:] = -1

@@ -77,6 +77,7 @@ class DraftKv:
         self._reached_Q = np.zeros(rows, dtype=np.int64)  # positions they were chosen from
         self._last_Q = np.zeros(rows, dtype=np.int64)  # position of the last of them
         self._versions_Q = np.full(rows, -1, dtype=np.int64)  # of the target's row, likewise
+        self.unchanged_Q = np.zeros(rows, dtype=np.int64)  # columns, since `DraftTable` sent them
 
     def slots_of(
         self, rows_B: NDArray[np.int64], lens_B: NDArray, positions_T: NDArray[np.int64]
@@ -121,6 +122,7 @@ class DraftKv:
             own &= (self._next_SK[slots] == following_K).all(axis=1)
         chosen = slots[own]
         self.table[row, : len(chosen)] = chosen
+        self.unchanged_Q[row] = 0
         self.lens_Q[row] = len(chosen)
         self._last_Q[row] = np.flatnonzero(own)[-1] if len(chosen) else 0
         self._versions_Q[row] = self._memory.row_versions[row]
@@ -143,6 +145,7 @@ class DraftKv:
         """Put slots about to be written behind those in the table; they count once `keep` says."""
         columns_T = np.repeat(self.lens_Q[rows_B], lens_B) + places_within(lens_B)
         self.table[np.repeat(rows_B, lens_B), columns_T] = slots_T
+        self.unchanged_Q[rows_B] = np.minimum(self.unchanged_Q[rows_B], self.lens_Q[rows_B])
 
     def keep(
         self,

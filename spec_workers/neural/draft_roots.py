@@ -28,13 +28,18 @@ class DraftRoots:
         self._ends_Q = np.zeros(rows, dtype=np.int64)
 
     def keep(
-        self, requests: Sequence[Request], ends_R: NDArray[np.int64], hidden_RE: torch.Tensor
+        self,
+        requests: Sequence[Request],
+        ends_R: NDArray[np.int64],
+        rows_R: torch.Tensor,
+        hidden_RE: torch.Tensor,
     ) -> None:
-        """``ends_R``: tokens of each sequence, those included that the scheduler will append."""
-        rows_R = np.array([request.row for request in requests], dtype=np.int64)
-        self._hidden_QE[torch.from_numpy(rows_R).to(hidden_RE.device)] = hidden_RE
-        self._requests_Q[rows_R] = [request.request_id for request in requests]
-        self._ends_Q[rows_R] = ends_R
+        """``ends_R``: tokens of each sequence, those included that the scheduler will append;
+        ``rows_R``: the requests' rows, where the hidden states are."""
+        self._hidden_QE.index_copy_(0, rows_R, hidden_RE)
+        rows = [request.row for request in requests]
+        self._requests_Q[rows] = [request.request_id for request in requests]
+        self._ends_Q[rows] = ends_R
 
     def has(self, entry: Scheduled) -> bool:
         """Whether the entry runs its last token alone, and the state before it is kept."""
@@ -42,9 +47,9 @@ class DraftRoots:
         is_its_own = bool(self._requests_Q[row] == request_id)
         return entry.run_len == 1 and is_its_own and bool(self._ends_Q[row] == entry.end)
 
-    def hidden(self, rows_R: NDArray[np.int64]) -> torch.Tensor:
-        """[R, E], as a copy."""
-        return self._hidden_QE[torch.from_numpy(rows_R).to(self._hidden_QE.device)]
+    def hidden(self, rows_R: torch.Tensor) -> torch.Tensor:
+        """[R, E], as a copy; int64 rows, where the hidden states are."""
+        return self._hidden_QE[rows_R]
 
     def forget(self) -> None:
         self._requests_Q[:] = -1

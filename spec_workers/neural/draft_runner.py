@@ -6,7 +6,6 @@ Legend: B requests, T query rows, N tree nodes, K next tokens noted per slot, E 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +13,11 @@ from numpy.typing import NDArray
 
 from rollout.attention import PagedAttention
 from rollout.models.draft_model import DraftModel
-from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
+from rollout.step_arrays import attention_plan
 from rollout.transfers import upload
 from spec_workers.neural.draft_kv import DraftKv
+from spec_workers.neural.draft_table import DraftTable
 from spec_workers.ragged import offsets_of, places_within
 
 
@@ -64,13 +64,8 @@ class DraftRunner:
         self.model = model
         self.kv = kv
         self.nodes_per_tree = nodes_per_tree
+        self.table = DraftTable(kv, model.device)
         self._minimum_rows = minimum_rows
-        table = torch.from_numpy(kv.table)
-        # On the CPU a view of the host's; on a GPU the rows in use are sent with each plan.
-        self._is_sent = gpu.runs_on(model.device)
-        self._table_device = (
-            torch.zeros_like(table, device=model.device) if self._is_sent else table
-        )
 
     @torch.inference_mode()
     def extend(self, runs: KnownRuns, hidden_TE: torch.Tensor) -> torch.Tensor:
@@ -90,7 +85,7 @@ class DraftRunner:
             run_lens_B=lens_B[used],
             query_lens_B=lens_B[used],
         )
-        hidden_TE = self._run(runs.next_TK[:, -1], hidden_TE, positions_T, slots_T, plan)
+        hidden_TE = self._run(plan, runs.next_TK[:, -1], hidden_TE, positions_T, slots_T)
         kv.keep(rows_B, lens_B, slots_T, runs.next_TK)
         return hidden_TE
 
@@ -115,7 +110,7 @@ class DraftRunner:
             node_slots_N=slots_N,
         )
         slots_T = slots_N[is_new_N]
-        return self._run(nodes.input_ids_T, hidden_TE, nodes.positions_T, slots_T, plan)
+        return self._run(plan, nodes.input_ids_T, hidden_TE, nodes.positions_T, slots_T)
 
     @torch.inference_mode()
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
@@ -127,40 +122,63 @@ class DraftRunner:
         """[R, D]; R may be zero."""
         return self.model.logits(self._padded(hidden_RE))[: len(hidden_RE)]
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        missing = self._minimum_rows - len(rows)
-        if missing <= 0:
-            return rows
-        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-
-    def _run(
+    def forward(
         self,
-        input_ids_T: NDArray,
+        input_ids_T: torch.Tensor,
         hidden_TE: torch.Tensor,
-        positions_T: NDArray[np.int64],
-        slots_T: NDArray,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        rows = len(positions_T)
-        missing = max(0, self._minimum_rows - rows)
-        padded = {
-            name: _padded_int64(array, missing)
-            for name, array in (
-                ("input_ids", input_ids_T), ("positions", positions_T), ("slots", slots_T)
-            )
-        }  # fmt: skip
-        inputs = upload(padded, self.model.device)
+        """Run rows that are on the device already. Hidden states [T, E]. Nothing waits."""
+        rows = len(input_ids_T)
         attention = PagedAttention(
             keys=self.kv.pool.keys,
             values=self.kv.pool.values,
-            slots_T=inputs["slots"],
+            slots_T=self._padded(slots_T),
             plan=plan,
             scale=self.model.spec.head_dim**-0.5,
         )
         hidden_TE = self.model.forward(
-            inputs["input_ids"], self._padded(hidden_TE), inputs["positions"], attention
+            self._padded(input_ids_T),
+            self._padded(hidden_TE),
+            self._padded(positions_T),
+            attention,
         )
         return hidden_TE[:rows]
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """With zeros behind: token 0, position 0, the null slot."""
+        missing = self._minimum_rows - len(rows)
+        if missing <= 0:
+            return rows
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+
+    def _run(
+        self,
+        plan: dict[str, NDArray],
+        input_ids_T: NDArray,
+        hidden_TE: torch.Tensor,
+        positions_T: NDArray[np.int64],
+        slots_T: NDArray,
+    ) -> torch.Tensor:
+        rows_B = plan["rows_B"].astype(np.int64)
+        ends_B = (plan["starts_B"] + plan["run_lens_B"]).astype(np.int64)
+        arrays = plan | {
+            "input_ids_T": input_ids_T.astype(np.int64),
+            "positions_T": positions_T,
+            "slots_T": slots_T.astype(np.int64),
+        }
+        tensors = upload(arrays | self.table.changes(rows_B, ends_B), self.model.device)
+        self.table.apply(tensors, rows_B, ends_B)
+        longest = int(ends_B.max(initial=0))
+        return self.forward(
+            tensors["input_ids_T"],
+            hidden_TE,
+            tensors["positions_T"],
+            tensors["slots_T"],
+            attention_plan(tensors, self.table.tensor, longest),
+        )
 
     def _plan(
         self,
@@ -172,37 +190,18 @@ class DraftRunner:
         node_lens_B: NDArray | None = None,
         node_masks_N: NDArray[np.uint64] | None = None,
         node_slots_N: NDArray | None = None,
-    ) -> AttentionPlan:
-        no_nodes = np.zeros(len(rows_B), dtype=np.int64)
-        arrays: dict[str, NDArray] = {
+    ) -> dict[str, NDArray]:
+        """See AttentionPlan."""
+        if node_lens_B is None or node_masks_N is None or node_slots_N is None:
+            node_lens_B = np.zeros_like(rows_B)
+            node_masks_N = np.zeros(0, dtype=np.uint64)
+            node_slots_N = np.zeros(0, dtype=np.int64)
+        return {
             "rows_B": rows_B.astype(np.int32),
             "starts_B": starts_B.astype(np.int32),
             "run_lens_B": run_lens_B.astype(np.int32),
             "q_offsets_B1": offsets_of(query_lens_B).astype(np.int32),
-            "node_offsets_B1": offsets_of(no_nodes if node_lens_B is None else node_lens_B).astype(
-                np.int32
-            ),
-            "node_masks_N": np.zeros(0, dtype=np.int64)
-            if node_masks_N is None
-            else node_masks_N.view(np.int64),
-            "node_slots_N": np.zeros(0, dtype=np.int32)
-            if node_slots_N is None
-            else node_slots_N.astype(np.int32),
+            "node_offsets_B1": offsets_of(node_lens_B).astype(np.int32),
+            "node_masks_N": node_masks_N.view(np.int64),
+            "node_slots_N": node_slots_N.astype(np.int32),
         }
-        longest = int((starts_B + run_lens_B).max(initial=0))
-        sent: dict[str, NDArray] = {}
-        if self._is_sent:
-            used = np.unique(rows_B)
-            sent = {"used": used, "columns": np.ascontiguousarray(self.kv.table[used, :longest])}
-        tensors = upload(arrays | sent, self.model.device)
-        if self._is_sent:
-            self._table_device[:, :longest].index_copy_(0, tensors["used"], tensors["columns"])
-        plan: dict[str, Any] = {name: tensors[name] for name in arrays}
-        return AttentionPlan(req_to_token=self._table_device, longest=longest, **plan)
-
-
-def _padded_int64(array: NDArray, padding: int) -> NDArray[np.int64]:
-    """Padded with zeros: token 0, position 0, the null slot."""
-    padded = np.zeros(len(array) + padding, dtype=np.int64)
-    padded[: len(array)] = array
-    return padded

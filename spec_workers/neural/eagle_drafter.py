@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
+from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.draft_extend import Extension
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_roots import DraftRoots
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
-from spec_workers.neural.guesses import Guesser, Guesses
+from spec_workers.neural.guesses import Guesser, HostGuesses
 from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
@@ -107,7 +108,7 @@ class EagleDrafter:
             floor=floor,
         )
         guesses = self._guesser.begin(batch, growing)
-        hidden_FE = self._roots.hidden(rows_G)
+        hidden_FE = self._roots.hidden(self._sent(rows_G))
         trees_F, depths_F = np.arange(len(growing)), np.zeros(len(growing), dtype=np.int64)
         growth.add(None, *self._children(guesses, hidden_FE, trees_F, depths_F))
         for _ in range(self._num_steps - 1):
@@ -138,12 +139,14 @@ class EagleDrafter:
             input_ids_T=level.tokens_F,
             positions_T=ends_G[level.trees_F] + level.depths_F - 2,
         )
-        parent_rows_F = torch.from_numpy(level.parent_rows_F).to(parents_FE.device)
-        return self.runner.run_nodes(nodes, parents_FE[parent_rows_F])
+        return self.runner.run_nodes(nodes, parents_FE[self._sent(level.parent_rows_F)])
+
+    def _sent(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        return upload({"rows": rows}, self.model.device)["rows"]
 
     def _children(
         self,
-        guesses: Guesses,
+        guesses: HostGuesses,
         hidden_FE: torch.Tensor,
         trees_F: NDArray[np.int64],
         depths_F: NDArray[np.int64],
@@ -154,16 +157,23 @@ class EagleDrafter:
     @torch.inference_mode()
     def observe(self, step: Observation, *, prompts_alone: bool = False) -> None:
         extension = Extension.of(step, prompts_alone=prompts_alone)
-        query_rows_T = torch.from_numpy(extension.query_rows_T).to(self.model.device)
+        requests = [step.batch.entries[b].request for b in extension.entries_R]
+        index = upload(
+            {
+                "query_rows": extension.query_rows_T,
+                "last_rows": extension.last_rows_R,
+                "rows": np.array([request.row for request in requests], dtype=np.int64),
+            },
+            self.model.device,
+        )
         features_TF = self._target.runner.features.select(
-            step.forwarded.features_TF[query_rows_T], self.features
+            step.forwarded.features_TF[index["query_rows"]], self.features
         )
         hidden_TE = self.runner.extend(extension.runs, self.runner.fuse(features_TF))
-        last_rows_R = torch.from_numpy(extension.last_rows_R).to(self.model.device)
-        requests = [step.batch.entries[b].request for b in extension.entries_R]
-        self._roots.keep(requests, extension.ends_R, hidden_TE[last_rows_R])
+        last_RE = hidden_TE[index["last_rows"]]
+        self._roots.keep(requests, extension.ends_R, index["rows"], last_RE)
         self._guesser.learn(step.batch, step.results)
-        self._counters["extended"] += len(query_rows_T)
+        self._counters["extended"] += len(features_TF)
 
     def release(self, request: Request) -> None:
         self._roots.forget_request(request)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _DEPTH_OF = np.array([0, 1, 2, 2, 3])  # levels below the root to buckets: 0, 1, 2-3, 4 and more
-_CONFIDENT = (0.5, 0.9)  # where the draft's highest probability changes its bucket
+CONFIDENT = (0.5, 0.9)  # where the draft's highest probability changes its bucket
 CONTEXTS = 2 * 4 * 3
 
 _FIRST_GUESS_K = np.array([5.0, 1.0, 0.6, 0.4, 0.2, 0.8])
@@ -19,6 +19,10 @@ _MEMORY = 400.0  # observations
 _LEAST = 1e-6
 _LEAST_COUNT = 0.01
 """Each component is left as much: from nothing no observation could bring it back."""
+
+
+def depth_bucket(depth: int) -> int:
+    return int(_DEPTH_OF[min(depth, len(_DEPTH_OF) - 1)])
 
 
 class LearnedMixture:
@@ -40,14 +44,18 @@ class LearnedMixture:
         """int64 [R] in [0, X). ``depths_R``: levels below the root; ``highest_R``: the draft's
         probability of its likeliest token."""
         depth_R = _DEPTH_OF[np.minimum(depths_R, len(_DEPTH_OF) - 1)]
-        return (is_greedy_R * 4 + depth_R) * 3 + np.searchsorted(_CONFIDENT, highest_R)
+        return (is_greedy_R * 4 + depth_R) * 3 + np.searchsorted(CONFIDENT, highest_R)
+
+    def weights(self) -> NDArray[np.float32]:
+        """Float32 [X, K], of each context one in all."""
+        weights_XK = self._counts_XK / self._counts_XK.sum(axis=1, keepdims=True)
+        return weights_XK.astype(np.float32)
 
     def probabilities(
         self, contexts_R: NDArray[np.int64], components_RCK: NDArray[np.floating]
     ) -> NDArray[np.float32]:
         """Float32 [R, C], of tokens with these probabilities under each component."""
-        weights_XK = self._counts_XK / self._counts_XK.sum(axis=1, keepdims=True)
-        weights_RK1 = weights_XK[contexts_R].astype(np.float32)[:, :, None]
+        weights_RK1 = self.weights()[contexts_R][:, :, None]
         return np.minimum((components_RCK @ weights_RK1)[:, :, 0], np.float32(1.0))
 
     def learn(

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
+from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.chain_extend import ChainExtension
@@ -31,7 +32,7 @@ from spec_workers.neural.chain_nodes import ChainNodes, NodeLevel
 from spec_workers.neural.chain_state import ChainState
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
-from spec_workers.neural.guesses import Guesser, Guesses
+from spec_workers.neural.guesses import Guesser, HostGuesses
 from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
@@ -122,7 +123,8 @@ class MultiLayerEagleDrafter:
         )
         guesses = self._guesser.begin(batch, growing)
         trees_F, depths_F = np.arange(len(growing)), np.zeros(len(growing), dtype=np.int64)
-        hidden_FE = self._state.hidden(0, rows_G)
+        at_G = self._tensor(rows_G)
+        hidden_FE = self._state.hidden(0, at_G)
         growth.add(None, *self._children(0, guesses, hidden_FE, trees_F, depths_F))
         nodes = ChainNodes()
         hidden_TE = hidden_FE[:0]
@@ -131,7 +133,8 @@ class MultiLayerEagleDrafter:
             if not len(expansion.trees_F) and not self.lockstep:
                 break
             level = nodes.run(expansion)
-            hidden_TE = self._run(step, expansion, level, hidden_TE, rows_G, ends_G)
+            before_TE = torch.cat([hidden_TE, self._state.hidden(step - 1, at_G)])
+            hidden_TE = self._run(step, expansion, level, before_TE, rows_G, ends_G)
             guesses.levels.append(expansion)
             hidden_FE = hidden_TE[self._tensor(level.new_rows_F)]
             trees_F, depths_F = expansion.trees_F, expansion.depths_F
@@ -169,7 +172,7 @@ class MultiLayerEagleDrafter:
         rows_G: NDArray[np.int64],
         ends_G: NDArray[np.int64],
     ) -> torch.Tensor:
-        """``before_TE``: what the step before gave of its nodes."""
+        """``before_TE``: what the step before gave of its nodes, then of the roots."""
         nodes = NodeRows(
             rows_B=rows_G[expansion.trees_B],
             bands_B=expansion.trees_B,
@@ -179,13 +182,12 @@ class MultiLayerEagleDrafter:
             input_ids_T=level.tokens_T,
             positions_T=ends_G[level.trees_T] - 2 - step + level.depths_T,
         )
-        sources_TE = torch.cat([before_TE, self._state.hidden(step - 1, rows_G)])
-        return self.runners[step].run_nodes(nodes, sources_TE[self._tensor(level.sources_T)])
+        return self.runners[step].run_nodes(nodes, before_TE[self._tensor(level.sources_T)])
 
     def _children(
         self,
         step: int,
-        guesses: Guesses,
+        guesses: HostGuesses,
         hidden_FE: torch.Tensor,
         trees_F: NDArray[np.int64],
         depths_F: NDArray[np.int64],
@@ -200,29 +202,29 @@ class MultiLayerEagleDrafter:
         rows_B = extension.runs.rows_B
         last_BK = self._state.last(requests)
         self._state.begin(requests)
-        features_TF = step.forwarded.features_TF[self._tensor(extension.sources_T)]
+        at = upload({"rows": rows_B, "query_rows": extension.sources_T}, self._device)
+        features_TF = step.forwarded.features_TF[at["query_rows"]]
         features_TF = self._target.runner.features.select(features_TF, self.features)
         inputs_TE = self.runners[0].fuse(features_TF)
         for k, runner in enumerate(self.runners):
-            kept_BE = self._state.hidden(k, rows_B)
-            hidden_TE = runner.extend(extension.runs, inputs_TE)
-            self._keep(k, extension, hidden_TE)
+            kept_BE = self._state.hidden(k, at["rows"])
+            runs, hidden_TE = extension.runs, runner.extend(extension.runs, inputs_TE)
+            any_B = runs.lens_B > 0
+            positions_B = extension.ends_B[any_B] - 1
+            index = {"last_rows": np.cumsum(runs.lens_B)[any_B] - 1, "rows": runs.rows_B[any_B]}
             if k + 1 < len(self.runners):
                 extension.advance(last_BK[:, k], last_BK[:, k + 1])
-                inputs_TE = torch.cat([hidden_TE, kept_BE])[self._tensor(extension.sources_T)]
+                index["sources"] = extension.sources_T
+            own = upload(index, self._device)
+            last_BE = hidden_TE[own["last_rows"]]
+            self._state.keep(k, index["rows"], positions_B, own["rows"], last_BE)
+            if k + 1 < len(self.runners):
+                inputs_TE = torch.cat([hidden_TE, kept_BE])[own["sources"]]
         self._guesser.learn(step.batch, step.results)
         self._counters["extended"] += len(features_TF)
 
-    def _keep(self, step: int, extension: ChainExtension, hidden_TE: torch.Tensor) -> None:
-        runs = extension.runs
-        any_B = runs.lens_B > 0
-        last_rows_B = np.cumsum(runs.lens_B)[any_B] - 1
-        positions_B = extension.ends_B[any_B] - 1
-        hidden_BE = hidden_TE[self._tensor(last_rows_B)]
-        self._state.keep(step, runs.rows_B[any_B], positions_B, hidden_BE)
-
     def _tensor(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self._device)
+        return upload({"rows": rows}, self._device)["rows"]
 
     def release(self, request: Request) -> None:
         self._state.forget_request(request)

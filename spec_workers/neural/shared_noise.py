@@ -36,6 +36,9 @@ from rollout.types import Request
 
 WIDTHS = (1.0, 0.25, 0.08, 0.025, 0.008)
 SHARPNESS = (1.0, 1.6, 2.5, 4.0, 8.0)
+CANDIDATES = 32
+"""Of a row's tokens; those beyond are hardly ever worth a node."""
+
 COMPONENTS = len(WIDTHS) + 1
 """The last one believes in none of the candidates."""
 
@@ -73,21 +76,13 @@ class SharedNoise:
             logits_RD /= torch.from_numpy(divisor_R).to(device)[:, None]
         if self._truncates_G[requests_R].any():
             self._truncate_(logits_RD, requests_R)
-        probs_RD = torch.softmax(logits_RD, dim=1)
-        ends_RD = probs_RD.cumsum(dim=1)
         uniforms_R = uniforms(self._seeds_G[requests_R], positions_R)
-        count = min(count, probs_RD.shape[1])
-        index_RC = probs_RD.new_empty((len(positions_R), count + 1), dtype=torch.int64)
-        index_RC[:, 1:] = probs_RD.topk(count, dim=1).indices
-        at_noise_R1 = torch.from_numpy(uniforms_R).to(device).float()[:, None] * ends_RD[:, -1:]
-        index_RC[:, :1] = torch.searchsorted(ends_RD, at_noise_R1, right=True)
-        index_RC[:, 0].clamp_(max=probs_RD.shape[1] - 1)
-        probs_RC, ends_RC = probs_RD.gather(1, index_RC), ends_RD.gather(1, index_RC)
-        probs_RC[:, 0].masked_fill_((index_RC[:, :1] == index_RC[:, 1:]).any(dim=1), 0.0)
+        at_R = torch.from_numpy(uniforms_R).to(device)
+        index_RC, probs_RC, ends_RC = likeliest(logits_RD, at_R, count)
         return Candidates(
-            index_RC=index_RC,
-            probs_RC=np.nan_to_num(probs_RC.cpu().numpy()),
-            ends_RC=np.nan_to_num(ends_RC.cpu().numpy()),
+            index_RC=index_RC.cpu().numpy(),
+            probs_RC=probs_RC.cpu().numpy(),
+            ends_RC=ends_RC.cpu().numpy(),
             uniforms_R=uniforms_R,
             is_greedy_R=greedy_R,
         )
@@ -108,15 +103,47 @@ class SharedNoise:
         logits_RD.masked_fill_(logits_RD < threshold_R[:, None], float("-inf"))
 
 
+def likeliest(
+    logits_RD: torch.Tensor, uniforms_R: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Index, probability and end of interval [R, C]: see `Candidates`.
+
+    Args:
+        logits_RD: float32, with what the request asks for applied.
+        uniforms_R: float64, the noise.
+        count: C - 1; fewer where the vocabulary is smaller.
+    """
+    probs_RD = torch.softmax(logits_RD, dim=1)
+    ends_RD = probs_RD.cumsum(dim=1)
+    count = min(count, probs_RD.shape[1])
+    at_noise_R1 = uniforms_R.float()[:, None] * ends_RD[:, -1:]
+    first_R1 = torch.searchsorted(ends_RD, at_noise_R1, right=True)
+    first_R1 = first_R1.clamp(max=probs_RD.shape[1] - 1)
+    others = probs_RD.topk(count, dim=1).indices
+    index_RC = torch.cat([first_R1, others], dim=1)
+    probs_RC, ends_RC = probs_RD.gather(1, index_RC), ends_RD.gather(1, index_RC)
+    probs_RC[:, 0].masked_fill_((first_R1 == others).any(dim=1), 0.0)
+    return index_RC, probs_RC.nan_to_num_(), ends_RC.nan_to_num_()
+
+
 @dataclass(kw_only=True, slots=True)
 class Candidates:
     """Tokens the draft thinks of. One that comes twice has probability 0 the first time."""
 
-    index_RC: torch.Tensor  # int64, of the draft's vocabulary
+    index_RC: NDArray[np.int64]  # of the draft's vocabulary
     probs_RC: NDArray[np.float32]  # the draft's
     ends_RC: NDArray[np.float32]  # its distribution function at the token, the token included
     uniforms_R: NDArray[np.float64]
     is_greedy_R: NDArray[np.bool_]
+
+    def of_rows(self, rows: NDArray[np.int64]) -> Candidates:
+        return Candidates(
+            index_RC=self.index_RC[rows],
+            probs_RC=self.probs_RC[rows],
+            ends_RC=self.ends_RC[rows],
+            uniforms_R=self.uniforms_R[rows],
+            is_greedy_R=self.is_greedy_R[rows],
+        )
 
     def components(self) -> NDArray[np.float32]:
         """Float32 [R, C, K]: the probability of each token under each component."""

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types import DraftTrees
-from spec_workers.ragged import offsets_of, places_within
+from spec_workers.neural.kept_trees import kept_trees, ranks_of
+from spec_workers.ragged import places_within
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,36 +135,17 @@ class TreeGrowth:
 
     def finish(self, source: int) -> DraftTrees:
         """The most probable candidates of each tree, as many as it may keep."""
-        order = self._order(0)
-        numbers_C = self._ranks(0) + 1
-        kept = order[numbers_C[order] <= self._sizes_G[self._trees_C[order]]]
-        parents_C = np.where(self._parents_C < 0, 0, numbers_C[self._parents_C])
-        masks_C = np.ones(len(numbers_C), dtype=np.uint64)
-        depths = self._depths_C[kept]
-        for depth in range(1, int(depths.max(initial=0)) + 1):
-            level = kept[depths == depth]
-            above, bits = self._parents_C[level], numbers_C[level].astype(np.uint64)
-            root = np.uint64(1)
-            masks_C[level] = np.where(above < 0, root, masks_C[above]) | np.uint64(1) << bits
-        counts_G = np.bincount(self._trees_C[kept], minlength=len(self._sizes_G))
-        return DraftTrees(
-            offsets_B1=offsets_of(counts_G),
-            tokens_N=self._tokens_C[kept].astype(np.int32),
-            parents_N=parents_C[kept].astype(np.int32),
-            depths_N=depths.astype(np.int32),
-            masks_N=masks_C[kept],
-            probs_N=self._probs_C[kept],
-            sources_N=np.full(len(kept), source, dtype=np.uint8),
+        return kept_trees(
+            self._sizes_G,
+            trees_C=self._trees_C,
+            parents_C=self._parents_C,
+            tokens_C=self._tokens_C,
+            depths_C=self._depths_C,
+            probs_C=self._probs_C,
+            source=source,
         )
 
-    def _order(self, first: int) -> NDArray[np.int64]:
-        """Candidates from ``first`` on by tree, the most probable first, of equals the older."""
-        return np.lexsort((-self._probs_C[first:], self._trees_C[first:]))
-
     def _ranks(self, first: int) -> NDArray[np.int64]:
-        """The place of each candidate from ``first`` on among those of its tree in that order."""
-        order = self._order(first)
-        counts_G = np.bincount(self._trees_C[first:], minlength=len(self._sizes_G))
-        ranks = np.empty(len(order), dtype=np.int64)
-        ranks[order] = places_within(counts_G)
-        return ranks
+        """The place of each candidate from ``first`` on among those of its tree: the most probable
+        first, of equals the older."""
+        return ranks_of(self._trees_C[first:], self._probs_C[first:], len(self._sizes_G))

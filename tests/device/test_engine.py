@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.ops.paged_attention import AttentionPlan
 from rollout.overrides import engine_config
-from spec_workers.neural.draft_runner import DraftRunner
+from spec_workers.neural.draft_table import DraftTable
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_draft import save_tiny_eagle3
@@ -129,7 +128,7 @@ def test_memory_comes_back_and_nothing_is_changed_by_it(
     assert numbers(run(engine, "plain")) == numbers(plain["plain"])
 
 
-def test_a_drafts_table_is_sent_with_each_plan(
+def test_of_a_drafts_table_what_changed_is_sent(
     small_model_path, dtype_name, tmp_path, monkeypatch
 ) -> None:
     draft = save_tiny_eagle3(
@@ -144,19 +143,20 @@ def test_a_drafts_table_is_sent_with_each_plan(
         str(small_model_path), spec="eagle", spec_options=spec_options,
         **engine_options(dtype_name, graph_bytes=0),
     )  # fmt: skip
-    plan_of, ends = DraftRunner._plan, []
+    apply, ends = DraftTable.apply, []
 
-    def checked(runner: DraftRunner, **arguments) -> AttentionPlan:
-        plan = plan_of(runner, **arguments)
-        for row, end in zip(
-            plan.rows_B.tolist(), (plan.starts_B + plan.run_lens_B).tolist(), strict=True
-        ):
-            on_device = plan.req_to_token[row, :end].tolist()
-            assert on_device == runner.kv.table[row, :end].tolist()
+    def checked(table: DraftTable, tensors, rows_B, ends_B) -> None:
+        apply(table, tensors, rows_B, ends_B)
+        for row, end in zip(rows_B.tolist(), ends_B.tolist(), strict=True):
+            assert table.tensor[row, :end].tolist() == table._kv.table[row, :end].tolist()
             ends.append(end)
-        return plan
+            sent.append(len(tensors["table_slots"]) / len(rows_B))
 
-    monkeypatch.setattr(DraftRunner, "_plan", checked)
-    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True, n=2))
+    sent: list[float] = []
+    monkeypatch.setattr(DraftTable, "apply", checked)
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, ignore_eos=True, n=2))
     assert len(ends) > 6
-    assert max(ends) > 3
+    assert max(ends) > 8
+    # A prompt whole, and then what was accepted: the extension sends it, a proposal nothing.
+    assert max(sent) >= 3
+    assert sorted(sent)[len(sent) // 2] <= 2

@@ -209,7 +209,7 @@ def test_what_is_the_first_steps_cannot_serve_the_second(target_path, chain_path
         setattr(second, what, getattr(first, what))
     elif what == "table":
         second.kv.table = first.kv.table
-        second._table_device = first._table_device
+        second.table = first.table
     else:
         setattr(second.kv, what, getattr(first.kv, what))
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):

@@ -70,7 +70,7 @@ def run(error: float, temperature: float, rounds: int = 24, **truncation):
         contexts = mixture.contexts(found.is_greedy_R, depths, found.probs_RC.max(axis=1))
         by_mixture = mixture.probabilities(contexts, components)
         estimates = reliability.corrected(contexts, by_mixture)
-        came_true = found.index_RC.numpy() == sampled[:, None]
+        came_true = found.index_RC == sampled[:, None]
         came_true &= components.any(axis=2)
         mixture.learn(contexts, components, came_true)
         reliability.learn(contexts, by_mixture, came_true)
@@ -139,8 +139,8 @@ def test_the_token_at_the_noise_is_among_the_candidates():
     found = SharedNoise(requests).candidates(logits.clone(), np.arange(64), positions, 4)
     noise = torch.from_numpy(uniforms(np.arange(64, dtype=np.uint64), positions))
     at_noise = categorical(logits, torch.ones(64), noise)[0]
-    assert torch.equal(found.index_RC[:, 0], at_noise)
-    again = (found.index_RC[:, 1:] == at_noise[:, None]).any(dim=1).numpy()
+    assert np.array_equal(found.index_RC[:, 0], at_noise)
+    again = (found.index_RC[:, 1:] == at_noise.numpy()[:, None]).any(axis=1)
     assert np.array_equal(found.probs_RC[:, 0] == 0, again)
     assert again.any()
     assert not again.all()
