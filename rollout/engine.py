@@ -344,7 +344,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
         with self._all_or_none():
-            result = self.worker.step(batch)
+            result = self.worker.begin_step(batch)()
         stepped = time.perf_counter()
         ended = [self._end(request) for request in self.scheduler.commit(batch, result)]
         self._hand_out(ended)

@@ -56,27 +56,45 @@ def upload(
     return tensors
 
 
-def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
-    """The tensors as arrays, by one copy; waits for what computes them and for nothing later.
+class Download:
+    """Tensors on their way to the host, by one copy that is begun when this is made.
 
     Of dtypes of four or eight bytes.
     """
-    devices = {tensor.device for tensor in tensors.values()}
-    if not any(gpu.runs_on(device) for device in devices):
-        return {name: tensor.numpy() for name, tensor in tensors.items()}
-    (device,) = devices
-    words = [tensor.reshape(-1).view(torch.int32) for tensor in tensors.values()]
-    packed = torch.cat(words)
-    host = torch.empty(len(packed), dtype=torch.int32, pin_memory=device.type == "cuda")
-    host.copy_(packed, non_blocking=True)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    arrays: dict[str, NDArray] = {}
-    first = 0
-    for (name, tensor), own in zip(tensors.items(), words, strict=True):
-        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
-        # A copy: words need not lie where numbers of eight bytes want to.
-        part = host.numpy()[first : first + len(own)].copy()
-        arrays[name] = part.view(dtype).reshape(tensor.shape)
-        first += len(own)
-    return arrays
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._host: torch.Tensor | None = None  # None: they are there
+        self._copied: torch.cuda.Event | None = None
+        devices = {tensor.device for tensor in tensors.values()}
+        if not any(gpu.runs_on(device) for device in devices):
+            return
+        (device,) = devices
+        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors.values()])
+        self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host.copy_(packed, non_blocking=True)
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(device))
+
+    def read(self) -> dict[str, NDArray]:
+        """The tensors as arrays. Waits for what computes them and for nothing launched later."""
+        if self._host is None:
+            return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+        if self._copied is not None:
+            self._copied.synchronize()
+        words = self._host.numpy()
+        arrays: dict[str, NDArray] = {}
+        first = 0
+        for name, tensor in self._tensors.items():
+            last = first + tensor.numel() * tensor.element_size() // words.itemsize
+            dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+            # A copy: words need not lie where numbers of eight bytes want to.
+            arrays[name] = words[first:last].copy().view(dtype).reshape(tensor.shape)
+            first = last
+        return arrays
+
+
+def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
+    """`Download`, read at once."""
+    return Download(tensors).read()

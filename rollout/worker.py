@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +14,15 @@ from rollout.residency import Residency
 from rollout.types import Batch, Request, StepResult, TokenExtras
 from rollout.weights.transaction import WeightTransaction
 
+FinishStep = Callable[[], StepResult]
+"""Waits for the tokens of a step, commits accepted ones' KV into ``memory.req_to_token`` and
+observes. Called once; a step that nobody finishes leaves nothing behind but reserved slots."""
+
 
 class Worker(Protocol):
     """The engine knows nothing else of speculation.
 
-    Every method runs on the engine's thread. ``step`` commits accepted tokens' KV into
-    ``memory.req_to_token``; appending tokens to requests is the scheduler's.
+    Every method runs on the engine's thread. Appending tokens to requests is the scheduler's.
     """
 
     @property
@@ -82,7 +85,9 @@ class Worker(Protocol):
         """JSON-able: what steps cost and drafts are worth, for `begin` and for reports."""
         ...
 
-    def step(self, batch: Batch) -> StepResult: ...
+    def begin_step(self, batch: Batch) -> FinishStep:
+        """Launch all of a step, which runs from here on by itself where there is a device."""
+        ...
 
     def release(self, request: Request) -> None:
         """The request ended: forget what was kept for it. Its tokens stay in the corpus."""

@@ -10,17 +10,17 @@ import torch
 class StepClock:
     """Made when a step begins. Milliseconds.
 
-    On a GPU the forward is timed there, from when it is begun, or from when the GPU is done with
-    what came before, to its last kernel: so laying out its inputs counts where the GPU waits for
-    them. On the CPU it is timed by the clock on the wall.
+    On a GPU forward and sampling are timed there, from when they are begun, or from when the GPU is
+    done with what came before, to their last kernel: so laying out inputs counts where the GPU
+    waits for them. On the CPU they are timed by the clock on the wall.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._last = time.perf_counter()
-        self._wall = [0.0, 0.0]
+        self._wall = [0.0, 0.0, 0.0]
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._events = (
-            [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._stream else []
+            [torch.cuda.Event(enable_timing=True) for _ in self._wall] if self._stream else []
         )
 
     def lap(self) -> float:
@@ -36,12 +36,23 @@ class StepClock:
         """Launched, maybe not done."""
         self._mark(1)
 
+    def end_sampling(self) -> None:
+        """Likewise."""
+        self._mark(2)
+
     def forward(self) -> float:
         """Waits for its end."""
+        return self._between(0, 1)
+
+    def sampling(self) -> float:
+        """Likewise."""
+        return self._between(1, 2)
+
+    def _between(self, begin: int, end: int) -> float:
         if self._events:
-            self._events[1].synchronize()
-            return self._events[0].elapsed_time(self._events[1])
-        return (self._wall[1] - self._wall[0]) * 1e3
+            self._events[end].synchronize()
+            return self._events[begin].elapsed_time(self._events[end])
+        return (self._wall[end] - self._wall[begin]) * 1e3
 
     def _mark(self, which: int) -> None:
         self._wall[which] = time.perf_counter()

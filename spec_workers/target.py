@@ -18,7 +18,7 @@ from rollout.parallel import local_rank, open_ranks
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
 from rollout.sampling.sampled import Sampled
-from rollout.sampling.tree_sampling import sample_trees
+from rollout.sampling.tree_sampling import PendingSamples, TreeSamples, sample_trees
 from rollout.types import (
     MAX_TREE_NODES,
     Batch,
@@ -159,9 +159,12 @@ class TargetWorker:
         return self.runner.forward(batch, trees)
 
     @torch.inference_mode()
-    def accept(self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> list[EntryResult]:
-        """Sample every node and walk each tree; stops and limits cut what a walk emits."""
-        samples = sample_trees(batch, trees, logits_RV)
+    def sample(self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
+        """A sample at every root and node, and each tree's walk. On a GPU nothing waits."""
+        return sample_trees(batch, trees, logits_RV)
+
+    def accept(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
+        """Stops and limits cut what a walk emits."""
         offsets = samples.offsets_B1.tolist()
         results: list[EntryResult] = []
         for b, (entry, path) in enumerate(zip(batch.entries, samples.paths, strict=True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from rollout.memory.cache import CacheMemory
 from rollout.ops import gpu
 from rollout.parallel import ModelRanks
 from rollout.residency import Residency
+from rollout.runner import Forwarded
+from rollout.sampling.tree_sampling import PendingSamples
 from rollout.types import (
     Batch,
     DraftTrees,
@@ -23,13 +25,29 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weights.transaction import WeightTransaction
-from spec_workers.budget import DraftBudget, FixedBudget
+from rollout.worker import FinishStep
+from spec_workers.budget import DraftBudget, FixedBudget, Verified
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
 from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
 from spec_workers.request_stats import count_step
 from spec_workers.step_clock import StepClock
 from spec_workers.target import TargetWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step between its two halves."""
+
+    batch: Batch
+    proposed: DraftTrees | None  # None: nobody was asked
+    verified: Verified
+    forwarded: Forwarded
+    is_usual: bool  # the forward's time tells what such a forward takes
+    samples: PendingSamples
+    clock: StepClock
+    draft_ms: float
+    launch_ms: float
 
 
 class SpecWorker:
@@ -94,15 +112,26 @@ class SpecWorker:
     def draft_corpus(self) -> DraftCorpus | None:
         return None
 
-    def step(self, batch: Batch) -> StepResult:
-        """Run one step. Emits for each sampling entry between one token and its longest path + 1.
+    def begin_step(self, batch: Batch) -> FinishStep:
+        """Propose, verify and sample. Nothing waits for a device.
 
-        A request whose logits are no distribution ends alone, with FinishReason.ERROR.
+        Finished, it emits for each sampling entry between one token and its longest path + 1. A
+        request whose logits are no distribution ends alone, with FinishReason.ERROR.
         """
         with gpu.on(self.model_device):
-            return self._step(batch)
+            launched = self._launch(batch)
 
-    def _step(self, batch: Batch) -> StepResult:
+        def finish() -> StepResult:
+            with gpu.on(self.model_device):
+                return self._finish(launched)
+
+        return finish
+
+    def step(self, batch: Batch) -> StepResult:
+        """A whole step."""
+        return self.begin_step(batch)()
+
+    def _launch(self, batch: Batch) -> Launched:
         clock = StepClock(self.model_device)
         self.prepare(batch)
         floor = self.budget.floor(batch)
@@ -114,39 +143,55 @@ class SpecWorker:
         clock.begin_forward()
         forwarded = self.target.verify(batch, verified.trees)
         clock.end_forward()
+        samples = self.target.sample(batch, verified.trees, forwarded.logits_RV)
+        clock.end_sampling()
         self._learn()  # while a GPU computes
-        results = self.target.accept(batch, verified.trees, forwarded.logits_RV)
+        return Launched(
+            batch=batch,
+            proposed=proposed,
+            verified=verified,
+            forwarded=forwarded,
+            # Kernels were compiled or a graph captured: no time that comes again.
+            is_usual=self.target.graphs is None or self.target.graphs.is_settled,
+            samples=samples,
+            clock=clock,
+            draft_ms=draft_ms,
+            launch_ms=clock.lap(),
+        )
+
+    def _finish(self, step: Launched) -> StepResult:
+        batch, verified, clock = step.batch, step.verified, step.clock
+        clock.lap()
+        results = self.target.accept(batch, step.samples.read())
         if self.target.checks_ranks:
             check_results(self.ranks.tensor, batch, results)
         self.target.commit(batch, results)
         observation = Observation(
             batch=batch,
             trees=verified.trees,
-            was_asked=proposed is not None,
-            forwarded=forwarded,
+            was_asked=step.proposed is not None,
+            forwarded=step.forwarded,
             results=results,
         )
         if self.recorder is not None:
             self.recorder.observe(observation, self.target.runner.features, self.weights.version)
         forward_ms = clock.forward()
-        sample_ms = max(0.0, clock.lap() - forward_ms)
+        sample_ms = max(0.0, step.launch_ms + clock.lap() - forward_ms)
         self.observe(observation)
-        times = StepTimes(draft=draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
+        times = StepTimes(draft=step.draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
         times = agreed_times(self.ranks.tensor, times)
-        learned = times
-        if self.target.graphs is not None and not self.target.graphs.is_settled:
-            # Kernels were compiled or a graph captured: no time that comes again.
-            learned = replace(times, forward=0.0)
+        learned = times if step.is_usual else replace(times, forward=0.0)
+        self._learn()
         self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
         if not self._learns_later:
             self._learn()
             times.draft += clock.lap()
-        count_step(batch, proposed, verified, results, times)
+        count_step(batch, step.proposed, verified, results, times)
         return StepResult(
             entries=results,
             weight_version=self.weights.version,
             num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
-            num_proposed=0 if proposed is None else proposed.num_nodes,
+            num_proposed=0 if step.proposed is None else step.proposed.num_nodes,
             expected_accepted=float(verified.values_N.sum()),
             forecast=verified.forecast,
             times=times,

@@ -1,7 +1,7 @@
 """The sampler on a GPU: one copy there, a few kernels, one copy back.
 
-The functions of `sampler` and `tree_sampling` with the same arguments and results. Nothing waits
-for the device but the read at the end; how many rows need what is known on the host.
+The functions of `sampler` with the same arguments and results, and `tree_sampling`'s walk. Nothing
+waits for the device but the read at the end; how many rows need what is known on the host.
 
 Legend: R rows, V vocabulary, K likeliest tokens.
 """
@@ -19,7 +19,7 @@ from rollout.ops.uniforms import uniforms
 from rollout.sampling.row_inputs import Wanted, noise_arrays, shape_arrays, tree_arrays
 from rollout.sampling.rows import SampleRows
 from rollout.sampling.sampled import Sampled
-from rollout.transfers import download, upload
+from rollout.transfers import Download, download, upload
 from rollout.types import DraftTrees, TokenExtras
 
 Tensors = dict[str, torch.Tensor]
@@ -44,27 +44,38 @@ def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sa
     return _sampled(download(found), rows, wanted)
 
 
-def sample_and_walk(
-    logits_RV: torch.Tensor, rows: SampleRows, trees: DraftTrees, row_offsets_B1: NDArray[np.int64]
-) -> tuple[Sampled, list[list[int]]]:
-    """Sample every row, and the accepted nodes of each entry's tree."""
-    wanted = Wanted.of(rows)
-    arrays = noise_arrays(rows) | shape_arrays(rows) | wanted.arrays()
-    arrays |= tree_arrays(trees, row_offsets_B1)
-    inputs = upload(arrays, logits_RV.device)
-    found = _draw(logits_RV, inputs, wanted)
-    found["paths"], found["lengths"] = tree_accept.accept(
-        found["tokens"],
-        inputs["row_offsets"],
-        inputs["tokens"],
-        inputs["parents"],
-        inputs["masks"],
-        inputs["node_offsets"],
-    )
-    read = download(found)
-    paths = read["paths"].tolist()
-    walked = [path[:end] for path, end in zip(paths, read["lengths"].tolist(), strict=True)]
-    return _sampled(read, rows, wanted), walked
+class SampledTrees:
+    """A sample at every row, and the accepted nodes of each entry's tree, on their way back."""
+
+    def __init__(
+        self,
+        logits_RV: torch.Tensor,
+        rows: SampleRows,
+        trees: DraftTrees,
+        row_offsets_B1: NDArray[np.int64],
+    ) -> None:
+        self._rows = rows
+        self._wanted = wanted = Wanted.of(rows)
+        arrays = noise_arrays(rows) | shape_arrays(rows) | wanted.arrays()
+        arrays |= tree_arrays(trees, row_offsets_B1)
+        inputs = upload(arrays, logits_RV.device)
+        found = _draw(logits_RV, inputs, wanted)
+        found["paths"], found["lengths"] = tree_accept.accept(
+            found["tokens"],
+            inputs["row_offsets"],
+            inputs["tokens"],
+            inputs["parents"],
+            inputs["masks"],
+            inputs["node_offsets"],
+        )
+        self._found = Download(found)
+
+    def read(self) -> tuple[Sampled, list[list[int]]]:
+        """Waits for them, and for nothing that was launched later."""
+        read = self._found.read()
+        paths = read["paths"].tolist()
+        walked = [path[:end] for path, end in zip(paths, read["lengths"].tolist(), strict=True)]
+        return _sampled(read, self._rows, self._wanted), walked
 
 
 def _draw(logits_RV: torch.Tensor, inputs: Tensors, wanted: Wanted) -> Tensors:

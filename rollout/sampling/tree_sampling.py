@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollout.ops import gpu
-from rollout.sampling import device_sampler
 from rollout.sampling.acceptance import accept
+from rollout.sampling.device_sampler import SampledTrees
 from rollout.sampling.rows import sample_rows
 from rollout.sampling.sampled import Sampled
 from rollout.sampling.sampler import sample
@@ -25,24 +26,48 @@ class TreeSamples:
     paths: list[list[int]]  # of each entry: accepted nodes, tree numbering, in order
 
 
-def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> TreeSamples:
+class PendingSamples(Protocol):
+    def read(self) -> TreeSamples:
+        """Waits for them, and for nothing that was launched later."""
+        ...
+
+
+@dataclass(slots=True)
+class _Known:
+    samples: TreeSamples
+
+    def read(self) -> TreeSamples:
+        return self.samples
+
+
+@dataclass(slots=True)
+class _OnTheirWay:
+    trees: SampledTrees
+    offsets_B1: NDArray[np.int64]
+
+    def read(self) -> TreeSamples:
+        sampled, paths = self.trees.read()
+        return TreeSamples(sampled=sampled, offsets_B1=self.offsets_B1, paths=paths)
+
+
+def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
     """Sample every row of ``logits_RV``, as `sampler.sample` does, and walk each tree.
 
-    On a GPU that is one round trip: the copy back of what was sampled and accepted.
+    On a GPU that is launched, and the copy back of what was sampled and accepted behind it.
     """
     rows, offsets_B1 = sample_rows(batch, trees)
-    if not rows.requests:
-        none = Sampled(tokens=[], logprobs=[], extras=[])
-        return TreeSamples(sampled=none, offsets_B1=offsets_B1, paths=[[] for _ in batch.entries])
-    if gpu.runs_on(logits_RV.device):
-        sampled, paths = device_sampler.sample_and_walk(logits_RV, rows, trees, offsets_B1)
-    else:
+    if rows.requests and gpu.runs_on(logits_RV.device):
+        return _OnTheirWay(SampledTrees(logits_RV, rows, trees, offsets_B1), offsets_B1)
+    if rows.requests:
         sampled = sample(logits_RV, rows)
         paths = [
             _walk(trees, b, sampled.tokens[first:last])
             for b, (first, last) in enumerate(pairwise(offsets_B1.tolist()))
         ]
-    return TreeSamples(sampled=sampled, offsets_B1=offsets_B1, paths=paths)
+    else:
+        sampled = Sampled(tokens=[], logprobs=[], extras=[])
+        paths = [[] for _ in batch.entries]
+    return _Known(TreeSamples(sampled=sampled, offsets_B1=offsets_B1, paths=paths))
 
 
 def _walk(trees: DraftTrees, b: int, sampled: list[int]) -> list[int]:

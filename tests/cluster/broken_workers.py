@@ -11,8 +11,8 @@ from typing import NoReturn
 from rollout.config import EngineConfig
 from rollout.errors import CheckpointError
 from rollout.models.loader import Progress
-from rollout.types import Batch, StepResult
-from rollout.worker import Worker
+from rollout.types import Batch
+from rollout.worker import FinishStep, Worker
 from tests.cluster.workload import ngram
 
 
@@ -28,15 +28,15 @@ def refuses(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
 def sticks(flag: Path, config: EngineConfig, progress: Progress | None = None) -> Worker:
     """Whoever finds the file ``flag`` first as it steps takes it, and steps for ever."""
     worker = ngram()(config, progress)
-    step = worker.step
+    begin_step = worker.begin_step
 
-    def step_or_stick(batch: Batch) -> StepResult:
+    def begin_or_stick(batch: Batch) -> FinishStep:
         try:
             flag.unlink()
         except FileNotFoundError:
-            return step(batch)
+            return begin_step(batch)
         while True:
             time.sleep(1.0)
 
-    worker.step = step_or_stick
+    worker.begin_step = begin_or_stick
     return worker

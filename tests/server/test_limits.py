@@ -185,7 +185,7 @@ def test_a_broken_engine_is_503_with_its_reason(open_server, caplog):
         raise OSError("the machine is on fire")
 
     def sabotage(engine):
-        engine.worker.step = breaks
+        engine.worker.begin_step = breaks
 
     live.serving.loop.call(sabotage).result(TIMEOUT)
     with live.client() as client:

@@ -212,7 +212,7 @@ def stream_until_the_engine_breaks(model: Path) -> None:
         def step(batch: object) -> None:
             raise RuntimeError("a broken machine")
 
-        engine.worker.step = step
+        engine.worker.begin_step = step
 
     with run_server(model, {"spec": "none"}, {}) as live:
         stream = client_of(live).completions.create(

@@ -335,16 +335,16 @@ def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
     loop = EngineLoop(engine)
     gate = Gate(loop)
     tickets = [loop.submit([10 + i], LONG) for i in range(6)]
-    step, calls = engine.worker.step, []
+    begin_step, calls = engine.worker.begin_step, []
 
     def faulty(batch):
         if len(calls) == 3:
             loop.call(lambda _: None).add_done_callback(calls.append)
             raise RuntimeError("the device is lost")
         calls.append(None)
-        return step(batch)
+        return begin_step(batch)
 
-    monkeypatch.setattr(engine.worker, "step", faulty)
+    monkeypatch.setattr(engine.worker, "begin_step", faulty)
     gate.open()
     for ticket in tickets:
         with pytest.raises(EngineStateError, match="the device is lost") as caught:

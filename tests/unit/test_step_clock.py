@@ -17,7 +17,9 @@ def test_laps_and_the_forward_within_them() -> None:
     time.sleep(0.003)
     clock.end_forward()
     time.sleep(0.001)
+    clock.end_sampling()
     second = clock.lap()
     assert first >= 2
     assert 3 <= clock.forward() <= second - 1
+    assert 1 <= clock.sampling() <= second - clock.forward()
     assert clock.forward() == clock.forward()

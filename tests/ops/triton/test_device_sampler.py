@@ -87,7 +87,7 @@ def test_a_step_is_sampled_and_walked_at_once(device) -> None:
     accepted = 0
     for seed in range(2):
         batch, trees, rows, offsets, logits = random_step(PARAMS, torch.float32, device, seed)
-        samples = sample_trees(batch, trees, logits)
+        samples = sample_trees(batch, trees, logits).read()
         assert_same(samples.sampled, device_sampler.sample(logits, rows))
         assert samples.offsets_B1.tolist() == offsets.tolist()
         for b, path in enumerate(samples.paths):
@@ -103,11 +103,11 @@ def test_entries_that_do_not_sample_have_no_rows(device) -> None:
     batch.entries[1].samples = False
     rows, _ = sample_rows(batch, trees)
     logits = torch.randn(len(rows.requests), VOCAB, generator=torch.Generator().manual_seed(1))
-    samples = sample_trees(batch, trees, logits.to(device))
+    samples = sample_trees(batch, trees, logits.to(device)).read()
     assert samples.paths[1] == []
     assert samples.offsets_B1.tolist() == [0, 6, 6, 8]
     batch.entries = batch.entries[1:2]
-    samples = sample_trees(batch, make_trees([([], [])]), logits[:0].to(device))
+    samples = sample_trees(batch, make_trees([([], [])]), logits[:0].to(device)).read()
     assert (samples.sampled.tokens, samples.paths) == ([], [[]])
 
 
@@ -117,7 +117,7 @@ def test_rows_without_a_distribution_end_the_path(device, bad, own) -> None:
     batch, trees, _, offsets, logits = random_step([own, own, own], torch.float32, device)
     logits[0, 17] = bad
     logits[7] = -math.inf
-    samples = sample_trees(batch, trees, logits)
+    samples = sample_trees(batch, trees, logits).read()
     first = samples.offsets_B1.tolist()
     assert first == offsets.tolist() == [0, 6, 7, 9]
     assert samples.sampled.tokens[0] == samples.sampled.tokens[7] == -1
