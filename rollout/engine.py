@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollout.config import EngineConfig
@@ -17,14 +17,13 @@ from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
 from rollout.engine_state import StateCalls
 from rollout.engine_status import EngineStatus
-from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.errors import OutOfMemoryError
 from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
 from rollout.overrides import engine_config
 from rollout.requests import RequestFactory
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.specs import WorkerFactory, worker_factory
-from rollout.streaming import in_order_of_plain_decoding
 from rollout.types import (
     Batch,
     Prompt,
@@ -32,15 +31,15 @@ from rollout.types import (
     Rollout,
     SamplingParams,
     StepResult,
-    TokenExtras,
 )
 from rollout.weight_updates import WeightCalls
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
+from rollout.whole_calls import WholeCalls
 from rollout.worker import Worker
 
 
-class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
+class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     """Generates rollouts of one model.
 
     Not thread-safe: one thread calls it, as trainers and servers do from their own loop.
@@ -125,161 +124,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls):
         """Other ranks wait in its forwards: see `step`."""
         return self.worker.lockstep
 
-    # Whole calls
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Rollout]:
-        """All samples of all prompts, in prompt order, the samples of one prompt together.
-
-        With ``parallel.mode=lockstep`` every rank makes this call, with prompts of its own or none,
-        and takes part until those of all have ended.
-        """
-        requests = self._requests_for(prompts, params)
-        rollouts = [rollout for ended in self._run_all(requests) for rollout in ended]
-        rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
-        return rollouts
-
-    def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[Rollout]:
-        """Each rollout as it finishes, in the order of plain decoding.
-
-        The order is that in which plain decoding of this stream alone, ``max_running`` requests at
-        a time in the order given, would finish them; each comes as soon as no other can come
-        before it. So whoever takes the first few gets the same ones whatever was drafted, whoever
-        was admitted first and however fast it went. An aborted one comes at once, and when a step
-        raises, those that had ended come before the error.
-
-        Every prompt is checked before anything is submitted; InvalidInputError names the first bad
-        one. Leaving the iterator early aborts what is unfinished.
-        """
-        requests = self._requests_for(prompts, params)
-        with closing(self._run_all(requests)) as steps:
-            yield from in_order_of_plain_decoding(
-                requests, self.config.scheduler.max_running, steps
-            )
-
-    def _requests_for(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Request]:
-        """All samples of all prompts, checked, the samples of one prompt together.
-
-        Where this rank's are refused, others in lockstep with it are served all the same.
-        """
-        try:
-            return self._checked_requests(prompts, params)
-        except (InvalidInputError, OutOfMemoryError):
-            self._accompany()
-            raise
-
-    def _checked_requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Request]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, dict))):
-            raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidInputError(
-                "params", len(each), f"must be one, or {len(prompts)}: one each"
-            )
-        requests: list[Request] = []
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            field = f"prompts[{index}]"
-            ids = self.encoder.encode(prompt, field)
-            requests += [
-                self._requests.make(ids, own, index, sample, field=field) for sample in range(own.n)
-            ]
-        return requests
-
-    def _run_all(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
-        """What ended in each step, until all have. Closed early, it aborts what is unfinished."""
-        for request in requests:
-            self.scheduler.add(request)
-        inbox: deque[Rollout] = deque()
-        unfinished = {request.request_id for request in requests}
-        self._claimed |= dict.fromkeys(unfinished, inbox)
-        try:
-            while self._any_rank(bool(unfinished)):
-                if not inbox or self.worker.ranks.rows.size > 1:
-                    self._run_step()
-                ended = list(inbox)
-                inbox.clear()
-                unfinished.difference_update(rollout.request_id for rollout in ended)
-                yield ended
-        except GeneratorExit:
-            self._unclaim(unfinished)
-            self._accompany()
-            raise
-        finally:
-            self._unclaim(unfinished)
-
-    def _unclaim(self, unfinished: set[int]) -> None:
-        """Drop these; nobody waits for them any more."""
-        while unfinished:
-            request_id = unfinished.pop()
-            self._claimed.pop(request_id, None)
-            self._drop(request_id)
-
-    def _any_rank(self, has_work: bool) -> bool:
-        """Whether any of the ranks in lockstep has; all ask."""
-        return any(self.worker.ranks.rows.numbers(has_work))
-
-    def _accompany(self) -> None:
-        """Step with nothing to do of its own until no rank in lockstep has work."""
-        while self.worker.ranks.rows.size > 1 and self._any_rank(False):
-            self._run_step()
-
-    def any_rank_has_unfinished(self) -> bool:
-        """`has_unfinished` of any rank in lockstep with this one: a call that each of them makes,
-        before each `step`."""
-        return self._any_rank(self.has_unfinished)
-
-    def score(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        params: SamplingParams | None = None,
-    ) -> list[float]:
-        """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
-        return self.score_with_extras(prompt_ids, output_ids, params)[0]
-
-    def score_with_extras(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        params: SamplingParams | None = None,
-    ) -> tuple[list[float], TokenExtras]:
-        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...).
-
-        Where this rank's call is refused, others in lockstep with it are served all the same.
-        """
-        self.require_running()
-        try:
-            request, output = self._scored(prompt_ids, output_ids, params or SamplingParams())
-            with self._all_or_none():
-                return self.worker.score(request, output)
-        except (InvalidInputError, OutOfMemoryError):
-            self.worker.accompany_scoring()
-            raise
-
-    def _scored(
-        self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
-    ) -> tuple[Request, list[int]]:
-        prompt = self.encoder.encode(prompt_ids, "prompt_ids")
-        output = self.encoder.encode(output_ids, "output_ids")
-        if len(prompt) + len(output) > self.worker.max_context_len:
-            raise InvalidInputError(
-                "output_ids", len(output),
-                f"prompt and output must fit the context of {self.worker.max_context_len} tokens",
-            )  # fmt: skip
-        return self._requests.make(prompt, params, 0, 0), output
+    # One step at a time, for servers
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Raise what `submit` would; computes nothing. Returns the prompt's length in tokens."""
         return self._requests.make(self.encoder.encode(prompt), params).prompt_len
-
-    # One step at a time, for servers
 
     def submit(
         self,
