@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
+from rollout.ops import gpu
 from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.draft_tree import only_roots, spread
+from spec_workers.neural.device_proposal import DeviceProposer, Wanted
 from spec_workers.neural.draft_extend import Extension
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_roots import DraftRoots
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
+from spec_workers.neural.eagle_levels import EagleLevels
 from spec_workers.neural.guesses import Guesser, HostGuesses
 from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
@@ -76,6 +79,16 @@ class EagleDrafter:
         self._roots = DraftRoots(rows, model.spec.hidden_size, like)
         self._guesser = Guesser(topk, model.token_ids_D)
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
+        self._proposer: DeviceProposer | None = None
+        if gpu.runs_on(model.device):
+            self._proposer = DeviceProposer(
+                EagleLevels(self.runner, self._roots, topk=topk, num_steps=num_steps),
+                self._guesser,
+                topk=topk,
+                num_steps=num_steps,
+                device=model.device,
+                lockstep=lockstep,
+            )
 
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None
@@ -90,37 +103,58 @@ class EagleDrafter:
         ]
         if not growing and not self.lockstep:
             return only_roots(len(batch.entries))
-        return spread(self._grown(batch, growing, floor), growing, len(batch.entries))
+        wanted = self._wanted(batch, growing, floor)
+        self._counters["trees"] += len(growing)
+        if self._proposer is None:
+            trees = self._grown(wanted)
+        else:
+            proposal = self._proposer.propose(wanted)
+            trees = proposal.trees(wanted.sizes_G, source=0)
+            self._counters["levels"] += proposal.num_levels
+            self._counters["nodes"] += proposal.num_nodes
+        return spread(trees, growing, len(batch.entries))
 
-    def _grown(self, batch: Batch, growing: list[int], floor: float) -> DraftTrees:
+    def _wanted(self, batch: Batch, growing: list[int], floor: float) -> Wanted:
         entries = [batch.entries[b] for b in growing]
         rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
         kv = self.runner.kv
         kv.follow(rows_G, ends_G - 1, [entry.request.tokens for entry in entries])
-        growth = TreeGrowth(
-            np.minimum(sizes_G, self.max_draft_tokens),
+        return Wanted(
+            batch=batch,
+            entries_G=growing,
+            rows_G=rows_G,
+            ends_G=ends_G,
+            sizes_G=np.minimum(sizes_G, self.max_draft_tokens),
             # Below its first level a tree needs something to attend to.
-            np.where(kv.lens_Q[rows_G] > 0, np.minimum(sizes_G, self._num_steps), 1),
-            topk=self._topk,
-            max_nodes=self._nodes_per_tree,
+            depths_G=np.where(kv.lens_Q[rows_G] > 0, np.minimum(sizes_G, self._num_steps), 1),
             floor=floor,
         )
-        guesses = self._guesser.begin(batch, growing)
+
+    def _grown(self, wanted: Wanted) -> DraftTrees:
+        """Level by level, each read when it has run."""
+        rows_G, count = wanted.rows_G, len(wanted.rows_G)
+        growth = TreeGrowth(
+            wanted.sizes_G,
+            wanted.depths_G,
+            topk=self._topk,
+            max_nodes=self._nodes_per_tree,
+            floor=wanted.floor,
+        )
+        guesses = self._guesser.begin(wanted.batch, wanted.entries_G)
         hidden_FE = self._roots.hidden(self._sent(rows_G))
-        trees_F, depths_F = np.arange(len(growing)), np.zeros(len(growing), dtype=np.int64)
+        trees_F, depths_F = np.arange(count), np.zeros(count, dtype=np.int64)
         growth.add(None, *self._children(guesses, hidden_FE, trees_F, depths_F))
         for _ in range(self._num_steps - 1):
             level = growth.expand()
             if not len(level.trees_F) and not self.lockstep:
                 break
-            hidden_FE = self._run(level, rows_G, ends_G, hidden_FE)
+            hidden_FE = self._run(level, rows_G, wanted.ends_G, hidden_FE)
             guesses.levels.append(level)
             growth.add(level, *self._children(guesses, hidden_FE, level.trees_F, level.depths_F))
             self._counters["levels"] += 1
             self._counters["nodes"] += len(level.trees_F)
-        self._counters["trees"] += len(growing)
         return growth.finish(source=0)
 
     def _run(

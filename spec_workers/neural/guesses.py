@@ -106,6 +106,7 @@ class Guesser:
             token_ids_D: the target's token of each of the draft's; None: the same.
         """
         self._topk = topk
+        self.token_ids_D = token_ids_D
         self._token_ids_D = None if token_ids_D is None else token_ids_D.cpu().numpy()
         self._mixture = LearnedMixture()
         self._reliability = Reliability(CONTEXTS)

@@ -24,12 +24,15 @@ from numpy.typing import NDArray
 
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
+from rollout.ops import gpu
 from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.chain_extend import ChainExtension
+from spec_workers.neural.chain_levels import ChainLevels
 from spec_workers.neural.chain_nodes import ChainNodes, NodeLevel
 from spec_workers.neural.chain_state import ChainState
+from spec_workers.neural.device_proposal import DeviceProposer, Wanted
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
 from spec_workers.neural.guesses import Guesser, HostGuesses
@@ -88,6 +91,16 @@ class MultiLayerEagleDrafter:
         self._state = ChainState(rows, len(models), models[0].spec.hidden_size, like)
         self._guesser = Guesser(topk, models[0].token_ids_D)
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
+        self._proposer: DeviceProposer | None = None
+        if gpu.runs_on(self._device):
+            self._proposer = DeviceProposer(
+                ChainLevels(self.runners, self._state, topk=topk),
+                self._guesser,
+                topk=topk,
+                num_steps=len(models),
+                device=self._device,
+                lockstep=lockstep,
+            )
 
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None
@@ -104,25 +117,46 @@ class MultiLayerEagleDrafter:
         ]
         if not growing and not self.lockstep:
             return only_roots(len(batch.entries))
-        trees = self._grown(batch, growing, last_BK[growing], floor)
+        wanted = self._wanted(batch, growing, last_BK[growing], floor)
+        self._counters["trees"] += len(growing)
+        if self._proposer is None:
+            trees = self._grown(wanted)
+        else:
+            proposal = self._proposer.propose(wanted)
+            trees = proposal.trees(wanted.sizes_G, source=0)
+            self._counters["levels"] += proposal.num_levels
+            self._counters["nodes"] += proposal.num_nodes
         return spread(trees, growing, len(batch.entries))
 
-    def _grown(
+    def _wanted(
         self, batch: Batch, growing: list[int], last_GK: NDArray[np.int64], floor: float
-    ) -> DraftTrees:
+    ) -> Wanted:
         entries = [batch.entries[b] for b in growing]
         rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
-        growth = TreeGrowth(
-            np.minimum(sizes_G, self.max_draft_tokens),
-            np.minimum(sizes_G, self._reach(entries, rows_G, ends_G, last_GK)),
-            topk=self._topk,
-            max_nodes=self._nodes_per_tree,
+        return Wanted(
+            batch=batch,
+            entries_G=growing,
+            rows_G=rows_G,
+            ends_G=ends_G,
+            sizes_G=np.minimum(sizes_G, self.max_draft_tokens),
+            depths_G=np.minimum(sizes_G, self._reach(entries, rows_G, ends_G, last_GK)),
             floor=floor,
         )
-        guesses = self._guesser.begin(batch, growing)
-        trees_F, depths_F = np.arange(len(growing)), np.zeros(len(growing), dtype=np.int64)
+
+    def _grown(self, wanted: Wanted) -> DraftTrees:
+        """Level by level, each read when it has run."""
+        rows_G, count = wanted.rows_G, len(wanted.rows_G)
+        growth = TreeGrowth(
+            wanted.sizes_G,
+            wanted.depths_G,
+            topk=self._topk,
+            max_nodes=self._nodes_per_tree,
+            floor=wanted.floor,
+        )
+        guesses = self._guesser.begin(wanted.batch, wanted.entries_G)
+        trees_F, depths_F = np.arange(count), np.zeros(count, dtype=np.int64)
         at_G = self._tensor(rows_G)
         hidden_FE = self._state.hidden(0, at_G)
         growth.add(None, *self._children(0, guesses, hidden_FE, trees_F, depths_F))
@@ -134,14 +168,13 @@ class MultiLayerEagleDrafter:
                 break
             level = nodes.run(expansion)
             before_TE = torch.cat([hidden_TE, self._state.hidden(step - 1, at_G)])
-            hidden_TE = self._run(step, expansion, level, before_TE, rows_G, ends_G)
+            hidden_TE = self._run(step, expansion, level, before_TE, rows_G, wanted.ends_G)
             guesses.levels.append(expansion)
             hidden_FE = hidden_TE[self._tensor(level.new_rows_F)]
             trees_F, depths_F = expansion.trees_F, expansion.depths_F
             growth.add(expansion, *self._children(step, guesses, hidden_FE, trees_F, depths_F))
             self._counters["levels"] += 1
             self._counters["nodes"] += len(level.trees_T)
-        self._counters["trees"] += len(growing)
         return growth.finish(source=0)
 
     def _reach(
