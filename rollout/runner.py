@@ -106,7 +106,9 @@ class ModelRunner:
                 chunks = self._chunks({"q_offsets_B1": padded.q_offsets_B1} | others)
             tensors = upload(padded.inputs() | others, self._device)
             self._table.apply(changes, tensors)
-            hidden_TE, features_TF, routes_TC = self._hidden(tensors, step.longest, chunks)
+            hidden_TE, features_TF, routes_TC = self._hidden(
+                tensors, step.longest, chunks, step.num_rows
+            )
         if self._routes_pool is not None:
             self._routes_pool.put(step.slots_T, routes_TC[: step.num_rows])
         return Forwarded(
@@ -120,8 +122,12 @@ class ModelRunner:
         tensors: dict[str, torch.Tensor],
         longest: int,
         chunks: ChunkedPlan | None = None,
+        num_rows: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, features and routes [T, C] (see StepRoutes), padding included."""
+        """Hidden states, features and routes [T, C] (see StepRoutes), padding included.
+
+        ``num_rows``: of no padding. A captured forward is replayed for any number of them.
+        """
         attention = PagedAttention(
             keys=self._kv_pool.keys,
             values=self._kv_pool.values,
@@ -139,6 +145,7 @@ class ModelRunner:
             taps,
             states=self._states(tensors, chunks),
             routes=routes,
+            num_rows=num_rows,
         )
         none = hidden_TE[:, :0]
         features_TF = none if taps is None else taps.features_TF

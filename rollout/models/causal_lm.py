@@ -78,9 +78,11 @@ class CausalLM(Protocol):
         *,
         states: LayerStates | None = None,
         routes: RouteRecorder | None = None,
+        num_rows: int | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, E], final norm applied, in the model's dtype; T may be zero.
 
+        ``num_rows``: those behind so many are padding, which nobody reads; default: none are known.
         ``taps``, where given, is shown the hidden states on the way, ``routes`` the experts chosen.
         ``states`` is needed where ``spec.linear_attention`` is set, and unused elsewhere.
         """

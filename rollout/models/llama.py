@@ -142,8 +142,14 @@ class Llama(OwnWeights):
         *,
         states: LayerStates | None = None,
         routes: RouteRecorder | None = None,
+        num_rows: int | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, E] after the final norm. Each norm is done where its residual is."""
+        """Hidden states [T, E] after the final norm. Each norm is done where its residual is.
+
+        Padding goes to the experts of the first row: the weights of others are read for nobody.
+        """
+        has_padding = num_rows is not None and num_rows < len(input_ids_T)
+        follows = has_padding and self.spec.experts is not None
         eps, unit_offset = self.spec.rms_norm_eps, self.spec.norm_unit_offset
         residual_TE = self.embed(input_ids_T)
         hidden_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps, unit_offset)
@@ -154,6 +160,8 @@ class Llama(OwnWeights):
                 taps.enter(index, residual_TE)
             hidden_TE = layer.mix(hidden_TE, positions_T, self.cos_sin_PD, attention, states)
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps, unit_offset)
+            if follows:
+                hidden_TE[num_rows:] = hidden_TE[:1]
             hidden_TE = layer.feed_forward(hidden_TE, routes)
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, next_norm_E, eps, unit_offset)
         if taps is not None:

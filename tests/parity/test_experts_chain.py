@@ -171,6 +171,18 @@ def test_what_is_recorded_is_what_transformers_chooses(family, folder, plain, dt
         assert np.array_equal(rollout.routed_experts, expected)
 
 
+def test_forwards_are_told_what_is_padding(folder, dtype, monkeypatch):
+    engine = engine_of(folder, dtype)
+    model, told = engine.worker.target.model, []
+    assert engine.worker.target.minimum_rows > 1, "the test must pad"
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda *a, num_rows, **n: told.append(num_rows) or forward(*a, **n)
+    )
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))
+    assert told == [3, 1, 1]
+
+
 def test_only_who_asks_is_given_routes(folder):
     engine = engine_of(folder, "float32")
     (rollout,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))

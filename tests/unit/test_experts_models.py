@@ -16,7 +16,8 @@ from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec
 from rollout.weights.options import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
-from tests.helpers.dense_attention import logits_of
+from tests.helpers.dense_attention import DenseAttention, logits_of
+from tests.helpers.dense_states import DenseStates
 from tests.helpers.tiny_hybrid import tiny_hybrid
 from tests.helpers.tiny_moe import tiny_moe
 
@@ -48,6 +49,36 @@ def test_logits(make, packing, tmp_path):
     for prompt, ours in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
         expected = theirs(torch.tensor([prompt])).logits[0]
         assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+class Chosen:
+    """See RouteRecorder."""
+
+    def __init__(self) -> None:
+        self.layers: list[torch.Tensor] = []
+
+    def record(self, layer: int, experts_TX: torch.Tensor) -> None:
+        self.layers.append(experts_TX)
+
+
+@torch.inference_mode()
+def test_padding_goes_to_the_experts_of_the_first_row(make, tmp_path):
+    model = load_model(saved(make(), tmp_path), DType.auto, CPU)
+    tokens, lengths, found = torch.tensor([5, 9, 11, 3, 70, 0, 12, 41]), [3, 2, 1, 1, 1], []
+    for num_rows in (None, 5, 8):
+        attention, states, routes = DenseAttention(lengths), None, Chosen()
+        if model.spec.linear_attention is not None:
+            states = DenseStates(model.spec).begin(lengths)
+        options = {"states": states, "routes": routes, "num_rows": num_rows}
+        hidden = model.forward(tokens, attention.positions, attention, **options)
+        found.append((hidden, torch.stack(routes.layers)))
+    (plain, chosen), (padded, with_first), (whole, all_own) = found
+    assert torch.equal(padded[:5], plain[:5])
+    assert torch.equal(with_first[:, :5], chosen[:, :5])
+    assert torch.equal(with_first[:, 5:], chosen[:, :1].expand(-1, 3, -1))
+    assert not torch.equal(with_first, chosen)
+    assert torch.equal(whole, plain)
+    assert torch.equal(all_own, chosen)
 
 
 @torch.inference_mode()
