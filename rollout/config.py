@@ -92,13 +92,32 @@ class MemoryConfig:
             raise InvalidInputError("memory.graph_rows", self.graph_rows, "must be in [1, 4096]")
 
 
+class Overlap(enum.StrEnum):
+    """Whether two halves of the running requests take turns, so that the host works for one while
+    the device computes the other. Names as a user writes them: YAML takes on and off for booleans.
+    """
+
+    auto = "auto"  # on a GPU, while it is measured to be faster
+    always = "always"
+    never = "never"
+
+
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig:
     max_running: int = 32  # requests decoded together
     max_step_tokens: int = 512  # query tokens of one step, draft nodes not counted
     chunk_len: int = 256  # longest prefill chunk of one request in one step
+    overlap: Overlap = Overlap.auto
 
     def __post_init__(self) -> None:
+        if not isinstance(self.overlap, Overlap):
+            try:
+                self.overlap = Overlap(self.overlap)
+            except ValueError:
+                names = ", ".join(Overlap)
+                raise InvalidInputError(
+                    "scheduler.overlap", self.overlap, f"one of {names}"
+                ) from None
         for name in ("max_running", "max_step_tokens", "chunk_len"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"scheduler.{name}", getattr(self, name), "must be >= 1")

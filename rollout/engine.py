@@ -1,6 +1,7 @@
 """The rollout engine: requests in, rollouts out.
 
-A step is three lines: schedule, run, commit. Everything else here is the way in and out.
+A step is three lines: schedule, run, commit. Two may be under way at once, of different requests.
+Everything else here is the way in and out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import EngineConfig
@@ -22,7 +24,7 @@ from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
 from rollout.overrides import engine_config
 from rollout.requests import RequestFactory
-from rollout.scheduler import LengthForecast, Scheduler
+from rollout.scheduler import Halving, LengthForecast, Scheduler
 from rollout.specs import WorkerFactory, worker_factory
 from rollout.types import (
     Batch,
@@ -36,7 +38,18 @@ from rollout.weight_updates import WeightCalls
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
 from rollout.whole_calls import WholeCalls
-from rollout.worker import Worker
+from rollout.worker import FinishStep, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnderWay:
+    """A step that was begun and is not finished."""
+
+    batch: Batch
+    finish: FinishStep
+    running: int  # requests when it was scheduled
+    halved: bool  # it is of a half of those
+    schedule_ms: float
 
 
 class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
@@ -60,6 +73,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
             self.scheduler.check_fits,
             records_routes=worker.memory.routes is not None,
         )
+        self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
+        self._halving = Halving(config.scheduler.overlap, hides=worker.model_device.type == "cuda")
         self._cache_hits = 0  # of the memory's life, before this step
         self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
         self.is_paused = False
@@ -170,7 +185,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
         Which of them end first depends on drafts and on what else runs. Those of a `stream` go to
         that stream, which has an order of its own. A step that raises can be run again. While
-        generation is paused nothing runs.
+        generation is paused nothing runs. Where halves of the requests take turns
+        (``scheduler.overlap``), a step of one of them is under way when this returns.
 
         With nothing unfinished only a worker in lockstep runs: other ranks wait in its forwards.
         Whoever drives the ranks steps each of them as often, while `any_rank_has_unfinished`, and
@@ -187,20 +203,60 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         return ended
 
     def _run_step(self) -> None:
+        """Begin what can begin, and finish the step that was begun first."""
         self.require_running()
         self.load_configured_corpora()
         started = time.perf_counter()
-        batch = self.scheduler.schedule()
+        halved = self.worker.overlaps and self._halving.wants(self.scheduler.num_running)
+        try:
+            while len(self._under_way) < 1 + halved and self._begin_step(halved):
+                pass
+            self._finish_step(started)
+        except BaseException:
+            self._under_way.clear()  # they can be run again, as the one that failed
+            raise
+
+    def _begin_step(self, halved: bool) -> bool:
+        """False: nothing can run before what is under way has ended."""
+        started = time.perf_counter()
+        batch = self.scheduler.schedule([step.batch for step in self._under_way], halved=halved)
+        if self._under_way and not batch.entries:
+            return False
         scheduled = time.perf_counter()
         with self._all_or_none():
-            result = self.worker.begin_step(batch)()
+            finish = self.worker.begin_step(batch)
+        self._under_way.append(
+            _UnderWay(
+                batch=batch,
+                finish=finish,
+                running=self.scheduler.num_running,
+                halved=halved,
+                schedule_ms=(scheduled - started) * 1e3,
+            )
+        )
+        return True
+
+    def _finish_step(self, started: float) -> None:
+        """``started``: when the host turned to it, by the performance counter."""
+        step = self._under_way.popleft()
+        with self._all_or_none():
+            result = step.finish()
         stepped = time.perf_counter()
-        ended = [self._end(request) for request in self.scheduler.commit(batch, result)]
+        ended = [self._end(request) for request in self.scheduler.commit(step.batch, result)]
         self._hand_out(ended)
         now = time.perf_counter()
-        result.times.schedule = (scheduled - started + now - stepped) * 1e3
+        result.times.schedule = step.schedule_ms + (now - stepped) * 1e3
         result.times.total = (now - started) * 1e3
-        self._record(batch, result, ended)
+        self._record(step, result, ended)
+
+    def _settle(self) -> None:
+        """Finish what is under way: before anything it goes by is changed."""
+        try:
+            while self._under_way:
+                self._finish_step(time.perf_counter())
+        except BaseException:
+            self._under_way.clear()
+            raise
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
@@ -223,6 +279,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
     def abort(self, request_id: int) -> None:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
+        self._settle()
         request = self.scheduler.abort(request_id)
         if request is not None:
             self._hand_out([self._end(request)])
@@ -279,6 +336,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None:
         """No later request may meet KV of the old weights; running ones may, unless retracted."""
+        self._settle()
         if abort:
             self._abort_all()
         if retract:
@@ -286,6 +344,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         self.worker.memory.reset()
 
     def _abort_all(self) -> None:
+        self._settle()
         self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
 
     def _end(self, request: Request) -> Rollout:
@@ -293,13 +352,14 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         return self._requests.rollout(request)
 
     def _drop(self, request_id: int) -> None:
+        self._under_way.clear()  # not finished: a step that raises must not keep anything here
         request = self.scheduler.abort(request_id)
         if request is not None:
             self.worker.release(request)
 
-    def _record(self, batch: Batch, result: StepResult, ended: list[Rollout]) -> None:
+    def _record(self, step: _UnderWay, result: StepResult, ended: list[Rollout]) -> None:
         usage, hits = self.worker.memory.usage, self.worker.memory.counters.hit
-        step = StepMetrics(
+        metrics = StepMetrics(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             kv_used=usage.used,
@@ -307,4 +367,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
             cached_tokens=hits - self._cache_hits,
         )
         self._cache_hits = hits
-        self._recorder.record(batch, result, step, ended)
+        self._recorder.record(step.batch, result, metrics, ended)
+        if step.batch.num_run_tokens == metrics.sampling > 0:
+            emitted = metrics.generated_tokens
+            self._halving.observe(step.running, step.halved, emitted, result.times)

@@ -34,6 +34,7 @@ class StateCalls(ABC):
         except ValueError:
             known = ", ".join(PauseMode)
             raise InvalidInputError("mode", mode, f"must be one of {known}") from None
+        self._settle()
         if mode is PauseMode.ABORT:
             self._abort_all()
         elif mode is PauseMode.RETRACT:
@@ -72,6 +73,7 @@ class StateCalls(ABC):
         wanted = _memory_tags(tags)
         residency = self.worker.residency
         residency.require_held(wanted)
+        self._settle()
         if MemoryTag.KV_CACHE in wanted:
             self._leave_old_weights(retract=True, abort=False)
         self.weight_handles.release()
@@ -113,6 +115,9 @@ class StateCalls(ABC):
             self.worker.weights.require_whole()
         if not self.can_run:
             raise EngineStateError(self.why_not)
+
+    @abstractmethod
+    def _settle(self) -> None: ...
 
     @abstractmethod
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from rollout.worker import Worker
 log = logging.getLogger(__name__)
 
 
-class CorpusCalls:
+class CorpusCalls(ABC):
     """A part of RolloutEngine. None of it changes a rollout, only how fast rollouts come.
 
     External corpora are texts to draft from beside the rollouts themselves: code, documents,
@@ -187,7 +188,9 @@ class CorpusCalls:
         ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
         Trouble with the file beside it is logged and left at that.
         """
-        self._corpus().load(path)
+        corpus = self._corpus()
+        self._settle()
+        corpus.load(path)
         self._begin(path)
 
     def take_configured_corpora(self) -> dict[str, str]:
@@ -241,6 +244,9 @@ class CorpusCalls:
         except ValueError as error:
             log.warning("budget of %s is not used: %s", file, error)
             self.worker.begin({})
+
+    @abstractmethod
+    def _settle(self) -> None: ...
 
     def _configured_documents(self) -> dict[str, FileDocuments]:
         corpus = self.worker.draft_corpus

@@ -325,6 +325,7 @@ class StepTimes:
     draft: float = 0.0  # worker: propose and observe
     forward: float = 0.0  # worker: hidden states and logits
     sample: float = 0.0  # worker: sampling, acceptance, commit
+    waited: float = 0.0  # worker: part of those, the host waiting for the device
     total: float = 0.0  # engine
 
 

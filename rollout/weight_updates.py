@@ -57,6 +57,7 @@ class WeightCalls(ABC):
         for name, spec in (manifest or {}).items():
             if not isinstance(spec, TensorSpec):
                 raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
+        self._settle()
         with self.worker.weights.heard():
             self.worker.weights.begin(UpdateOptions.of(options), manifest)
 
@@ -67,6 +68,7 @@ class WeightCalls(ABC):
         their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
         weights, everything of the target's is kept.
         """
+        self._settle()
         weights = self.worker.weights
         if weights.is_under_way and weights.state is WeightState.LOADING:
             # Before they serve: nothing the old weights computed may be met by the new ones,
@@ -276,6 +278,7 @@ class WeightCalls(ABC):
         self, named_tensors: NamedTensors, options: dict[str, Any], *, direct: bool = False
     ) -> None:
         """One whole update, or a part of the one that is under way."""
+        self._settle()
         weights = self.worker.weights
         if weights.is_under_way:
             if options:
@@ -292,6 +295,9 @@ class WeightCalls(ABC):
             if expired and not options:
                 error.add_note(f"an update that was begun before has ended: {expired}")
             raise
+
+    @abstractmethod
+    def _settle(self) -> None: ...
 
     @abstractmethod
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...

@@ -155,6 +155,7 @@ class WholeCalls(ABC):
         Where this rank's call is refused, others in lockstep with it are served all the same.
         """
         self.require_running()
+        self._settle()
         try:
             request, output = self._scored(prompt_ids, output_ids, params or SamplingParams())
             with self._all_or_none():
@@ -181,6 +182,9 @@ class WholeCalls(ABC):
 
     @abstractmethod
     def require_running(self) -> None: ...
+
+    @abstractmethod
+    def _settle(self) -> None: ...
 
     @abstractmethod
     def _run_step(self) -> None: ...

@@ -85,6 +85,11 @@ class Worker(Protocol):
         """JSON-able: what steps cost and drafts are worth, for `begin` and for reports."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may begin before the one before it, of other requests, is finished."""
+        ...
+
     def begin_step(self, batch: Batch) -> FinishStep:
         """Launch all of a step, which runs from here on by itself where there is a device."""
         ...

@@ -52,6 +52,8 @@ class HybridWorker(NgramWorker):
     is left out altogether while it does not pay beside the corpus.
     """
 
+    takes_turns = False
+
     def __init__(
         self,
         target: TargetWorker,

@@ -36,6 +36,8 @@ class NgramWorker(SpecWorker):
     drafting does not pay: each token once. The corpus outlives weight updates; it is told of them.
     """
 
+    takes_turns = True
+
     def __init__(
         self,
         target: TargetWorker,

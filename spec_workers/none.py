@@ -11,6 +11,8 @@ from spec_workers.worker import SpecWorker
 
 
 class PlainWorker(SpecWorker):
+    takes_turns = True
+
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         return only_roots(len(batch.entries))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +49,7 @@ class Launched:
     clock: StepClock
     draft_ms: float
     launch_ms: float
+    turn: int  # of the worker when it was launched
 
 
 class SpecWorker:
@@ -55,6 +57,10 @@ class SpecWorker:
 
     No speculation is an empty draft: there is no other path through a step.
     """
+
+    takes_turns = False
+    """Whether `propose` may be asked about other requests before it is told, by `observe`, what
+    came of its last drafts. Features a forward kept are gone by then."""
 
     def __init__(
         self, target: TargetWorker, budget: DraftBudget | None = None, *, lockstep: bool = False
@@ -65,6 +71,8 @@ class SpecWorker:
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
         self._unlearned: Callable[[], None] | None = None  # what the budget is to learn of a step
+        self._turn = 0  # counts steps that were launched or finished
+        self._finished_at = 0.0
         # Ranks learn at once: between their steps one may be asked what it learned, others not.
         self._learns_later = gpu.runs_on(self.model_device) and target.ranks.all.size == 1
 
@@ -103,6 +111,18 @@ class SpecWorker:
     @property
     def ranks(self) -> ModelRanks:
         return self.target.ranks
+
+    @property
+    def overlaps(self) -> bool:
+        """Not with features of a forward that are read when it is finished, nor with ranks that
+        wait for each other."""
+        return (
+            self.takes_turns
+            and self.recorder is None
+            and self.memory.routes is None
+            and not self.lockstep
+            and self.ranks.all.size == 1
+        )
 
     @property
     def max_draft_tokens(self) -> int:
@@ -146,6 +166,7 @@ class SpecWorker:
         samples = self.target.sample(batch, verified.trees, forwarded.logits_RV)
         clock.end_sampling()
         self._learn()  # while a GPU computes
+        self._turn += 1
         return Launched(
             batch=batch,
             proposed=proposed,
@@ -157,12 +178,15 @@ class SpecWorker:
             clock=clock,
             draft_ms=draft_ms,
             launch_ms=clock.lap(),
+            turn=self._turn,
         )
 
     def _finish(self, step: Launched) -> StepResult:
         batch, verified, clock = step.batch, step.verified, step.clock
         clock.lap()
-        results = self.target.accept(batch, step.samples.read())
+        samples = step.samples.read()
+        waited_ms = clock.lap()
+        results = self.target.accept(batch, samples)
         if self.target.checks_ranks:
             check_results(self.ranks.tensor, batch, results)
         self.target.commit(batch, results)
@@ -176,10 +200,19 @@ class SpecWorker:
         if self.recorder is not None:
             self.recorder.observe(observation, self.target.runner.features, self.weights.version)
         forward_ms = clock.forward()
-        sample_ms = max(0.0, step.launch_ms + clock.lap() - forward_ms)
+        sample_ms = max(0.0, step.launch_ms + waited_ms + clock.lap() - forward_ms)
         self.observe(observation)
-        times = StepTimes(draft=step.draft_ms + clock.lap(), forward=forward_ms, sample=sample_ms)
+        times = StepTimes(
+            draft=step.draft_ms + clock.lap(),
+            forward=forward_ms,
+            sample=sample_ms,
+            waited=waited_ms,
+        )
+        if self._turn != step.turn and gpu.runs_on(self.model_device):
+            self._uncover(times, clock)
         times = agreed_times(self.ranks.tensor, times)
+        self._turn += 1
+        self._finished_at = time.perf_counter()
         learned = times if step.is_usual else replace(times, forward=0.0)
         self._learn()
         self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
@@ -196,6 +229,13 @@ class SpecWorker:
             forecast=verified.forecast,
             times=times,
         )
+
+    def _uncover(self, times: StepTimes, clock: StepClock) -> None:
+        """Of a step that shared its time with others: what it took of the host costs something
+        only as far as the device did not cover it. Drafting is the part that could be spared."""
+        times.sample = clock.sampling()
+        turn_ms = (time.perf_counter() - self._finished_at) * 1e3
+        times.draft = min(times.draft, max(0.0, turn_ms - times.forward - times.sample))
 
     def _learn(self) -> None:
         """What the last step cost and gave: on a GPU when the next one is under way there, or when

@@ -38,7 +38,7 @@ def verify_rows(folder: Path, repeats: int) -> list[Row]:
             elapsed = _verify_ms(target, batch, tree(parents) if parents else only_roots(1))
             if turn >= 2:  # the first ones warm up
                 milliseconds[nodes].append(elapsed)
-    memory.end_step()
+    memory.drop_steps()
     ratios = [eight / one for one, eight in zip(*milliseconds.values(), strict=True)]
     return [
         row("verify of 1 node", median(milliseconds[1]), "ms"),

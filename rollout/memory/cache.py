@@ -1,7 +1,7 @@
 """The index side of KV memory: free slots, rows and the prefix cache, under one set of rules.
 
 Who owns a slot. Every slot is in exactly one place: free; the null slot; a node of the prefix
-cache; a running request; reserved for the draft nodes of the step in flight. A running request's
+cache; a running request; reserved for the draft nodes of a step under way. A running request's
 row, by position:
 
     [0, shared_len)              the prefix cache's, locked at the row's node
@@ -16,7 +16,7 @@ of use only as far as a state was kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +89,7 @@ class CacheMemory:
         # Counts up when what a row's table already says of computed positions changes.
         self.row_versions = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
-        self._draft_slots = np.empty(0, dtype=np.int32)  # reserved for the step in flight
+        self._draft_slots: dict[int, NDArray[np.int32]] = {}  # reserved, by step
         self._accepted = np.zeros(num_slots + 1, dtype=bool)  # of those, now in req_to_token
 
     @property
@@ -172,18 +172,21 @@ class CacheMemory:
             state.allocated_len = end
         return state.allocated_len
 
-    def reserve_drafts(self, counts: Sequence[int]) -> list[np.ndarray]:
-        """Slots for the draft nodes of one step: int32[counts[i]] for each i.
+    @property
+    def num_reserved(self) -> int:
+        """Slots that steps under way have for draft nodes."""
+        return sum(len(slots) for slots in self._draft_slots.values())
+
+    def reserve_drafts(self, counts: Sequence[int], step: int = 0) -> list[np.ndarray]:
+        """Slots for the draft nodes of a step: int32[counts[i]] for each i.
 
         Evicts, never more than ``obtainable``: callers count first. They stay reserved until
-        end_step().
+        end_step() of the same ``step``: a number that no other step under way has.
         """
-        assert not len(self._draft_slots), "the drafts of the last step are still reserved"
-        self._draft_slots = self._allocate(sum(counts))
+        assert step not in self._draft_slots, f"drafts of step {step} are still reserved"
+        slots = self._draft_slots[step] = self._allocate(sum(counts))
         ends = np.cumsum(counts).tolist()
-        return [
-            self._draft_slots[end - count : end] for count, end in zip(counts, ends, strict=True)
-        ]
+        return [slots[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     def caches(self, row: int) -> bool:
         """Whether what is computed for the row is shared with later requests."""
@@ -203,13 +206,15 @@ class CacheMemory:
         return min(self.obtainable, self.states.node_room(num_runs))
 
     def reserve_states(
-        self, runs: Sequence[StateRun], counts: Sequence[int]
+        self, runs: Sequence[StateRun], counts: Sequence[int], step: int = 0
     ) -> Sequence[ScheduledStates | None]:
-        """Slots for the states of one step: each run's, and of counts[i] draft nodes of run i.
+        """Slots for the states of a step: each run's, and of counts[i] draft nodes of run i.
 
         They stay reserved until end_step(). None for each where the target has no states.
         """
-        return [None] * len(runs) if self.states is None else self.states.reserve(runs, counts)
+        if self.states is None:
+            return [None] * len(runs)
+        return self.states.reserve(runs, counts, step)
 
     def commit(self, entry: Scheduled, path: Sequence[int]) -> None:
         """Move an entry's KV and state along its accepted path: tree nodes, in order.
@@ -236,18 +241,27 @@ class CacheMemory:
         self.req_to_token.table[row, end : state.allocated_len] = accepted_slots
         self._accepted[accepted_slots] = True
 
-    def end_step(self, booked: bool = False) -> None:
-        """Free the reserved draft slots that no commit_path() took. May be called again.
+    def end_step(self, step: int = 0, *, booked: bool = False) -> None:
+        """Free the step's reserved draft slots that no commit_path() took. May be called again.
 
         ``booked``: requests go on from what commit() made theirs. Else the step is to be run again,
         and their states are what it began with.
         """
-        accepted = self._accepted[self._draft_slots]
-        self._accepted[self._draft_slots] = False
-        self.slots.free(self._draft_slots[~accepted])
-        self._draft_slots = self._draft_slots[:0]
+        slots = self._draft_slots.pop(step, None)
+        if slots is not None:
+            accepted = self._accepted[slots]
+            self._accepted[slots] = False
+            self.slots.free(slots[~accepted])
         if self.states is not None:
-            self.states.end_step(booked)
+            self.states.end_step(step, booked)
+
+    def drop_steps(self, but: Collection[int] = ()) -> None:
+        """End all steps that never ended, as ones to be run again, but for those under way."""
+        reserved = set(self._draft_slots)
+        if self.states is not None:
+            reserved |= self.states.reserved_steps
+        for step in reserved.difference(but):
+            self.end_step(step)
 
     def share(self, row: int, tokens: Sequence[int]) -> None:
         """Let other requests use the KV of the row's first ``tokens``, all of them computed.
@@ -311,7 +325,8 @@ class CacheMemory:
         yield from self.prefix_cache.held_slots()
         for row, state in self._rows.items():
             yield self.req_to_token.table[row, state.shared_len : state.allocated_len]
-        yield self._draft_slots[~self._accepted[self._draft_slots]]
+        for slots in self._draft_slots.values():
+            yield slots[~self._accepted[slots]]
 
     def _allocate(self, count: int) -> np.ndarray:
         missing = count - self.slots.available

@@ -1,7 +1,7 @@
 """The index side of recurrent states: who owns which state slot.
 
 A state slot holds one state of all recurrent layers. Every one is in exactly one place: free; the
-null slot; a running request's committed state; reserved for the step in flight; taken as a
+null slot; a running request's committed state; reserved for a step under way; taken as a
 checkpoint in the step just booked; a checkpoint of the prefix cache. A request that begins with a
 checkpoint pins it and owns nothing until its first commit.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -39,9 +40,13 @@ class _Row:
     def owned(self) -> list[int]:
         """Its committed state's slot where it is its own, and those of checkpoints to be."""
         held = set(self.taken.values())
-        if self.slot != NULL_SLOT and self.pinned == NULL_SLOT:
+        if self.owns_state:
             held.add(self.slot)
         return sorted(held)
+
+    @property
+    def owns_state(self) -> bool:
+        return self.slot != NULL_SLOT and self.pinned == NULL_SLOT
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,7 +75,7 @@ class StateSlots:
         self.checkpoints = StateCheckpoints(self.slots, num_kv_slots)
         self.evicted = 0  # checkpoints, alone, over the memory's life
         self._rows: dict[int, _Row] = {}
-        self._reserved: dict[int, ScheduledStates] = {}  # by row, for the step in flight
+        self._reserved: dict[int, dict[int, ScheduledStates]] = {}  # by step, then by row
         self._committed: dict[int, tuple[int, int]] = {}  # (length, slot): what end_step books
 
     @property
@@ -83,13 +88,30 @@ class StateSlots:
         return self.slots.available + self.checkpoints.evictable
 
     @property
+    def reserved_steps(self) -> set[int]:
+        return set(self._reserved)
+
+    @property
     def has_seat(self) -> bool:
         """Whether one more request can run."""
-        return SLOTS_PER_ROW * (len(self._rows) + 1) <= self.num_slots
+        if len(self._rows) >= self.num_slots // SLOTS_PER_ROW:
+            return False
+        return not self._reserved or self._spare >= 0
 
     def node_room(self, num_runs: int) -> int:
         """Slots that draft nodes may take in a step of so many runs."""
-        return max(0, self.obtainable - num_runs - self.num_slots // CHECKPOINT_SHARE)
+        is_alone = num_runs == len(self._rows)
+        room = self.obtainable - num_runs if is_alone else self._spare
+        return max(0, room - self.num_slots // CHECKPOINT_SHARE)
+
+    @property
+    def _spare(self) -> int:
+        """Obtainable slots beyond those that running requests need to go on, and one more to come:
+        what a step may keep for nodes and checkpoints while others take their turn."""
+        seats = min(len(self._rows) + 1, self.num_slots // SLOTS_PER_ROW)
+        reserved = sum(len(of_step) for of_step in self._reserved.values())
+        owned = sum(row.owns_state for row in self._rows.values())
+        return self.obtainable - (SLOTS_PER_ROW * seats - owned - reserved)
 
     def open(self, row: int, length: int, last_kv_slot: int) -> None:
         """A request begins with the checkpoint after ``length`` tokens, or with no state.
@@ -117,20 +139,24 @@ class StateSlots:
             lengths.add(prompt_len - 1)
         return sorted(lengths)
 
-    def reserve(self, runs: Sequence[StateRun], counts: Sequence[int]) -> list[ScheduledStates]:
+    def reserve(
+        self, runs: Sequence[StateRun], counts: Sequence[int], step: int
+    ) -> list[ScheduledStates]:
         """Slots for one step, with counts[i] draft nodes of run i; until `end_step`.
 
         Of the nodes never more than `node_room` in all: callers count first. Checkpoints get what
         is left, of each run the deepest first.
         """
-        assert not self._reserved, "the states of the last step are still reserved"
+        assert step not in self._reserved, f"states of step {step} are still reserved"
+        is_alone = len(runs) == len(self._rows)
+        reserved = self._reserved[step] = {}
         run_ends = self._allocate(len(runs)).tolist()
         nodes = self._allocate(sum(counts))
         begin = 0
         for run, run_end, count in zip(runs, run_ends, counts, strict=True):
             row = self._rows[run.row]
             assert row.length == run.start, f"the state is after {row.length}, not {run.start}"
-            self._reserved[run.row] = ScheduledStates(
+            reserved[run.row] = ScheduledStates(
                 source=row.slot,
                 run_end=run_end,
                 nodes=nodes[begin : begin + count],
@@ -139,37 +165,40 @@ class StateSlots:
             begin += count
         for run in runs:
             wanted = [length for length in run.checkpoints if length < run.end]
-            kept = wanted[max(0, len(wanted) - self.obtainable) :]
+            room = max(0, self.obtainable if is_alone else self._spare)
+            kept = wanted[max(0, len(wanted) - room) :]
             slots = self._allocate(len(kept)).tolist()
             checkpoints = dict(zip(kept, slots, strict=True))
             if run.end in run.checkpoints:
-                checkpoints[run.end] = self._reserved[run.row].run_end
-            self._reserved[run.row].checkpoints = checkpoints
-        return [self._reserved[run.row] for run in runs]
+                checkpoints[run.end] = reserved[run.row].run_end
+            reserved[run.row].checkpoints = checkpoints
+        return [reserved[run.row] for run in runs]
 
     def commit(self, entry: Scheduled, path: Sequence[int]) -> None:
         """The state after the last accepted node, or after the run, is the request's.
 
         ``path``: tree nodes, in order. It counts once `end_step` says that the step was booked.
         """
-        states = self._reserved[entry.request.row]
+        states = entry.states
+        assert states is not None
         slot = int(states.nodes[path[-1] - 1]) if path else states.run_end
         self._committed[entry.request.row] = (entry.end + len(path), slot)
 
-    def end_step(self, booked: bool) -> None:
+    def end_step(self, step: int, booked: bool) -> None:
         """Free what was reserved and is not kept. Where the step is not booked nothing is."""
         free: list[np.ndarray] = []
-        for index, states in self._reserved.items():
+        for index, states in self._reserved.pop(step, {}).items():
             kept: set[int] = set()
+            committed = self._committed.pop(index, None)
             if booked:
+                assert committed is not None, f"row {index} was not committed"
                 row = self._rows[index]
                 free.append(np.array(self._let_go(row), dtype=np.int32))
-                row.length, row.slot = self._committed[index]
+                row.length, row.slot = committed
                 row.taken = states.checkpoints
                 kept = {row.slot, *row.taken.values()}
             scratch = {states.run_end, *states.checkpoints.values(), *states.nodes.tolist()}
             free.append(np.array(sorted(scratch - kept), dtype=np.int32))
-        self._reserved, self._committed = {}, {}
         if free:
             self.slots.free(np.concatenate(free))
 
@@ -217,7 +246,7 @@ class StateSlots:
         yield self.checkpoints.held_slots()
         for row in self._rows.values():
             yield np.array(row.owned, dtype=np.int32)
-        for states in self._reserved.values():
+        for states in chain.from_iterable(each.values() for each in self._reserved.values()):
             inside = {states.run_end, *states.checkpoints.values()}
             yield np.array([*inside, *states.nodes.tolist()], dtype=np.int32)
 

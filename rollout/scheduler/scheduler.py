@@ -37,6 +37,10 @@ _AT_ITS_LIMIT = 2
 that is the median where every scale is equally likely (Gott 1993)."""
 
 
+Runs = dict[Request, int]
+"""How many tokens each runs."""
+
+
 class Scheduler:
     """The waiting queue, the running requests, and the rules between them.
 
@@ -98,24 +102,38 @@ class Scheduler:
         self._prompts[request.request_id] = _int32(request.tokens[: request.prompt_len]).tobytes()
         self._waiting.push(self._ticket(request, first=True))
 
-    def schedule(self) -> Batch:
+    def schedule(self, under_way: Sequence[Batch] = (), *, halved: bool = False) -> Batch:
         """The next step: decodes, then prefill chunks, then admissions; drafts from what is left.
 
-        Empty only when nothing is unfinished. A batch that fails may be dropped: the next call
-        schedules its runs again.
+        Args:
+            under_way: batches that are not committed yet and will be: their requests are left as
+                they are. Any other that was not committed is dropped, as one that failed: its runs
+                are scheduled again.
+            halved: leave every second running request to the batch after this one. Those that ran
+                together go on together, and siblings, which are admitted together, run so; the half
+                that grew larger hands on its youngest.
+
+        Empty when nothing is unfinished, or when nothing can run before a batch under way has
+        ended.
         """
-        self.memory.end_step()
+        self.memory.drop_steps(but={batch.step for batch in under_way})
+        busy = {entry.request: entry.run_len for batch in under_way for entry in batch.entries}
+        idle = [request for request in self._running if request not in busy]
+        if halved:
+            idle = idle[: (len(self._running) + 1) // 2]
         runs: dict[Request, int] = {}  # in batch order
-        decodes = [request for request in self._running if request.extend_len == 1]
-        prefills = [request for request in self._running if request.extend_len > 1]
+        decodes = [request for request in idle if request.extend_len == 1]
+        prefills = [request for request in idle if request.extend_len > 1]
         for request in decodes + prefills:
-            self._run(request, runs)
-        self._admit(runs)
-        assert runs or not self.has_unfinished, "unfinished requests, and none can run"
+            self._run(request, runs, busy)
+        self._admit(runs, busy)
+        assert runs or busy or not self.has_unfinished, "unfinished requests, and none can run"
         self._step += 1
         unfinished = len(self._running) + len(self._waiting)
         return Batch(
-            step=self._step, entries=self._with_drafts(runs), num_waiting=unfinished - len(runs)
+            step=self._step,
+            entries=self._with_drafts(runs, self._step),
+            num_waiting=unfinished - len(runs) - len(busy),
         )
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
@@ -123,7 +141,7 @@ class Scheduler:
 
         The worker has already moved accepted drafts' slots (CacheMemory.commit).
         """
-        self.memory.end_step(booked=True)
+        self.memory.end_step(batch.step, booked=True)
         finished = []
         for entry, output in zip(batch.entries, result.entries, strict=True):
             request = entry.request
@@ -142,8 +160,9 @@ class Scheduler:
         return finished
 
     def abort(self, request_id: int) -> Request | None:
-        """End a request now, between two steps. None if it is not here (it may have finished)."""
-        self.memory.end_step()
+        """End a request now, with no batch under way. None if it is not here (it may have
+        finished)."""
+        self.memory.drop_steps()
         request = self._waiting.remove(request_id)
         if request is None:
             request = next((r for r in self._running if r.request_id == request_id), None)
@@ -155,8 +174,8 @@ class Scheduler:
         return request
 
     def abort_all(self) -> list[Request]:
-        """End every request now, between two steps. Returns them, running ones first."""
-        self.memory.end_step()
+        """End every request now, with no batch under way. Returns them, running ones first."""
+        self.memory.drop_steps()
         requests = self._running + self._waiting.clear()
         self._running = []
         for request in requests:
@@ -168,15 +187,18 @@ class Scheduler:
         """Send every running request back to wait, its KV forgotten: the weights will change.
 
         Tokens and logprobs stay; the KV is computed again under the new weights. The prefix cache
-        is not touched: CacheMemory.reset() drops it.
+        is not touched: CacheMemory.reset() drops it. With no batch under way.
         """
-        self.memory.end_step()
+        self.memory.drop_steps()
         for request in reversed(self._running):
             self._retract(request, keep=False)
         self._running = []
 
-    def _run(self, request: Request, runs: dict[Request, int]) -> None:
-        """Schedule the request's next tokens, preempting younger requests for room if it must."""
+    def _run(self, request: Request, runs: Runs, busy: Runs) -> None:
+        """Schedule the request's next tokens, preempting younger requests for room if it must.
+
+        It waits where a younger one cannot be preempted, being under way.
+        """
         if request.row < 0:
             return  # preempted for one that was asked before it
         budget = self.config.max_step_tokens - sum(runs.values())
@@ -187,7 +209,10 @@ class Scheduler:
                 runs[request] = reached - request.computed_len
                 return
             # The oldest never gets here alone: max_sequence_len tokens fit once others are gone.
-            victim = self._running.pop()
+            victim = next(each for each in reversed(self._running) if each not in busy)
+            if victim is request is not self._running[-1]:
+                return
+            self._running.remove(victim)
             runs.pop(victim, None)
             self._retract(victim, keep=True)
             self.preemptions += 1
@@ -195,7 +220,7 @@ class Scheduler:
             if victim is request:
                 return
 
-    def _admit(self, runs: dict[Request, int]) -> None:
+    def _admit(self, runs: Runs, busy: Runs) -> None:
         """Admit while there is a seat, tokens left in the step, and memory for the whole prompt.
 
         Whoever is first and does not fit is waited for: smaller ones let past would starve it.
@@ -214,7 +239,7 @@ class Scheduler:
         expected = _nothing_expected if self.lengths.is_empty else self._expected_remaining
         for ticket in self._waiting.candidates(memory, prefilling, expected)[:seats]:
             request = ticket.request
-            unrun = sum(r.extend_len - runs.get(r, 0) for r in self._running)
+            unrun = sum(r.extend_len - runs.get(r, busy.get(r, 0)) for r in self._running)
             headroom = unrun + DECODE_HEADROOM * len(self._running)
             admitted = memory.admit(ticket.tokens, headroom) if budget else None
             if admitted is None:
@@ -224,20 +249,25 @@ class Scheduler:
                 request.stats.cached_tokens = request.computed_len
             self._waiting.take(ticket)
             self._running.append(request)
-            self._run(request, runs)
+            self._run(request, runs, busy)
             budget -= runs[request]
 
-    def _with_drafts(self, runs: dict[Request, int]) -> list[Scheduled]:
-        """Add draft slots to the runs that are sampled from, evenly where they are scarce."""
+    def _with_drafts(self, runs: Runs, step: int) -> list[Scheduled]:
+        """Add draft slots to the runs that are sampled from, evenly where they are scarce.
+
+        A slot is left for each request that is not among them: its next token needs one.
+        """
         most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
         wanted = [self._draft_room(request, run_len, most) for request, run_len in runs.items()]
-        room = min(self.memory.node_room(len(runs)), self.memory.slots.num_slots // DRAFT_SHARE)
+        share = self.memory.slots.num_slots // DRAFT_SHARE - self.memory.num_reserved
+        others = len(self._running) - len(runs)
+        room = max(0, min(self.memory.node_room(len(runs)) - others, share))
         if sum(wanted) > room:
             share = room // sum(count > 0 for count in wanted)
             wanted = [min(count, share) for count in wanted]
-        drafts = self.memory.reserve_drafts(wanted)
+        drafts = self.memory.reserve_drafts(wanted, step)
         state_runs = [self._state_run(request, run_len) for request, run_len in runs.items()]
-        states = self.memory.reserve_states(state_runs, wanted)
+        states = self.memory.reserve_states(state_runs, wanted, step)
         return [
             Scheduled(
                 request=request,

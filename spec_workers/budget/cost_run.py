@@ -61,7 +61,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     if not sizes:
         return
     tokens = [0] * (_CONTEXT + sizes[-1])
-    memory.end_step()
+    memory.drop_steps()
     # Of one token nothing is cached, so that all of it is the row's own.
     admitted = memory.admit(np.array(tokens[:1], dtype=np.int32), headroom=len(tokens) - 1)
     if admitted is None:
