@@ -86,8 +86,13 @@ def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> 
     if not rounds:
         return None
 
+    def sent(tensor: torch.Tensor) -> torch.Tensor:
+        if device.type == "cuda":  # from other memory a copy waits for all that came before
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
     def tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        return sent(torch.tensor(values, dtype=dtype))
 
     def round_of(pieces: list[tuple[range, int, int]]) -> Round:
         pieces.sort(key=lambda piece: -len(piece[0]))
@@ -103,7 +108,7 @@ def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> 
             targets_R=tensor([after for _, _, after in pieces], torch.int64),
             chunk_counts=counts,
             places=tensor(places, torch.int64),
-            places_NL=at_places.view(-1, CHUNK).to(device, non_blocking=True),
+            places_NL=sent(at_places.view(-1, CHUNK)),
         )
 
     return ChunkedPlan(

@@ -1,0 +1,49 @@
+"""A step on a GPU waits once, for what it reads, and asks for nothing that cannot be had there."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout import RolloutEngine, SamplingParams
+from tests.helpers.fake_cuda import FakeGpu, Kind, Seen
+from tests.helpers.fake_cuda.models import MODELS, make_engine
+
+PLAIN = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=3, n=2)
+SHAPED = SamplingParams(
+    temperature=1.1, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.1,
+    presence_penalty=0.1, logit_bias={5: 2.0}, min_new_tokens=3, max_new_tokens=6, n=2, seed=6,
+    raw_logprobs=True, sampling_logprobs=True, top_logprobs=3, entropy=True,
+)  # fmt: skip
+FAST = ("demo", "8b", "sparse", "recurrent")
+PROMPTS = [[5, 6, 7], list(range(3, 400)), [8] * 65]
+
+
+@pytest.mark.parametrize(
+    ("model", "exact"), [*((model, True) for model in MODELS), *((m, False) for m in FAST)]
+)
+def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
+    """Prefill in chunks, decoding with and without trees, with all that sampling can be asked."""
+    engine = make_engine(tmp_path, model, exact=exact, nodes=7, max_running=6)
+    steps = run(gpu, engine, PLAIN) + run(gpu, engine, SHAPED)
+    for seen in steps:
+        assert not [str(event) for event in seen.of(Kind.STALL, Kind.FORBIDDEN)]
+        assert len(seen.of(Kind.STREAM_WAIT)) <= 1 + len(seen.of(Kind.CAPTURE))
+        assert len(seen.of(Kind.READ)) <= 1
+    assert not {problem for launch in gpu.launches.all for problem in launch.problems}
+    graphs = engine.worker.target.graphs
+    if graphs is not None:
+        assert not graphs.failure
+        assert gpu.seen.of(Kind.REPLAY)
+
+
+def run(gpu: FakeGpu, engine: RolloutEngine, params: SamplingParams) -> list[Seen]:
+    """What each step asked of the device."""
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(prompt, params, prompt_index=index)
+    steps = []
+    while engine.has_unfinished:
+        with gpu.seen.since() as seen:
+            engine.step()
+        steps.append(seen)
+    engine.check_integrity()
+    return steps

@@ -1,0 +1,88 @@
+"""Shapes that models are used in, as configurations of a few layers of random nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout import RolloutEngine
+from rollout.config import EngineConfig
+from rollout.overrides import engine_config
+from spec_workers.target import TargetWorker
+from spec_workers.worker import SpecWorker
+from tests.helpers.oracle_worker import OracleWorker
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0, "dtype": "bfloat16", "max_position_embeddings": 131_072,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def _dense(heads: int, kv_heads: int, head_dim: int, hidden: int, ffn: int, vocab: int, **more):
+    return _LLAMA | more | {
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "hidden_size": hidden, "intermediate_size": ffn, "vocab_size": vocab,
+    }  # fmt: skip
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "demo": _dense(9, 3, 64, 576, 1536, 49_152, tie_word_embeddings=True),
+    "8b": _dense(32, 8, 128, 4096, 14_336, 128_256),
+    # Qwen3-32B: keys and queries are normalised.
+    "32b": _dense(64, 8, 128, 5120, 25_600, 151_936, architectures=["Qwen3ForCausalLM"]),
+    # Qwen2.5-0.5B: heads in groups of seven, with biases.
+    "biased": _dense(14, 2, 64, 896, 4864, 151_936, architectures=["Qwen2ForCausalLM"]),
+    "own heads": _dense(32, 32, 128, 4096, 11_008, 32_000),
+    "odd": _dense(6, 1, 80, 480, 1001, 32_003),
+    # Qwen3-30B-A3B.
+    "sparse": _dense(
+        32, 4, 128, 2048, 6144, 151_936, architectures=["Qwen3MoeForCausalLM"], num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[0],
+    ),
+    # Qwen3-Next-80B-A3B, three of whose layers in four are recurrent, but for most of its 512
+    # experts.
+    "recurrent": _dense(
+        16, 2, 256, 2048, 5120, 151_936, architectures=["Qwen3NextForCausalLM"],
+        num_hidden_layers=4, num_experts=32, num_experts_per_tok=10, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, norm_topk_prob=True, mlp_only_layers=[0, 1, 2],
+        decoder_sparse_step=1, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+        full_attention_interval=4,
+    ),
+}  # fmt: skip
+
+
+class NoTruth(dict):
+    """Of no rollout anything is known: every tree is random."""
+
+    def __missing__(self, key: object) -> list[int]:
+        return []
+
+
+def make_engine(folder: Path, name: str, *, nodes: int = 0, **options: Any) -> RolloutEngine:
+    """On the pretended GPU, its weights sent by an update. ``nodes``: of the largest draft tree."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    config = engine_config(str(folder), {"device": "cuda", "load_format": "dummy"} | options)
+
+    def build(config: EngineConfig, progress: object = None) -> SpecWorker:
+        target = TargetWorker(config)
+        return OracleWorker(target, NoTruth(), size=nodes, right=0.0, chain=False)
+
+    engine = RolloutEngine.from_config(config, build)
+    send_weights(engine)
+    return engine
+
+
+def send_weights(engine: RolloutEngine) -> None:
+    model = engine.worker.target.model
+    engine.update_weights_from_tensor(
+        (name, torch.empty(destination.shape, dtype=model.dtype, device=model.device))
+        for name, destination in model.destinations().items()
+        if destination.required
+    )
