@@ -22,6 +22,7 @@ from attention_workload import Workload, make_plan
 from gpu_case import BANDWIDTH, Case, copies, each, microseconds, normal
 from recurrent_cases import QWEN3_NEXT, recurrent_cases
 from table import Row, finish, not_run, parser, row
+from tile_sweep import sweep
 
 from rollout.ops.categorical import categorical
 from rollout.ops.matmul import matmul
@@ -38,6 +39,7 @@ LINEARS = {"qkv": ((H + 2 * K) * D, E), "o": (E, E), "gate_up": (2 * FFN, E), "d
 HEAD = {"head": (V, E)}
 CONTEXT = 4096
 OPS = ("step", "recurrent")
+SWEEP = "sweep"  # of matmul's tiles, where asked for
 DECODE = (1, 8, 32)
 ROWS = (*DECODE, 72, 128, 512, 2048, 8192)
 ATTENTION = (
@@ -245,7 +247,11 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--no-tests", action="store_true", help="time only")
     arguments.add_argument(
-        "--ops", nargs="+", choices=OPS, default=OPS, help="those of a step, of recurrent layers"
+        "--ops",
+        nargs="+",
+        choices=(*OPS, SWEEP),
+        default=OPS,
+        help="those of a step, of recurrent layers; or which tiles matmul should have",
     )
     options = arguments.parse_args()
     if not torch.cuda.is_available():
@@ -266,6 +272,8 @@ def main() -> None:
             rows += step_rows(times)
         if "recurrent" in options.ops:
             rows += measure(recurrent_cases(QWEN3_NEXT), times)
+        if SWEEP in options.ops:
+            rows += sweep(LINEARS | HEAD)
     finish(f"GPU ops at the 8B shape, {torch.cuda.get_device_name()}", rows, options.json)
 
 

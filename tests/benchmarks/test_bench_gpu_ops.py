@@ -7,6 +7,7 @@ import sys
 
 import bench_gpu_ops
 import pytest
+import tile_sweep
 import torch
 
 
@@ -38,3 +39,13 @@ def test_a_step_is_all_layers_and_the_head() -> None:
     fast = bench_gpu_ops.step_us(times, 8, "decode 8", fast=True)
     assert exact == bench_gpu_ops.LAYERS * (4 * 3 + 3 + 2 + 5) + 3 + 1
     assert fast == bench_gpu_ops.LAYERS * (4 * 2 + 3 + 2 + 5) + 2 + 1
+
+
+@pytest.mark.parametrize("rows", tile_sweep.ROWS)
+def test_a_sweep_tries_tiles_that_fit(rows: int) -> None:
+    tried = list(tile_sweep.neighbours(rows))
+    assert 5 < len(set(tried)) == len(tried) < 30
+    for tile in tried:
+        stage = 2 * tile.features * (tile.rows + tile.outputs)
+        assert tile.programs * (tile.stages * stage + 1024) <= tile_sweep.SHARED_BYTES
+        assert tile.stages >= 3

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+
+
+class Compiled(NamedTuple):
+    ptx: str
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: what registers did not hold
+    shared: int  # bytes of a program
 
 
 def compile_for_hopper(
@@ -16,8 +29,8 @@ def compile_for_hopper(
     aligned: Collection[str] = (),
     num_warps: int,
     num_stages: int = 3,
-) -> str:
-    """PTX. ``types`` of all arguments; pointers, strides and ``aligned`` are multiples of 16."""
+) -> Compiled:
+    """``types`` of all arguments; pointers, strides and ``aligned`` are multiples of 16."""
     names = list(kernel.arg_names)
     source = ASTSource(
         fn=kernel,
@@ -34,4 +47,18 @@ def compile_for_hopper(
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False},
     )
-    return compiled.asm["ptx"]
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    return Compiled(ptx, *_registers_and_stack(cubin), compiled.metadata.shared)
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        usage = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])

@@ -36,7 +36,8 @@ def ptx_of(kernel, constants: dict[str, object], num_warps: int, float32: tuple[
         return "fp32" if name in ("eps", "scale") else "i32"
 
     types = [type_of(name) for name in kernel.arg_names]
-    return compile_for_hopper(kernel, types, constants, aligned=ALIGNED, num_warps=num_warps)
+    compiled = compile_for_hopper(kernel, types, constants, aligned=ALIGNED, num_warps=num_warps)
+    return compiled.ptx
 
 
 @pytest.mark.parametrize("key_dim", [64, 128, 256])

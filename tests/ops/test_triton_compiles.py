@@ -17,15 +17,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 from rollout.ops.grouped_matmul.triton import _grouped_matmul_kernel  # noqa: E402
-from rollout.ops.matmul.triton import _matmul_kernel, tiles  # noqa: E402
+from rollout.ops.matmul.triton import Tile, _matmul_kernel, tiles  # noqa: E402
 from rollout.ops.paged_attention.triton import _attention_kernel, tile_rows  # noqa: E402
-from tests.helpers.triton_compile import compile_for_hopper  # noqa: E402
+from tests.helpers.triton_compile import Compiled, compile_for_hopper  # noqa: E402
 
 BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "y_ptr", "q_ptr", "k_ptr", "v_ptr", "out_ptr")
+REGISTERS, SHARED_BYTES = 65536, 227 * 1024  # of a multiprocessor
 
 
-def products(kernel, constants: dict[str, object], *, num_warps: int, num_stages: int) -> set[str]:
-    """Kinds of tensor core instructions in a kernel's PTX, 16-bit inputs and aligned strides."""
+def compiled_product(
+    kernel, constants: dict[str, object], *, num_warps: int, num_stages: int
+) -> Compiled:
+    """16-bit inputs and aligned strides."""
 
     def type_of(name: str) -> str:
         if name in constants:
@@ -38,8 +41,8 @@ def products(kernel, constants: dict[str, object], *, num_warps: int, num_stages
             return "*fp32" if name in ("partial_ptr", "weight_ptr") else "*i32"
         return "fp32" if name == "scale" else "i32"
 
-    aligned = ("outputs", "features", "head_dim")
-    ptx = compile_for_hopper(
+    aligned = ("outputs", "features", "share", "head_dim")
+    return compile_for_hopper(
         kernel,
         [type_of(name) for name in kernel.arg_names],
         constants,
@@ -47,7 +50,11 @@ def products(kernel, constants: dict[str, object], *, num_warps: int, num_stages
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    return set(re.findall(r"\b(?:wg)?mma\.\S*?(m\d+n\d+k\d+)", ptx))
+
+
+def products(compiled: Compiled) -> set[str]:
+    """Kinds of tensor core instructions."""
+    return set(re.findall(r"\b(?:wg)?mma\.\S*?(m\d+n\d+k\d+)", compiled.ptx))
 
 
 @pytest.mark.parametrize("even", [True, False])
@@ -57,8 +64,21 @@ def test_all_matmul_tiles_use_one_kind_of_product(even: bool) -> None:
             "HAS_BIAS": not even, "EVEN": even, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
             "FEATURES": tile.features, "GROUP": 8,
         }  # fmt: skip
-        found = products(_matmul_kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
-        assert found == {f"m64n{tile.outputs}k16"}, tile
+        compiled = compiled_product(
+            _matmul_kernel, constants, num_warps=tile.warps, num_stages=tile.stages
+        )
+        assert products(compiled) == {f"m64n{tile.rows}k16"}, tile
+        assert_fits(tile, compiled)
+
+
+def assert_fits(tile: Tile, compiled: Compiled) -> None:
+    """As many programs as are launched; features on their way while others are multiplied."""
+    assert compiled.stack == 0, tile
+    assert tile.programs * tile.warps * 32 * compiled.registers <= REGISTERS, tile
+    assert tile.programs * (compiled.shared + 1024) <= SHARED_BYTES, tile
+    assert "cp.async.cg.shared.global" in compiled.ptx, tile
+    stage = 2 * tile.features * (tile.rows + tile.outputs)
+    assert compiled.shared >= tile.stages * stage, tile
 
 
 @pytest.mark.parametrize("even", [True, False])
@@ -68,10 +88,11 @@ def test_grouped_products_use_the_same_kind(even: bool) -> None:
             "EVEN": even, "EXPERTS": 128, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
             "FEATURES": tile.features,
         }  # fmt: skip
-        found = products(
+        compiled = compiled_product(
             _grouped_matmul_kernel, constants, num_warps=tile.warps, num_stages=tile.stages
         )
-        assert found == {f"m64n{tile.outputs}k16"}, tile
+        assert products(compiled) == {f"m64n{tile.rows}k16"}, tile
+        assert_fits(tile, compiled)
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -80,5 +101,5 @@ def test_attention_uses_the_same_kind(spread: bool) -> None:
         "QUERIES": 4, "ROWS": tile_rows(torch.bfloat16, 4), "SPREAD": spread, "HAS_NODES": True,
         "GROUP": 4, "DIM": 128, "SPLIT": 8, "BLOCK": 64,
     }  # fmt: skip
-    found = products(_attention_kernel, constants, num_warps=4, num_stages=3)
-    assert found == {"m64n64k16", "m64n128k16"}
+    compiled = compiled_product(_attention_kernel, constants, num_warps=4, num_stages=3)
+    assert products(compiled) == {"m64n64k16", "m64n128k16"}

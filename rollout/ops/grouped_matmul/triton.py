@@ -18,8 +18,12 @@ from rollout.ops.matmul.triton import Tile, tile_for, tile_product
 def grouped_matmul(
     x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups
 ) -> torch.Tensor:
-    rows_of_one = len(groups.pairs_S) // len(weights_NOI)  # on the average
-    return tiled_grouped_matmul(x_MI, weights_NOI, groups, tile_for(x_MI.dtype, rows_of_one))
+    num_experts, outputs, _ = weights_NOI.shape
+    num_pairs = len(groups.pairs_S)
+    rows_of_one = num_pairs // num_experts  # on the average
+    all_outputs = outputs * min(num_experts, num_pairs)
+    tile = tile_for(x_MI.dtype, rows_of_one, all_outputs, multiprocessors(x_MI.device))
+    return tiled_grouped_matmul(x_MI, weights_NOI, groups, tile)
 
 
 def tiled_grouped_matmul(
@@ -69,12 +73,13 @@ def _grouped_matmul_kernel(
         present = (number < end)[:, None]
         pair = tl.load(pairs_ptr + number, mask=number < end, other=0)[:, None]
         output = place // height * OUTPUTS + tl.arange(0, OUTPUTS)
-        weight_row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]  # stays inside
+        weight_row = output.to(tl.int64)[:, None]
+        is_output = output < outputs
         total = tile_product(
             x_ptr + pair // fan_out * x_stride, present,
             weight_ptr + expert.to(tl.int64) * expert_stride + weight_row * weight_stride,
-            features, EVEN, ROWS, OUTPUTS, FEATURES,
+            is_output[:, None], features, EVEN, ROWS, OUTPUTS, FEATURES,
         )  # fmt: skip
         y_ptrs = y_ptr + pair * outputs + output[None, :]
-        inside = present & (output[None, :] < outputs)
+        inside = present & is_output[None, :]
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=inside)
