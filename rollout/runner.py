@@ -88,7 +88,7 @@ class ModelRunner:
         """
         step = StepArrays.of(batch, trees, self._req_to_token, scored_from)
         self._kv_pool.note_forward(step.slots_T)
-        changes = self._table.changes(batch)
+        changes = self._table.changes(step.rows_B, step.starts_B, step.starts_B + step.run_lens_B)
         others = changes.arrays | {"sampled_R": self._head_rows(step.sampled_R)}
         placed = None
         if self._graphs is not None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
+from rollout.ragged import offsets_of, ranges
 from rollout.types import Batch, DraftTrees
 
 _PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", "node_masks_N",
@@ -44,45 +45,48 @@ class StepArrays:
         """``table``: req_to_token. ``scored_from``: take logits of run rows at that position or
         later; default: of the roots and nodes of entries that sample."""
         entries = batch.entries
-        input_ids: list[NDArray] = []
-        positions: list[NDArray] = []
-        slots: list[NDArray] = []
-        node_slots: list[NDArray] = []
-        sampled: list[NDArray] = []
-        offsets_B1 = np.zeros(len(entries) + 1, dtype=np.int32)
-        total = 0
-        for b, entry in enumerate(entries):
-            first, last = int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])
-            num_nodes = last - first
-            run = np.array(entry.request.tokens[entry.start : entry.end], dtype=np.int64)
-            own_slots = entry.draft_slots[:num_nodes]
-            input_ids += [run, trees.tokens_N[first:last]]
-            positions += [
-                np.arange(entry.start, entry.end),
-                entry.end - 1 + trees.depths_N[first:last],
-            ]
-            slots += [table[entry.request.row, entry.start : entry.end], own_slots]
-            node_slots.append(own_slots)
-            end = total + entry.run_len + num_nodes
-            if scored_from is not None:
-                sampled.append(np.arange(total + max(0, scored_from - entry.start), end))
-            elif entry.samples:
-                sampled.append(np.arange(end - num_nodes - 1, end))
-            total = end
-            offsets_B1[b + 1] = total
+        tokens: list[int] = []  # of the runs
+        for entry in entries:
+            tokens += entry.request.tokens[entry.start : entry.end]
+        rows_B = np.array([entry.request.row for entry in entries], dtype=np.int32)
+        starts_B = np.array([entry.start for entry in entries], dtype=np.int32)
+        run_lens_B = np.array([entry.run_len for entry in entries], dtype=np.int32)
+        node_lens_B = np.diff(trees.offsets_B1)
+        q_offsets_B1 = offsets_of(run_lens_B + node_lens_B)
+        input_ids_T = np.array(tokens, dtype=np.int64)
+        positions_T = ranges(starts_B, run_lens_B)
+        slots_T = table[np.repeat(rows_B, run_lens_B), positions_T].astype(np.int64)
+        node_slots_N = np.zeros(0, dtype=np.int32)
+        if trees.num_nodes:
+            runs = ranges(q_offsets_B1[:-1], run_lens_B)  # query rows
+            nodes = ranges(q_offsets_B1[:-1] + run_lens_B, node_lens_B)
+            roots = np.repeat(starts_B + run_lens_B - 1, node_lens_B)
+            counts = node_lens_B.tolist()
+            node_slots_N = np.concatenate(
+                [e.draft_slots[:count] for e, count in zip(entries, counts, strict=True) if count]
+            )
+            input_ids_T = _merged(runs, input_ids_T, nodes, trees.tokens_N)
+            positions_T = _merged(runs, positions_T, nodes, roots + trees.depths_N)
+            slots_T = _merged(runs, slots_T, nodes, node_slots_N)
+        if scored_from is None:
+            sampling_B = np.array([entry.samples for entry in entries], dtype=bool)
+            sampled_lens_B = np.where(sampling_B, node_lens_B + 1, 0)
+        else:
+            before_B = np.maximum(0, scored_from - starts_B)
+            sampled_lens_B = np.maximum(0, run_lens_B + node_lens_B - before_B)
         return StepArrays(
-            input_ids_T=_flat(input_ids, np.int64),
-            positions_T=_flat(positions, np.int64),
-            slots_T=_flat(slots, np.int64),
-            rows_B=np.array([entry.request.row for entry in entries], dtype=np.int32),
-            starts_B=np.array([entry.start for entry in entries], dtype=np.int32),
-            run_lens_B=np.array([entry.run_len for entry in entries], dtype=np.int32),
-            q_offsets_B1=offsets_B1,
+            input_ids_T=input_ids_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
+            rows_B=rows_B,
+            starts_B=starts_B,
+            run_lens_B=run_lens_B,
+            q_offsets_B1=q_offsets_B1.astype(np.int32),
             node_offsets_B1=trees.offsets_B1.astype(np.int32),
             node_masks_N=trees.masks_N.view(np.int64),
-            node_slots_N=_flat(node_slots, np.int32),
-            sampled_R=_flat(sampled, np.int64),
-            longest=max((entry.end for entry in entries), default=0),
+            node_slots_N=node_slots_N,
+            sampled_R=ranges(q_offsets_B1[1:] - sampled_lens_B, sampled_lens_B),
+            longest=int((starts_B + run_lens_B).max(initial=0)),
         )
 
     @property
@@ -125,8 +129,13 @@ def attention_plan(
     return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
 
 
-def _flat(parts: list[NDArray], dtype: type) -> NDArray:
-    return (np.concatenate(parts) if parts else np.zeros(0)).astype(dtype)
+def _merged(
+    runs: NDArray, of_runs: NDArray, nodes: NDArray, of_nodes: NDArray
+) -> NDArray[np.int64]:
+    """What belongs to run rows and to node rows, at those rows."""
+    merged_T = np.empty(runs.size + nodes.size, dtype=np.int64)
+    merged_T[runs], merged_T[nodes] = of_runs, of_nodes
+    return merged_T
 
 
 def _padded(array: NDArray, length: int, value: int = 0) -> NDArray:

@@ -1,11 +1,12 @@
 """Between host and device: many small arrays as one copy.
 
 A copy costs about as much to start as a kernel, so what a step sends and what it reads back travel
-packed. On the CPU, where tensors are views of arrays, nothing is packed.
+packed, as words of four bytes. On the CPU, where tensors are views of arrays, nothing is packed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,46 +15,74 @@ from numpy.typing import NDArray
 
 from rollout.ops import gpu
 
+_DTYPES: dict[np.dtype, torch.dtype] = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+"""Those that travel."""
+
+_NUMPY_DTYPES = {dtype: own for own, dtype in _DTYPES.items()}
+
 _ALIGNMENT = 16
 """Bytes: what torch and Triton want of the start of any tensor."""
 
+_INT32 = np.dtype(np.int32)
+_WORDS = _ALIGNMENT // 4
+_PADDINGS = [np.zeros(count, dtype=np.int32) for count in range(_WORDS)]
 
-def packed_bytes(arrays: Mapping[str, NDArray]) -> int:
-    """What they take in a buffer of `upload`."""
-    return sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())
+_VIEWS_KEPT = 4096
 
 
-def upload(
-    arrays: Mapping[str, NDArray], device: torch.device, into: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def upload(arrays: Mapping[str, NDArray], device: torch.device) -> dict[str, torch.Tensor]:
     """The arrays as tensors on the device, of the same dtypes and shapes, by one asynchronous copy.
 
-    Args:
-        arrays: contiguous; of dtypes torch has.
-        into: uint8, where on the device they go, one behind the other in the order given; default:
-            new memory. Arrays of the same shapes and dtypes go to the same places.
-
-    The arrays may be written to again at once; on the CPU the tensors are views of them.
+    ``arrays``: contiguous; of dtypes of four or eight bytes. They may be written to again at once;
+    on the CPU the tensors are views of them.
     """
-    if not gpu.runs_on(device) and into is None:
+    if not gpu.runs_on(device):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    size = packed_bytes(arrays)
-    if into is None:
-        into = torch.empty(size, dtype=torch.uint8, device=device)
-    assert size <= len(into), f"{size} bytes sent into a buffer of {len(into)}"
-    # The pinned allocator hands memory out again only when copies from it are done.
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = packed.numpy()
-    tensors: dict[str, torch.Tensor] = {}
-    first = 0
-    for name, array in arrays.items():
-        part = slice(first, first + array.nbytes)
-        host[part] = array.reshape(-1).view(np.uint8)
-        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-        tensors[name] = into[part].view(dtype).view(array.shape)
-        first += packed_bytes({name: array})
-    into[:size].copy_(packed, non_blocking=True)
-    return tensors
+    packed, firsts = _packed(arrays, pinned=device.type == "cuda")
+    sent = torch.empty(len(packed), dtype=torch.int32, device=device)
+    sent.copy_(packed, non_blocking=True)
+    return {
+        name: _view(sent, first, array.dtype, array.shape)
+        for (name, array), first in zip(arrays.items(), firsts, strict=True)
+    }
+
+
+class DeviceBuffer:
+    """Memory on a device that is sent to again and again.
+
+    Arrays go one behind the other, in the order given: those of the same shapes and dtypes to the
+    same places. What lay there is overwritten, in the order of the device's work.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._words = torch.empty(num_bytes // 4, dtype=torch.int32, device=device)
+        self._views: dict[tuple, torch.Tensor] = {}
+
+    def send(self, arrays: Mapping[str, NDArray]) -> dict[str, torch.Tensor] | None:
+        """As `upload` does. None, and nothing sent, where they do not fit."""
+        packed, firsts = _packed(arrays, pinned=self._words.is_cuda)
+        if len(packed) > len(self._words):
+            return None
+        self._view(0, _INT32, (len(packed),)).copy_(packed, non_blocking=True)
+        return {
+            name: self._view(first, array.dtype, array.shape)
+            for (name, array), first in zip(arrays.items(), firsts, strict=True)
+        }
+
+    def _view(self, first: int, dtype: np.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Made once, for torch takes microseconds for each."""
+        key = (first, dtype, shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _VIEWS_KEPT:
+                self._views.clear()
+            view = self._views[key] = _view(self._words, first, dtype, shape)
+        return view
 
 
 class Download:
@@ -63,14 +92,15 @@ class Download:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = dict(tensors)
+        # Those of eight bytes first, so that all lie where they want to.
+        self._tensors = sorted(tensors.items(), key=lambda item: -item[1].element_size())
         self._host: torch.Tensor | None = None  # None: they are there
         self._copied: torch.cuda.Event | None = None
         devices = {tensor.device for tensor in tensors.values()}
         if not any(gpu.runs_on(device) for device in devices):
             return
         (device,) = devices
-        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors.values()])
+        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for _, tensor in self._tensors])
         self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._host.copy_(packed, non_blocking=True)
         if device.type == "cuda":
@@ -80,17 +110,15 @@ class Download:
     def read(self) -> dict[str, NDArray]:
         """The tensors as arrays. Waits for what computes them and for nothing launched later."""
         if self._host is None:
-            return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+            return {name: tensor.numpy() for name, tensor in self._tensors}
         if self._copied is not None:
             self._copied.synchronize()
         words = self._host.numpy()
         arrays: dict[str, NDArray] = {}
         first = 0
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._tensors:
             last = first + tensor.numel() * tensor.element_size() // words.itemsize
-            dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
-            # A copy: words need not lie where numbers of eight bytes want to.
-            arrays[name] = words[first:last].copy().view(dtype).reshape(tensor.shape)
+            arrays[name] = words[first:last].view(_NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape)
             first = last
         return arrays
 
@@ -98,3 +126,28 @@ class Download:
 def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
     """`Download`, read at once."""
     return Download(tensors).read()
+
+
+def _packed(arrays: Mapping[str, NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
+    """All of them as words on the host, and where each begins."""
+    words: list[NDArray[np.int32]] = []
+    firsts: list[int] = []
+    total = 0
+    for array in arrays.values():
+        own: NDArray[np.int32] = array.reshape(-1).view(np.int32)
+        padding = _PADDINGS[-own.size % _WORDS]
+        words += (own, padding)
+        firsts.append(total)
+        total += own.size + padding.size
+    # The pinned allocator hands memory out again only when copies from it are done.
+    packed = torch.empty(total, dtype=torch.int32, pin_memory=pinned)
+    if words:
+        np.concatenate(words, out=packed.numpy())
+    return packed, firsts
+
+
+def _view(words: torch.Tensor, first: int, dtype: np.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = math.prod(shape) * dtype.itemsize // 4
+    own = words[first : first + count]
+    typed = own if dtype == _INT32 else own.view(_DTYPES[dtype])
+    return typed if len(shape) == 1 else typed.view(shape)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.ragged import offsets_of, ranges
 
-def offsets_of(lens_B: NDArray) -> NDArray[np.int64]:
-    """Where each begins and the last ends: int64 [B + 1]."""
-    offsets_B1 = np.zeros(len(lens_B) + 1, dtype=np.int64)
-    np.cumsum(lens_B, out=offsets_B1[1:])
-    return offsets_B1
+__all__ = ["offsets_of", "places_within"]
 
 
 def places_within(lens_B: NDArray) -> NDArray[np.int64]:
     """0, 1, ... of each, one behind the other: int64 [sum of lens]."""
-    offsets_B1 = offsets_of(lens_B)
-    return np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1], lens_B)
+    return ranges(np.zeros(len(lens_B), dtype=np.int64), lens_B)

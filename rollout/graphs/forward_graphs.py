@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rollout.graphs.buckets import Bucket, Buckets
 from rollout.graphs.capture import Capture, Captured
 from rollout.step_arrays import StepArrays
-from rollout.transfers import packed_bytes, upload
+from rollout.transfers import DeviceBuffer
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ForwardGraphs:
         self._capture = capture
         self._device = device
         size = buckets.input_bytes + _OTHER_INPUTS
-        self._inputs = torch.empty(size, dtype=torch.uint8, device=device)
+        self._inputs = DeviceBuffer(size, device)
         self._graphs: dict[tuple[Bucket, Hashable], _Graph] = {}
         self._kept: dict[Hashable, list[torch.Tensor]] = {}
         self._uses: Counter[tuple[Bucket, Hashable]] = Counter()
@@ -98,9 +98,9 @@ class ForwardGraphs:
             return None
         padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
         arrays = padded.inputs() | others
-        if packed_bytes(arrays) > len(self._inputs):
+        tensors = self._inputs.send(arrays)
+        if tensors is None:
             return None
-        tensors = upload(arrays, self._device, into=self._inputs)
         return Placed(tensors=tensors, bucket=bucket, variant=variant)
 
     def run(self, placed: Placed, forward: Forward) -> Results:

@@ -10,17 +10,21 @@ from numpy.typing import NDArray
 
 from rollout.memory.cache import CacheMemory
 from rollout.ops import gpu
-from rollout.types import Batch
+from rollout.ragged import ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableChanges:
     """What the device must be told before a batch runs. Legend: B entries, C places."""
 
-    rows_B: NDArray[np.int64]
+    rows_B: NDArray[np.integer]
     versions_B: NDArray[np.int64]
-    ends_B: NDArray[np.int64]
+    ends_B: NDArray[np.integer]
     arrays: dict[str, NDArray]  # ``table_places`` int64 [C], flat, and ``table_slots`` int32 [C]
+
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+_NOTHING = TableChanges(rows_B=_NO_ROWS, versions_B=_NO_ROWS, ends_B=_NO_ROWS, arrays={})
 
 
 class DeviceTable:
@@ -41,37 +45,34 @@ class DeviceTable:
             self.tensor = torch.from_numpy(self._table).to(device)
         else:
             self.tensor = torch.zeros(self._table.shape, dtype=torch.int32, device=device)
+        self._flat = self.tensor.view(-1)
         self._known_Q = np.zeros(len(self._table), dtype=np.int64)
         self._known_versions_Q = np.full(len(self._table), -1, dtype=np.int64)
 
-    def changes(self, batch: Batch) -> TableChanges:
-        entries = batch.entries
-        rows_B = np.array([entry.request.row for entry in entries], dtype=np.int64)
-        starts_B = np.array([entry.start for entry in entries], dtype=np.int64)
-        ends_B = np.array([entry.end for entry in entries], dtype=np.int64)
+    def changes(
+        self,
+        rows_B: NDArray[np.integer],
+        starts_B: NDArray[np.integer],
+        ends_B: NDArray[np.integer],
+    ) -> TableChanges:
+        """Of runs [start, end) of these rows of the table."""
+        if self._is_view:
+            return _NOTHING
         versions_B = self._versions_Q[rows_B]
-        arrays: dict[str, NDArray] = {}
-        if not self._is_view:
-            is_known_B = self._known_versions_Q[rows_B] == versions_B
-            first_B = np.where(is_known_B, np.minimum(self._known_Q[rows_B], starts_B), 0)
-            width = self._table.shape[1]
-            places = [
-                np.arange(row * width + first, row * width + end)
-                for row, first, end in zip(
-                    rows_B.tolist(), first_B.tolist(), ends_B.tolist(), strict=True
-                )
-            ]
-            places_C = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
-            arrays = {
-                "table_places": places_C,
-                "table_slots": self._table.reshape(-1)[places_C],
-            }
+        is_known_B = self._known_versions_Q[rows_B] == versions_B
+        first_B = np.where(is_known_B, np.minimum(self._known_Q[rows_B], starts_B), 0)
+        row_firsts_B = rows_B.astype(np.int64) * self._table.shape[1]
+        places_C = ranges(row_firsts_B + first_B, ends_B - first_B)
+        arrays: dict[str, NDArray] = {
+            "table_places": places_C,
+            "table_slots": self._table.reshape(-1)[places_C],
+        }
         return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, arrays=arrays)
 
     def apply(self, changes: TableChanges, tensors: dict[str, torch.Tensor]) -> None:
         """``tensors``: the changes' arrays, on the device."""
         if not changes.arrays:
             return
-        self.tensor.view(-1)[tensors["table_places"]] = tensors["table_slots"]
+        self._flat[tensors["table_places"]] = tensors["table_slots"]
         self._known_Q[changes.rows_B] = changes.ends_B
         self._known_versions_Q[changes.rows_B] = changes.versions_B

@@ -9,8 +9,13 @@ import torch
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
 from rollout.transfers import upload
-from rollout.types import Batch, Scheduled
+from rollout.types import Scheduled
 from tests.helpers.requests import make_request
+
+
+def changes_of(table, entries):
+    columns = [(entry.request.row, entry.start, entry.end) for entry in entries]
+    return table.changes(*np.array(columns, dtype=np.int64).T)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -39,9 +44,7 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> No
             )
         for entry, slots in zip(entries, memory.reserve_drafts([3] * 3), strict=True):
             entry.draft_slots = slots
-        batch = Batch(step=0, entries=entries)
-
-        changes = table.changes(batch)
+        changes = changes_of(table, entries)
         if rng.random() < 0.1:  # the step fails before the device was told
             memory.end_step()
             continue
@@ -85,7 +88,7 @@ def test_a_decode_step_sends_what_it_runs_alone(device) -> None:
     for start, run_len in ((0, 8), (8, 1), (9, 1)):
         memory.extend(row, start + run_len)
         entry = Scheduled(request=request, start=start, run_len=run_len, draft_slots=none)
-        changes = table.changes(Batch(step=0, entries=[entry]))
+        changes = changes_of(table, [entry])
         table.apply(changes, upload(changes.arrays, device))
         counts.append(len(changes.arrays["table_places"]))
     assert counts == [8, 1, 1]
