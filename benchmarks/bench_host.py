@@ -33,8 +33,8 @@ from traces import Trace, load_traces
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.sampling import tree_sampling
 from rollout.types import Batch, EntryResult, StepTimes
-from spec_workers import target as target_module
 from spec_workers import worker as worker_module
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget, Verified
 from spec_workers.ngram import SOURCES, NgramWorker
@@ -135,8 +135,9 @@ def time_phases(engine: RolloutEngine) -> Phases:
         (worker.budget, "choose", "choose"),
         (worker.target.runner, "forward", "layout"),
         (worker.budget, "observe", "learn"),
-        (target_module, "sample_trees", "sampler inputs"),
-        (target_module.TargetWorker, "accept", "accept"),
+        (worker.target, "sample", "sampler inputs"),
+        (tree_sampling._OnTheirWay, "read", "read"),
+        (worker.target, "accept", "accept"),
         (worker.target, "commit", "commit"),
         (engine.scheduler, "commit", "commit"),
         (worker, "observe", "observe"),
