@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.attention import PagedAttention, RecurrentStates, state_arrays, state_plan
+from rollout.attention import PagedAttention, RecurrentStates, state_plan
 from rollout.graphs import ForwardGraphs
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
@@ -20,7 +20,12 @@ from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
 from rollout.models.causal_lm import CausalLM
 from rollout.models.features import Features, Taps
-from rollout.ops.gated_delta_rule.chunked import ChunkedPlan, PieceKernel, chunked_plan
+from rollout.ops.gated_delta_rule.chunked import (
+    LEAST_ROWS,
+    ChunkedPlan,
+    PieceKernel,
+    chunked_plan,
+)
 from rollout.step_arrays import StepArrays, attention_plan
 from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees
@@ -87,24 +92,21 @@ class ModelRunner:
         waits.
         """
         step = StepArrays.of(batch, trees, self._req_to_token, scored_from)
+        if self._state_pool is not None:
+            step = step.with_states(batch, trees)
         self._kv_pool.note_forward(step.slots_T)
         changes = self._table.changes(step.rows_B, step.starts_B, step.starts_B + step.run_lens_B)
         others = changes.arrays | {"sampled_R": self._head_rows(step.sampled_R)}
         placed = None
-        if self._graphs is not None:
+        chunks = self._chunks(step)
+        if self._graphs is not None and chunks is None:
             placed = self._graphs.place(step, others, self.features)
         if self._graphs is not None and placed is not None:
             tensors = placed.tensors
             self._table.apply(changes, tensors)
             hidden_TE, features_TF, routes_TC = self._graphs.run(placed, self._hidden)
         else:
-            padded = step.padded(self._minimum_rows)
-            chunks = None
-            if self._state_pool is not None:
-                rows = len(padded.input_ids_T)
-                others |= state_arrays(batch, trees, padded.q_offsets_B1, rows)
-                chunks = self._chunks({"q_offsets_B1": padded.q_offsets_B1} | others)
-            tensors = upload(padded.inputs() | others, self._device)
+            tensors = upload(step.padded(self._minimum_rows).inputs() | others, self._device)
             self._table.apply(changes, tensors)
             hidden_TE, features_TF, routes_TC = self._hidden(
                 tensors, step.longest, chunks, step.num_rows
@@ -151,9 +153,11 @@ class ModelRunner:
         features_TF = none if taps is None else taps.features_TF
         return hidden_TE, features_TF, none if routes is None else routes.joined()
 
-    def _chunks(self, arrays: dict[str, NDArray]) -> ChunkedPlan | None:
-        if self._piece_kernel is None:
+    def _chunks(self, step: StepArrays) -> ChunkedPlan | None:
+        """Of long runs, where there is a kernel for them."""
+        if self._piece_kernel is None or step.run_lens_B.max(initial=0) < LEAST_ROWS:
             return None
+        arrays = {"q_offsets_B1": step.q_offsets_B1} | step.states
         plan = state_plan({name: torch.from_numpy(array) for name, array in arrays.items()})
         return chunked_plan(plan, self._device, self._piece_kernel)
 

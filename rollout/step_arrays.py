@@ -5,15 +5,17 @@ Legend: B entries, T query rows, N draft nodes, R sampled rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.attention import state_arrays
 from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
+from rollout.ops.state_plan import NO_STATE
 from rollout.ragged import offsets_of, ranges
 from rollout.types import Batch, DraftTrees
 
@@ -37,6 +39,8 @@ class StepArrays:
     node_slots_N: NDArray[np.int32]
     sampled_R: NDArray[np.int64]  # rows to take logits of
     longest: int  # where the last run ends
+    # Of models with recurrent layers: sources_B, parents_T and targets_T of StatePlan, int32.
+    states: dict[str, NDArray[np.int32]] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -89,6 +93,10 @@ class StepArrays:
             longest=int((starts_B + run_lens_B).max(initial=0)),
         )
 
+    def with_states(self, batch: Batch, trees: DraftTrees) -> StepArrays:
+        """What recurrent layers read too. ``batch`` and ``trees``: those it was made of."""
+        return replace(self, states=state_arrays(batch, trees, self.q_offsets_B1, self.num_rows))
+
     @property
     def num_rows(self) -> int:
         """Of the entries; what comes behind is padding."""
@@ -97,9 +105,11 @@ class StepArrays:
     def padded(self, rows: int, entries: int = 0, nodes: int = 0) -> StepArrays:
         """As many of each at least.
 
-        Padding rows run token 0 at position 0, write to the null slot and see nothing. Padding
-        entries have no rows, padding nodes are no entry's.
+        Padding rows run token 0 at position 0, write to the null slot and see nothing; they have no
+        state and keep none. Padding entries have no rows, padding nodes are no entry's.
         """
+        padding = {"sources_B": (entries, NO_STATE), "parents_T": (rows, -1),
+                   "targets_T": (rows, NO_STATE)}  # fmt: skip
         ends = int(self.q_offsets_B1[-1]), int(self.node_offsets_B1[-1])
         return replace(
             self,
@@ -113,12 +123,13 @@ class StepArrays:
             node_offsets_B1=_padded(self.node_offsets_B1, entries + 1, ends[1]),
             node_masks_N=_padded(self.node_masks_N, nodes, 1),
             node_slots_N=_padded(self.node_slots_N, nodes, NULL_SLOT),
+            states={name: _padded(each, *padding[name]) for name, each in self.states.items()},
         )
 
     def inputs(self) -> dict[str, NDArray]:
         """What a forward of these shapes reads, by field."""
         names = ("input_ids_T", "positions_T", "slots_T", *_PLAN)
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | self.states
 
 
 def attention_plan(

@@ -11,15 +11,15 @@ from rollout.models.causal_lm import CausalLM
 def forward_graphs(
     config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None = None
 ) -> ForwardGraphs | None:
-    """None where nothing may be captured: recurrent layers are told slots of their own. What
-    sparse ones launch does not depend on where their rows go.
+    """None where nothing is to be captured. What layers launch depends on the shapes of a bucket
+    alone, also in recurrent ones and in sparse ones, wherever their rows go.
 
     ``capture``: how; default: as CUDA graphs on a GPU, else not at all.
     """
     spec, device = model.spec, model.device
     if capture is None and device.type == "cuda":
         capture = CudaCapture(device)
-    if capture is None or not config.graph_bytes or spec.linear_attention is not None:
+    if capture is None or not config.graph_bytes:
         return None
     buckets = Buckets(
         max_rows=config.graph_rows,

@@ -1,4 +1,5 @@
-"""A target with recurrent layers and experts on a device: transformers' numbers, trees unseen."""
+"""A target with recurrent layers and experts on a device: transformers' numbers, and bitwise the
+same with trees, chunks and graphs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.overrides import engine_config
 from tests.helpers.oracle_worker import oracle_factory
+from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tiny_hybrid import tiny_hybrid
 
 from .conftest import INTERPRETED
@@ -53,12 +55,17 @@ def test_logprobs_are_those_of_transformers(plain) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
 
 
-def test_trees_and_chunks_cannot_be_seen(hybrid_path, plain) -> None:
+@pytest.mark.parametrize("graph_bytes", [0, 1 << 28])
+def test_trees_chunks_and_graphs_cannot_be_seen(hybrid_path, plain, graph_bytes) -> None:
     recorded = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in plain}
-    factory = oracle_factory(recorded, size=5, right=0.8, chain=False)
-    options = engine_options(max_running=3, chunk_len=4)
+    capture = ReplayingCapture() if INTERPRETED else None
+    factory = oracle_factory(recorded, capture, size=5, right=0.8, chain=False)
+    options = engine_options(max_running=3, chunk_len=4, graph_bytes=graph_bytes)
     engine = RolloutEngine.from_config(engine_config(hybrid_path, options), factory)
     rollouts = engine.generate(PROMPTS, PARAMS)
     assert numbers(rollouts) == numbers(plain)
+    graphs = engine.worker.target.graphs
+    assert (graphs is None) == (graph_bytes == 0)
+    assert graphs is None or graphs.num_graphs > 0
     assert sum(r.stats.accepted for r in rollouts) > 0
     engine.check_integrity()

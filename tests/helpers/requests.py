@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rollout.stopping import TokenStopCheck
-from rollout.types import Batch, DraftTrees, Request, SamplingParams, Scheduled
+from rollout.types import Batch, DraftTrees, Request, SamplingParams, Scheduled, ScheduledStates
 
 
 def make_request(
@@ -44,6 +44,25 @@ def decode_batch(requests: Sequence[Request]) -> Batch:
         for request in requests
     ]
     return Batch(step=0, entries=entries)
+
+
+def make_batch(parts: Sequence[tuple[int, int, int]]) -> tuple[Batch, DraftTrees]:
+    """Of each entry where its run starts, how long that is, and a chain of so many draft nodes."""
+    entries = []
+    for row, (start, run_len, nodes) in enumerate(parts):
+        request = make_request([1] * (start + run_len), request_id=row)
+        request.row = row
+        states = ScheduledStates(
+            source=1, run_end=2, nodes=np.arange(3, nodes + 3, dtype=np.int32), checkpoints={}
+        )
+        slots = np.arange(1, nodes + 1, dtype=np.int32)
+        entries.append(
+            Scheduled(
+                request=request, start=start, run_len=run_len, draft_slots=slots, states=states
+            )
+        )
+    trees = make_trees([([1] * nodes, range(nodes)) for _, _, nodes in parts])
+    return Batch(step=0, entries=entries), trees
 
 
 def make_trees(per_entry: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTrees:

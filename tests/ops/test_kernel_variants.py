@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,15 +13,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 from rollout import RolloutEngine
+from rollout.layers.grouped_linear import GroupedLinear
 from rollout.ops import tree_accept
 from rollout.ops.grouped_matmul import RowGroups
-from rollout.types import Batch, Scheduled, ScheduledStates
-from tests.helpers.launched_variants import Variants, launched_variants
-from tests.helpers.requests import make_request, make_trees
+from rollout.overrides import engine_config
+from rollout.step_arrays import StepArrays
+from tests.helpers.recorded_launches import RecordedOps, num_variants, recorded_launches
+from tests.helpers.replaying import ReplayingCapture, plain_factory
+from tests.helpers.requests import make_batch
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
-
-Part = tuple[int, int, int]  # of a step: start, tokens of the run, draft nodes
 
 # One row, a wide one, each with draft nodes and without, and a prefill.
 FIRST_STEPS = [
@@ -34,42 +34,17 @@ FIRST_STEPS = [
 ]
 
 
-def step_of(parts: list[Part]) -> tuple[Batch, list]:
-    entries, trees = [], []
-    for row, (start, run_len, nodes) in enumerate(parts):
-        request = make_request([1] * (start + run_len), request_id=row)
-        request.row = row
-        entries.append(
-            Scheduled(
-                request=request,
-                start=start,
-                run_len=run_len,
-                draft_slots=np.arange(1, nodes + 1, dtype=np.int32),
-                states=ScheduledStates(
-                    source=1, run_end=2, nodes=np.arange(3, nodes + 3, dtype=np.int32),
-                    checkpoints={},
-                ),
-            )
-        )  # fmt: skip
-        trees.append(([1] * nodes, list(range(nodes))))
-    return Batch(step=0, entries=entries), make_trees(trees)
-
-
-def counts(variants: Variants) -> dict[str, int]:
-    return {kernel: len(found) for kernel, found in variants.items()}
-
-
 @pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_hybrid])
 def test_steps_of_any_size_run_the_kernels_of_the_first_ones(tmp_path, save) -> None:
     path = save(tmp_path / "model")
     engine = RolloutEngine.from_pretrained(path, spec="none", kv_bytes=1 << 24, max_running=300)
     rng = random.Random(0)
-    with launched_variants() as variants:
+    with recorded_launches() as launches:
         runner = engine.worker.target.runner
-        runner._table._is_view = False
+        runner._minimum_rows = 1  # as on a GPU
         for parts in FIRST_STEPS:
-            runner.forward(*step_of(parts))
-        first = counts(variants)
+            runner.forward(*make_batch(parts))
+        first = num_variants(launches)
         for entries in (1, 2, 3, 16, 17, 130, 300):
             for most_nodes in (0, 5):
                 parts = [
@@ -80,10 +55,44 @@ def test_steps_of_any_size_run_the_kernels_of_the_first_ones(tmp_path, save) -> 
                     )
                     for _ in range(entries)
                 ]
-                runner.forward(*step_of(parts))
-    assert counts(variants) == first
+                runner.forward(*make_batch(parts))
+    assert num_variants(launches) == first
     assert first["_attention_kernel"] == 4, "with splits and without, with nodes and without"
     assert all(count <= 2 for kernel, count in first.items() if kernel != "_attention_kernel")
+
+
+# Of one bucket each: 16 rows, 4 entries, with draft nodes and without.
+LIKE_STEPS = [
+    ([(4, 1, 0), (9, 1, 3), (0, 7, 1)], [(80, 1, 1), (30, 1, 9), (60, 1, 0), (200, 2, 1)]),
+    ([(0, 13, 0), (2, 1, 0), (2, 2, 0)], [(80, 3, 0), (30, 1, 0), (60, 8, 0), (200, 2, 0)]),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"experts": True}], ids=["dense", "sparse"])
+def test_steps_of_a_bucket_launch_the_same(tmp_path, monkeypatch, options) -> None:
+    """What a graph has captured once: kernels, their grids and arguments, torch's own ops."""
+    make = GroupedLinear.__init__
+
+    def stacked(self, *args, **kwargs) -> None:  # as on a GPU: no expert has a product of its own
+        make(self, *args, **kwargs | {"stacked": True})
+
+    monkeypatch.setattr(GroupedLinear, "__init__", stacked)
+    path = save_tiny_hybrid(tmp_path / "model", **options)
+    config = engine_config(path, {"max_running": 4})
+    target = plain_factory(ReplayingCapture())(config).target
+    for steps in LIKE_STEPS:
+        launched = []
+        for parts in steps:
+            batch, trees = make_batch(parts)
+            step = StepArrays.of(batch, trees, target.memory.req_to_token.table)
+            placed = target.graphs.place(step.with_states(batch, trees), {}, None)
+            with recorded_launches() as launches, RecordedOps(launches), torch.inference_mode():
+                target.runner._hidden(placed.tensors, placed.bucket.longest)
+            launched.append(launches)
+        assert launched[0] == launched[1]
+        kernels = set(num_variants(launches))
+        assert {"_causal_conv_kernel", "_gated_delta_rule_kernel", "_attention_kernel"} <= kernels
+        assert ("_grouped_matmul_kernel" in kernels) == bool(options)
 
 
 ROWS = (1, 2, 3, 8, 16, 17, 100, 256)
@@ -119,10 +128,10 @@ def multiplied(rows: int) -> None:
 
 @pytest.mark.parametrize("run", [sampled, multiplied])
 def test_any_number_of_rows_runs_the_same_kernels(run) -> None:
-    with launched_variants() as variants:
+    with recorded_launches() as launches:
         run(5)
-        first = counts(variants)
+        first = num_variants(launches)
         for rows in ROWS:
             run(rows)
     assert first
-    assert counts(variants) == first
+    assert num_variants(launches) == first

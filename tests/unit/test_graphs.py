@@ -6,6 +6,7 @@ A stand-in runs what was captured again, on tensors at the same places, as a CUD
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,12 +21,15 @@ from rollout.memory.device_table import DeviceTable
 from rollout.models.features import Features
 from rollout.overrides import engine_config
 from rollout.step_arrays import StepArrays
+from rollout.transfers import packed_bytes
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.requests import decode_batch, make_request, make_trees
+from tests.helpers.tiny_hybrid import save_tiny_hybrid
+from tests.helpers.tiny_moe import save_tiny_moe
 
 BUCKETS = Buckets(max_rows=100, max_context_len=20_000)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
@@ -124,6 +128,54 @@ def test_graphs_of_trees_cannot_be_seen(tiny_model_path, eager, recorded, chain)
     assert capture.replays > 10
     assert {bucket.nodes > 0 for bucket, _ in engine.worker.target.graphs._graphs} == {True, False}
     engine.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def sparse_path(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("sparse"))
+
+
+@pytest.fixture(scope="module")
+def hybrid_path(tmp_path_factory):
+    return save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), "qwen3_next", experts=True)
+
+
+@pytest.mark.parametrize("path", ["sparse_path", "hybrid_path"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_of_experts_and_recurrent_layers_cannot_be_seen(path, dtype, request) -> None:
+    """Runs of several tokens, chains, branching trees, states of prefixes that are kept."""
+    path = request.getfixturevalue(path)
+    options = {"dtype": dtype, "max_running": 5, "chunk_len": 7}
+    plain = RolloutEngine.from_pretrained(path, spec="none", **options)
+    rollouts = plain.generate(PROMPTS, PARAMS)
+    expected = [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
+    truth = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in rollouts}
+    for chain in (True, False):
+        capture = ReplayingCapture()
+        factory = oracle_factory(truth, capture, size=9, right=0.7, chain=chain)
+        engine = RolloutEngine.from_config(engine_config(path, options), factory)
+        assert outcome(engine) == expected
+        assert outcome(engine) == expected
+        assert capture.replays > 10
+        engine.check_integrity()
+
+
+def test_padding_has_no_state_and_keeps_none() -> None:
+    step = step_of([([1, 2], [0, 0]), ([], [])])
+    states = {"sources_B": [5, 6], "parents_T": [-1, 0, 0, -1], "targets_T": [1, 2, 3, 4]}
+    step = replace(step, states={k: np.array(v, dtype=np.int32) for k, v in states.items()})
+    inputs = step.padded(rows=6, entries=4, nodes=6).inputs()
+    assert inputs["sources_B"].tolist() == [5, 6, 0, 0]
+    assert inputs["parents_T"].tolist() == [-1, 0, 0, -1, -1, -1]
+    assert inputs["targets_T"].tolist() == [1, 2, 3, 4, 0, 0]
+    assert {array.dtype for name, array in inputs.items() if name in states} == {np.dtype(np.int32)}
+
+
+def test_the_largest_bucket_fits_where_inputs_are_placed() -> None:
+    step = step_of([([1] * 5, [0] * 5)] * 15)
+    step = replace(step, states=dict.fromkeys(("sources_B", "parents_T", "targets_T"), step.rows_B))
+    padded = step.padded(rows=96, entries=96, nodes=96)
+    assert packed_bytes(padded.inputs()) <= BUCKETS.input_bytes
 
 
 def test_a_shape_is_captured_when_it_comes_back(tiny_model_path) -> None:
