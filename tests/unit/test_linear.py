@@ -3,6 +3,7 @@ import torch
 from torch.nn.functional import linear as reference
 
 from rollout.layers.linear import Linear
+from tests.helpers.packing import packs
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -30,7 +31,7 @@ def filled(inputs, outputs, *, bias=False, dtype=torch.float32, packing=True, se
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (37, 49), (64, 96), (200, 333)])
 def test_product(inputs, outputs, dtype, bias, packing):
     linear, weight, values = filled(inputs, outputs, bias=bias, dtype=dtype, packing=packing)
-    assert linear.is_packed == packing
+    assert linear.is_packed == (packing and packs(dtype))
     for rows in (0, 1, 2, 7, 64):
         x = random(rows, inputs, seed=9, dtype=dtype)
         with torch.inference_mode():
@@ -44,6 +45,8 @@ def test_product(inputs, outputs, dtype, bias, packing):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_one_copy_of_the_weight_is_kept(dtype):
+    if not packs(dtype):
+        pytest.skip("this processor packs no weights of this dtype")
     linear, weight, _ = filled(37, 50, dtype=dtype)
     assert linear.is_packed
     assert not [value for value in vars(linear).values() if isinstance(value, torch.Tensor)]
@@ -64,7 +67,7 @@ def test_a_part_of_a_fused_weight_is_rewritten_alone(dtype, packing):
     x = random(4, 24, seed=6, dtype=dtype)
     torch.testing.assert_close(linear(x), reference(x, weight, values))
     linear.pack()
-    assert linear.is_packed == packing
+    assert linear.is_packed == (packing and packs(dtype))
     torch.testing.assert_close(linear(x), reference(x, weight, values))
     assert torch.equal(linear.weight_rows(0, 60).read(), weight)
     assert torch.equal(linear.weight_rows(30, 50).read(), part.to(dtype))
@@ -117,7 +120,7 @@ def test_nan_and_negative_zero_survive_packing(dtype):
     weight[1, 2], weight[3, 3] = float("nan"), -0.0
     linear.weight_rows(0, 5).write(weight)
     linear.pack()
-    assert linear.is_packed
+    assert linear.is_packed == packs(dtype)
     read = linear.weight_rows(0, 5).read()
     assert read[1, 2].isnan()
     assert torch.signbit(read[3, 3])

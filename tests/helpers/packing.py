@@ -1,0 +1,10 @@
+"""Which weights this processor's oneDNN keeps in a layout of its own."""
+
+import torch
+
+from rollout.layers.packed_weight import PackedWeight
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Bfloat16 is packed by processors with AVX-512 alone."""
+    return PackedWeight.pack(torch.ones(8, 8, dtype=dtype)) is not None
