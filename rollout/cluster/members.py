@@ -186,4 +186,5 @@ class Members:
             return
         del self._newcomers[name]
         self._joined[name] = newcomer.replica
+        log.info("%s is up: %d of %d replicas", name, len(self._joined), len(self._pool.names))
         self._listener.joined(name, newcomer.facts)

@@ -25,6 +25,10 @@ def refuses(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
     raise CheckpointError("model.safetensors is no more")
 
 
+def lacks(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
+    raise ModuleNotFoundError("No module named 'kernels_of_tomorrow'", name="kernels_of_tomorrow")
+
+
 def sticks(flag: Path, config: EngineConfig, progress: Progress | None = None) -> Worker:
     """Whoever finds the file ``flag`` first as it steps takes it, and steps for ever."""
     worker = ngram()(config, progress)

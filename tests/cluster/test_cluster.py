@@ -114,6 +114,15 @@ def test_a_request_that_kills_its_replica_fails_alone(make_cluster, expected):
     assert {key: content(each) for key, each in rollouts.items()} == expected
 
 
+def test_it_is_told_who_is_up(make_cluster, caplog):
+    with caplog.at_level("INFO"):
+        make_cluster(2)
+    told = [line for line in caplog.messages if " is up: " in line]
+    assert sorted(told, key=lambda line: line[-12:]) == told
+    assert told[0].endswith("is up: 1 of 2 replicas")
+    assert told[1].endswith("is up: 2 of 2 replicas")
+
+
 def test_what_could_never_run_is_refused_at_once(make_cluster, config):
     cluster, _ = make_cluster(1)
     with pytest.raises(InvalidInputError, match="prompt"):

@@ -17,6 +17,7 @@ from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_with
 from rollout.cluster.ray.pool import RayPool
+from rollout.cluster.ray.replica import import_failure
 from rollout.cluster.replica import Opened
 from rollout.errors import CheckpointError, ClusterError
 from tests.cluster import broken_workers
@@ -113,9 +114,18 @@ def test_one_that_dies_too_often_ends_it_with_its_last_words(config):
     assert "the driver of this GPU is of another age" in str(caught.value)
 
 
+def test_what_ray_says_in_words_is_known_for_a_missing_module():
+    said = "The actor failed to import on the worker:\n\nModuleNotFoundError: No module named 'x'\n"
+    assert import_failure(RuntimeError(said)) == "No module named 'x'"
+    assert import_failure(ImportError("libcuda.so.1")) == "libcuda.so.1"
+    assert import_failure(RuntimeError("out of memory")) is None
+
+
 def test_an_engine_that_cannot_be_made_raises_its_own_error(config):
     with pytest.raises(CheckpointError, match="is no more"):
         open_with(config, broken_workers.refuses, settings(1))
+    with pytest.raises(ClusterError, match=r"replica-0 .* lacks .* named 'kernels\w*'"):
+        open_with(config, broken_workers.lacks, settings(1, max_deaths=1))
     with pytest.raises(TypeError, match="pickle"):
         open_with(config, partial(broken_workers.refuses, progress=(i for i in [])), settings(1))
 

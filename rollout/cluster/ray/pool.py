@@ -19,7 +19,7 @@ from rollout.cluster.ray.actor import ReplicaActor
 from rollout.cluster.ray.heartbeats import Heartbeats, Pulsed
 from rollout.cluster.ray.instance import RayInstance
 from rollout.cluster.ray.last_words import Residence, last_lines
-from rollout.cluster.ray.replica import RayReplica, cause_of
+from rollout.cluster.ray.replica import RayReplica, cause_of, import_failure
 from rollout.cluster.ray.resources import ReplicaResources, replica_resources
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
@@ -40,6 +40,10 @@ class _Seat:
     started: float = field(default_factory=time.monotonic)
     residence: Residence | None = None
     deaths: int = 0  # one after the other, without a rollout in between
+
+    @property
+    def is_first_start(self) -> bool:
+        return not (self.is_open or self.deaths)
 
 
 class RayPool:
@@ -82,6 +86,10 @@ class RayPool:
         self._has_opened = False  # any of them, ever
         self._failure: RolloutError | None = None
         self._seats: dict[str, _Seat] = {}
+        log.info(
+            "starting %d replicas, each with %d CPUs and %g GPUs",
+            cluster.replicas, self._resources.num_cpus, self._resources.num_gpus,
+        )  # fmt: skip
         for index in range(cluster.replicas):
             name = f"replica-{index}"
             self._seats[name] = _Seat(self._start(name))
@@ -188,6 +196,12 @@ class RayPool:
             self._failure = error  # the model's fault or the configuration's: no use in more
             return []
         dead, reason = seat.replica, str(error).strip()
+        if seat.is_first_start and (lacking := import_failure(error)) is not None:
+            self._failure = ClusterError(
+                f"{dead.name} cannot start, its environment lacks what it imports: {lacking}. "
+                "Install it for all of Ray's workers"
+            )
+            return []
         dead.kill()
         self._heartbeats.forget(dead)
         seat.deaths += 1

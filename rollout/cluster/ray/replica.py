@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -75,6 +76,17 @@ class RayReplica:
             reference = method.remote(turn, *args, **kwargs)
             self._next_turn += 1
         return turn, reference
+
+
+def import_failure(error: BaseException) -> str | None:
+    """What could not be imported where the replica was to start; None: it failed otherwise.
+
+    Ray says it in words alone of an actor, or of an argument, that cannot be unpickled there.
+    """
+    if isinstance(error, ImportError):
+        return str(error)
+    said = re.search(r"\b(?:ModuleNotFoundError|ImportError): (.+)", str(error))
+    return None if said is None else said[1]
 
 
 def cause_of(error: BaseException) -> BaseException:
