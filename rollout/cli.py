@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollout.errors import InvalidInputError, RolloutError
+from rollout.hydra_errors import HydraErrors
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, run_job
@@ -53,16 +54,21 @@ def main() -> None:
         _print_error(f"no command {sys.argv[1]!r}: {', '.join(SUBCOMMANDS)}, or KEY=VALUE ...")
         sys.exit(EXIT_BAD_INPUT)
     register_config_schema()
-    command = _Command()
+    command, hydra_errors = _Command(), HydraErrors(sys.argv[1:])
 
     # Hydra would print a traceback of its own and end with 1 whatever happened, and after the
     # first failure drop the rest of a sweep; so no error of ours reaches it.
     @hydra.main(config_path="pkg://rollout.conf", config_name="config", version_base="1.3")
     def run(config: DictConfig) -> None:
-        command.run(config)
+        with hydra_errors.job():
+            command.run(config)
 
     try:
-        run()
+        with hydra_errors.translated():
+            run()
+    except InvalidInputError as error:
+        _print_error(str(error))
+        sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:  # outside generation: nothing to save
         sys.exit(EXIT_SIGNAL + 2)
     sys.exit(command.exit_code)

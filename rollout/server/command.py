@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.cluster.opening import open_engine
 from rollout.errors import InvalidInputError, RolloutError
+from rollout.hydra_errors import HydraErrors
 from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
@@ -36,20 +37,23 @@ _LAST_BYTES_SECONDS = 5  # that readers have for answers which are complete when
 
 
 def run_serve(arguments: Sequence[str]) -> None:
-    """Ends after Ctrl-C or SIGTERM. Raises InvalidInputError, what the model's loading raises, and
-    OmegaConf's errors for keys and values that do not fit."""
+    """Ends after Ctrl-C or SIGTERM. Raises InvalidInputError and what the model's loading raises,
+    and OmegaConf's errors for values that do not fit."""
     register_serve_schema()
+    hydra_errors = HydraErrors(arguments)
     failures: list[Exception] = []  # Hydra would print them with a traceback of its own
 
     @hydra.main(config_path="pkg://rollout.conf", config_name="serve", version_base="1.3")
     def run(config: DictConfig) -> None:
         try:
-            serve(serve_config_from(config))
+            with hydra_errors.job():
+                serve(serve_config_from(config))
         except (RolloutError, OmegaConfBaseException, OSError) as error:
             failures.append(error)
 
     sys.argv = [sys.argv[0], *arguments]  # from where Hydra reads them
-    run()
+    with hydra_errors.translated():
+        run()
     if failures:
         raise failures[0]
 
