@@ -47,11 +47,11 @@ class CudaCapture:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         # Kernels are compiled and libraries make their workspaces before anything is recorded.
-        side = self._stream
-        side.wait_stream(torch.cuda.current_stream(self._device))
+        side, usual = self._stream, torch.cuda.current_stream(self._device)
+        side.wait_stream(usual)
         with torch.cuda.stream(side):
             run()
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        usual.wait_stream(side)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self._device)[0]
@@ -65,7 +65,7 @@ class CudaCapture:
             ):
                 run()
         except BaseException:
-            self._end_allocation()
+            self._recover(usual)
             raise
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         return _CudaGraph(graph, max(0, taken))
@@ -74,14 +74,22 @@ class CudaCapture:
         self._pool = None
         torch.cuda.empty_cache()
 
-    def _end_allocation(self) -> None:
-        """After a failed capture. Up to version 2.11 torch leaves its allocator believing that it
-        goes on, and every `empty_cache` raises; later versions have ended it and say so."""
+    def _recover(self, usual: torch.cuda.Stream) -> None:
+        """After a failed capture, which torch goes on believing in, in three places."""
+        # The thread stays on the stream that was captured.
+        torch.cuda.set_stream(usual)
+        # Up to version 2.11 the allocator, so that every `empty_cache` raises; later ones say here
+        # that it has ended.
         index = self._device.index
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(
                 torch.cuda.current_device() if index is None else index, self._pool
             )
+        # The device's generator, which a trainer may draw from, until a capture succeeds.
+        with suppress(RuntimeError), torch.cuda.stream(usual):
+            one = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(one, stream=self._stream, capture_error_mode="thread_local"):
+                torch.zeros(1, device=self._device)
 
 
 class _CudaGraph:

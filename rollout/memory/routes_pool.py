@@ -17,14 +17,16 @@ class RoutesPool:
     """A row of ``experts_SLX`` per KV slot, written with its keys and values and as true as they.
 
     So a token found in the prefix cache has its choices, and so has an accepted draft node. Held on
-    the host, in the smallest integers that number all experts. What a forward chose is fetched when
-    it is asked for, or when the next forward has begun: on a GPU nobody waits for it.
+    the host, in the smallest integers that number all experts. What a forward chose is on its way
+    from then on, and looked at when it is asked for, or when the next forward has begun: on a GPU
+    nobody waits for that one.
     """
 
     def __init__(self, spec: ExpertsSpec, num_slots: int) -> None:
         self._shape = (num_slots + 1, len(spec.layers), spec.experts_per_token)
         self._dtype = _dtype(spec)
         self._pending: tuple[NDArray[np.int64], torch.Tensor] | None = None
+        self._copied: torch.cuda.Event | None = None  # when what is pending is on the host
         self._experts_SLX: NDArray[np.integer]
         self.allocate()
 
@@ -36,8 +38,14 @@ class RoutesPool:
         """Of a forward whose rows wrote these slots; see StepRoutes. What it holds may change
         afterwards."""
         self._settle()
-        experts_TLX = routes_TC.view(-1, *self._shape[1:])
-        self._pending = slots_T, experts_TLX.to(self._dtype, copy=True)
+        experts_TLX = routes_TC.view(-1, *self._shape[1:]).to(self._dtype, copy=True)
+        if experts_TLX.is_cuda:
+            on_host = torch.empty(experts_TLX.shape, dtype=self._dtype, pin_memory=True)
+            on_host.copy_(experts_TLX, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(experts_TLX.device))
+            experts_TLX = on_host
+        self._pending = slots_T, experts_TLX
 
     def read(self, slots_P: NDArray[np.int32]) -> NDArray[np.integer]:
         """A copy [P, L, X], uint8 or int16: the most probable expert first."""
@@ -59,7 +67,9 @@ class RoutesPool:
     def _settle(self) -> None:
         if self._pending is not None:
             slots_T, experts_TLX = self._pending
-            self._experts_SLX[slots_T] = experts_TLX.cpu().numpy()
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._experts_SLX[slots_T] = experts_TLX.numpy()
             self._pending = None
 
 

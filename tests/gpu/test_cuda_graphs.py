@@ -102,4 +102,6 @@ def test_a_forward_that_cannot_be_captured_runs_without(tiny_model_path, eager, 
         assert outcome(engine) == eager
     assert "without graphs" in caplog.text
     assert engine.worker.target.graphs.failure
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.randn(3, device="cuda")  # its generator, too, knows that nothing is captured
     assert outcome(engine) == eager

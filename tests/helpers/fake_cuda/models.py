@@ -38,9 +38,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "biased": _dense(14, 2, 64, 896, 4864, 151_936, architectures=["Qwen2ForCausalLM"]),
     "own heads": _dense(32, 32, 128, 4096, 11_008, 32_000),
     "odd": _dense(6, 1, 80, 480, 1001, 32_003),
-    # Qwen3-30B-A3B.
+    # Qwen3-30B-A3B, but for most of its 128 experts.
     "sparse": _dense(
-        32, 4, 128, 2048, 6144, 151_936, architectures=["Qwen3MoeForCausalLM"], num_experts=128,
+        32, 4, 128, 2048, 6144, 151_936, architectures=["Qwen3MoeForCausalLM"], num_experts=16,
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[0],
     ),
@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # experts.
     "recurrent": _dense(
         16, 2, 256, 2048, 5120, 151_936, architectures=["Qwen3NextForCausalLM"],
-        num_hidden_layers=4, num_experts=32, num_experts_per_tok=10, moe_intermediate_size=512,
+        num_hidden_layers=4, num_experts=16, num_experts_per_tok=10, moe_intermediate_size=512,
         shared_expert_intermediate_size=512, norm_topk_prob=True, mlp_only_layers=[0, 1, 2],
         decoder_sparse_step=1, linear_conv_kernel_dim=4, linear_key_head_dim=128,
         linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,

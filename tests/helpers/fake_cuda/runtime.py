@@ -91,15 +91,20 @@ def forbid_in_capture(seen: Seen, what: str) -> None:
 
 def cuda_functions(seen: Seen, free_bytes: int) -> dict[str, Any]:
     """What replaces ``torch.cuda.<name>``."""
-    streams = [FakeStream(seen, "current stream")]
+    default = FakeStream(seen, "default stream")
+    thread = SimpleNamespace(stream=default)
+
+    def set_stream(stream: FakeStream) -> None:
+        thread.stream = stream
 
     @contextmanager
     def on_stream(stream: FakeStream):
-        streams.append(stream)
+        before = thread.stream
+        set_stream(stream)
         try:
             yield
         finally:
-            streams.pop()
+            set_stream(before)
 
     @contextmanager
     def on_device(device: torch.device | int):
@@ -115,12 +120,18 @@ def cuda_functions(seen: Seen, free_bytes: int) -> dict[str, Any]:
         assert capture_error_mode in ("global", "thread_local", "relaxed")
         forbid_in_capture(seen, "a capture")
         seen.note(Kind.CAPTURE, "graph")
-        with on_stream(stream or FakeStream(seen, "capture stream")):
-            seen.in_capture = True
-            try:
-                yield
-            finally:
-                seen.in_capture = False
+        before = thread.stream
+        set_stream(stream or FakeStream(seen, "capture stream"))
+        seen.in_capture = seen.generator_captures = True
+        refused = len(seen.of(Kind.FORBIDDEN))
+        try:
+            yield
+        finally:
+            seen.in_capture = False
+            if len(seen.of(Kind.FORBIDDEN)) > refused:  # as torch leaves it: see CudaCapture
+                raise RuntimeError("operation failed due to a previous error during capture")
+            seen.generator_captures = False
+            set_stream(before)
         cuda_graph.is_captured = True
 
     def synchronize(device: Any = None) -> None:
@@ -142,8 +153,9 @@ def cuda_functions(seen: Seen, free_bytes: int) -> dict[str, Any]:
         "Event": lambda enable_timing=False, **_: FakeEvent(seen, enable_timing),
         "Stream": lambda device=None, priority=0: FakeStream(seen, "side stream"),
         "CUDAGraph": lambda: FakeGraph(seen),
-        "current_stream": lambda device=None: streams[-1],
-        "default_stream": lambda device=None: streams[0],
+        "current_stream": lambda device=None: thread.stream,
+        "default_stream": lambda device=None: default,
+        "set_stream": set_stream,
         "stream": on_stream,
         "device": on_device,
         "graph": capture,

@@ -39,10 +39,12 @@ class Event:
 
 @dataclass(slots=True)
 class Seen:
-    """``in_capture``: whether a graph is being captured now."""
+    """``in_capture``: whether a graph is being captured now. ``generator_captures``: whether
+    torch's random numbers on the device can be had in a capture alone."""
 
     events: list[Event] = field(default_factory=list)
     in_capture: bool = False
+    generator_captures: bool = False
 
     def note(self, kind: Kind, what: str) -> None:
         event = Event(kind=kind, what=what, where=_caller(), in_capture=self.in_capture)

@@ -77,8 +77,11 @@ class WatchedFunctions(TorchFunctionMode):
         if not on_device and not any(_names_the_device(leaf) for leaf in leaves):
             with _disable_current_modes():
                 return self._on_host(func, name, args, kwargs)
-        if name == "tensor" or name == "as_tensor":
-            self._seen.note(Kind.STALL, f"torch.{name} of values on the host")
+        if name in ("tensor", "as_tensor") and not on_device:
+            device = kwargs.pop("device")
+            with _disable_current_modes():
+                args = (func(*args, **kwargs), device)
+            return self._sent(*args)
         if name == "copy_":
             return self._copy_(*args, **kwargs)
         if name in ("to", "cuda") and not isinstance(args[0], FakeTensor):

@@ -1,0 +1,29 @@
+"""What is captured can be, and a capture that fails leaves torch as it was."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout import SamplingParams
+from tests.helpers.fake_cuda import FakeGpu, Kind
+from tests.helpers.fake_cuda.models import make_engine
+
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+
+def test_after_a_capture_that_fails_steps_go_on_where_they_were(gpu: FakeGpu, tmp_path) -> None:
+    engine = make_engine(tmp_path, "demo", exact=False)
+    model, stream = engine.worker.target.model, torch.cuda.current_stream()
+    forward = model.forward
+
+    def waiting(*arguments, **keywords):
+        hidden = forward(*arguments, **keywords)
+        torch.cuda.current_stream().synchronize()  # not permitted in a capture
+        return hidden
+
+    model.forward = waiting
+    engine.generate([[5, 6, 7]], PARAMS)
+    assert engine.worker.target.graphs.failure
+    assert torch.cuda.current_stream() is stream
+    assert not gpu.seen.generator_captures
+    assert not gpu.seen.of(Kind.REPLAY)
