@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from rollout.ops.grouped_matmul.triton import _grouped_matmul_kernel  # noqa: E402
 from rollout.ops.matmul.triton import Tile, _matmul_kernel, tiles  # noqa: E402
 from rollout.ops.paged_attention.triton import _attention_kernel, tile_rows  # noqa: E402
+from rollout.ops.truncation import triton as truncation  # noqa: E402
 from tests.helpers.triton_compile import Compiled, compile_for_hopper  # noqa: E402
 
 BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "y_ptr", "q_ptr", "k_ptr", "v_ptr", "out_ptr")
@@ -103,3 +104,22 @@ def test_attention_uses_the_same_kind(spread: bool) -> None:
     }  # fmt: skip
     compiled = compiled_product(_attention_kernel, constants, num_warps=4, num_stages=3)
     assert products(compiled) == {"m64n64k16", "m64n128k16"}
+
+
+@pytest.mark.parametrize("name", ["tops", "bins", "gather", "threshold"])
+def test_truncation_needs_no_stack(name: str) -> None:
+    kernel = getattr(truncation, f"_{name}_kernel")
+    block = 1024 if name == "threshold" else 4096
+    constants = {"BLOCKS": 32, "BINS": 32, "BLOCK": block, "MOST": 16384}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    types = {"counts_ptr": "*i32", "top_k_ptr": "*i64"}
+    compiled = compile_for_hopper(
+        kernel,
+        [
+            "constexpr" if key in constants
+            else types.get(key, "*fp32" if key.endswith("_ptr") else "i32")
+            for key in kernel.arg_names
+        ],
+        constants, aligned=("stride", "vocab"), num_warps=8,
+    )  # fmt: skip
+    assert compiled.stack == 0

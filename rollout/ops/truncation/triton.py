@@ -1,13 +1,20 @@
-"""Top-k, top-p and min-p on a GPU, without a sort: one program per row.
+"""Top-k, top-p and min-p on a GPU, without a sort: four kernels that share a row out.
 
 Both cuts are the largest t for which the tokens with a logit of at least t have enough: k of them,
-or the share p of the weight that top-k leaves. Floats are ordered as integers are when the negative
-ones are flipped, so t is found digit by digit, four bits to a pass over the row. Every pass adds
-the same weights in the same places, so what one finds the next one finds again.
+or the share p of the weight that top-k leaves. In which of 32 bins of logits such a t lies is seen
+from counts and weights by bin; only tokens of those bins are looked through for t itself:
 
-Weights are float32, added in float32 per lane and in float64 across lanes: less than 1e-6 of the
-row's sum off the reference's, so a token is kept here and not there only where the cumulative
-probability meets p within that.
+1. the top of each block of 4096 tokens,
+2. how many tokens and how much weight of a block are in each bin, a bin being a distance from the
+   row's top, narrow where it is small,
+3. the tokens of the bins that matter, one after another in the order of the vocabulary,
+4. a program per row: floats are ordered as integers are when the negative ones are flipped, so t is
+   found digit by digit, four bits to a pass over those tokens. If they are more than _MOST, it
+   passes over the row instead.
+
+What is added up in which order depends on the row alone. Weights are float32, added in float32
+within blocks and lanes and in float64 across: less than 1e-6 of the row's sum off the reference's,
+so a token is kept here and not there only where the cumulative probability meets p within that.
 """
 
 from __future__ import annotations
@@ -16,7 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024
+_BLOCK = 4096
+_BINS = 32
+_MOST = 16384  # tokens of a row that are written down
+_SEARCHED = 1024  # tokens at a time
 
 
 def truncation_threshold(
@@ -27,13 +37,33 @@ def truncation_threshold(
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
     rows, vocab = logits_RV.shape
-    threshold_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    if rows:
-        _threshold_kernel[(rows,)](
-            logits_RV, temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous(),
-            min_p_R.contiguous(), threshold_R, logits_RV.stride(0), vocab,
-            BLOCK=_BLOCK, num_warps=16, enable_fp_fusion=False,
-        )  # fmt: skip
+    blocks = triton.cdiv(vocab, _BLOCK)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits_RV.device)
+
+    threshold_R = empty(rows)
+    if not rows:
+        return threshold_R
+    tops_RB, found_RM = empty(rows, blocks), empty(rows, _MOST)
+    counts_RBJ = empty(rows, blocks, _BINS, dtype=torch.int32)
+    weights_RBJ = empty(rows, blocks, _BINS)
+    row = (logits_RV, logits_RV.stride(0), vocab, blocks)
+    cuts = (temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous())
+    bins = (tops_RB, counts_RBJ, weights_RBJ)
+    shape = {"BLOCKS": triton.next_power_of_2(blocks), "BINS": _BINS}
+    _tops_kernel[(rows, blocks)](*row, tops_RB, BLOCK=_BLOCK, num_warps=8)
+    _bins_kernel[(rows, blocks)](
+        *row, cuts[0], *bins, **shape, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
+    )
+    _gather_kernel[(rows, blocks)](
+        *row, *cuts, *bins, found_RM,
+        **shape, BLOCK=_BLOCK, MOST=_MOST, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    _threshold_kernel[(rows,)](
+        *row, *cuts, min_p_R.contiguous(), *bins, found_RM, threshold_R,
+        **shape, BLOCK=_SEARCHED, MOST=_MOST, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
     return threshold_R
 
 
@@ -51,59 +81,218 @@ def _logit(key):
 
 
 @triton.jit
-def _measures(logits_ptr, vocab, top, scale, keys, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens, or how much weight, are at each of 16 keys or above; float64."""
+def _load(logits_ptr, first, end, BLOCK: tl.constexpr):
+    """Logits, and which of them there are; the others are -inf."""
+    token = first + tl.arange(0, BLOCK)
+    return tl.load(logits_ptr + token, mask=token < end, other=float("-inf")), token < end
+
+
+@triton.jit
+def _top(tops_ptr, row, blocks, BLOCKS: tl.constexpr):
+    block = tl.arange(0, BLOCKS)
+    tops = tl.load(tops_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
+    return tl.max(tops, axis=0)
+
+
+@triton.jit
+def _scale(temperature_ptr, row):
+    temperature = tl.load(temperature_ptr + row)
+    return tl.where(temperature == 0, 1.0, temperature)
+
+
+@triton.jit
+def _weight(logit, there, top, scale):
+    return tl.where(there, tl.exp(tl.math.div_rn(logit - top, scale)), 0.0)
+
+
+@triton.jit
+def _bin(logit, top, BINS: tl.constexpr):
+    """Larger for smaller logits; the last for what is too far off to tell, and for NaN."""
+    place = 4.0 * tl.sqrt_rn(top - logit)
+    return tl.where(place < BINS - 1, place, BINS - 1).to(tl.int32)
+
+
+@triton.jit
+def _through(
+    values_ptr, row, blocks, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, BINS: tl.constexpr
+):
+    """[BINS] how much all blocks have in each bin and those before it."""
+    block, bin = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BINS)[None, :]
+    ptrs = values_ptr + (row * blocks + block) * BINS + bin
+    values = tl.load(ptrs, mask=block < blocks, other=0)
+    return tl.cumsum(tl.sum(values.to(DTYPE), axis=0), axis=0)
+
+
+@triton.jit
+def _before(through, bin, BINS: tl.constexpr):
+    """What is in the bins before one."""
+    return tl.sum(tl.where(tl.arange(0, BINS) == bin - 1, through, 0), axis=0)
+
+
+@triton.jit
+def _first_with(through, enough, BINS: tl.constexpr):
+    """The first bin that has, with those before it, enough."""
+    return tl.minimum(tl.sum((through < enough).to(tl.int32), axis=0), BINS - 1)
+
+
+@triton.jit
+def _wanted_bins(
+    row, vocab, blocks, top_k_ptr, top_p_ptr, counts_ptr, weights_ptr,
+    BLOCKS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """First and last bin in which a cut may lie, tokens and weight before the first, all weight.
+
+    Where nothing is cut the first is after the last.
+    """
+    counts = _through(counts_ptr, row, blocks, tl.int32, BLOCKS, BINS)
+    weights = _through(weights_ptr, row, blocks, tl.float64, BLOCKS, BINS)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    first, last = 1, 0
+    total = _before(weights, BINS, BINS)
+    least_left = total
+    by_k = (top_k > 0) & (top_k < vocab)
+    if by_k:
+        last = _first_with(counts, top_k, BINS)
+        first = last
+        least_left = _before(weights, last, BINS)
+    if top_p < 1:
+        share = top_p.to(tl.float64)
+        first = _first_with(weights, share * least_left, BINS)
+        if not by_k:
+            last = first
+    return first, last, _before(counts, first, BINS), _before(weights, first, BINS), total
+
+
+@triton.jit
+def _tops_kernel(logits_ptr, stride, vocab, blocks, tops_ptr, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logit, _ = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    tl.store(tops_ptr + row * blocks + block, tl.max(logit, axis=0))
+
+
+@triton.jit
+def _bins_kernel(
+    logits_ptr, stride, vocab, blocks, temperature_ptr, tops_ptr, counts_ptr, weights_ptr,
+    BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top = _top(tops_ptr, row, blocks, BLOCKS)
+    logit, there = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    bin = _bin(logit, top, BINS)
+    weight = _weight(logit, there, top, _scale(temperature_ptr, row))
+    place = (row * blocks + block) * BINS
+    tl.store(counts_ptr + place + tl.arange(0, BINS), tl.histogram(bin, BINS, mask=there))
+    for j in range(BINS):
+        tl.store(weights_ptr + place + j, tl.sum(tl.where(bin == j, weight, 0.0), axis=0))
+
+
+@triton.jit
+def _gather_kernel(
+    logits_ptr, stride, vocab, blocks, temperature_ptr, top_k_ptr, top_p_ptr,
+    tops_ptr, counts_ptr, weights_ptr, found_ptr,
+    BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, last, _, _, _ = _wanted_bins(
+        row, vocab, blocks, top_k_ptr, top_p_ptr, counts_ptr, weights_ptr, BLOCKS, BINS
+    )
+    earlier, bins = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BINS)[None, :]
+    count_ptrs = counts_ptr + (row * blocks + earlier) * BINS + bins
+    wanted = (earlier < block) & (bins >= first) & (bins <= last)
+    place = tl.sum(tl.sum(tl.load(count_ptrs, mask=wanted, other=0), axis=1), axis=0)
+
+    top = _top(tops_ptr, row, blocks, BLOCKS)
+    logit, there = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    bin = _bin(logit, top, BINS)
+    here = there & (bin >= first) & (bin <= last)
+    place += tl.cumsum(here.to(tl.int32), axis=0) - 1
+    tl.store(found_ptr + row * MOST + place, logit, mask=here & (place < MOST))
+
+
+@triton.jit
+def _measures(
+    logits_ptr, end, top, scale, first, last, keys,
+    BY_WEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many tokens of the bins, or how much weight, are at each of 16 keys or above; float64."""
     at_least = tl.zeros((16, BLOCK), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        logit = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf"))
-        weight = tl.where(token < vocab, 1.0, 0.0)
+    for start in range(0, end, BLOCK):
+        logit, there = _load(logits_ptr, start, end, BLOCK)
+        bin = _bin(logit, top, BINS)
+        there = there & (bin >= first) & (bin <= last)
+        weight = tl.where(there, 1.0, 0.0)
         if BY_WEIGHT:
-            weight = tl.exp(tl.math.div_rn(logit - top, scale))
+            weight = _weight(logit, there, top, scale)
         reached = _key(logit)[None, :] >= keys[:, None]
         at_least += tl.where(reached, weight[None, :], 0.0)
     return tl.sum(at_least.to(tl.float64), axis=1)
 
 
 @triton.jit
-def _search(logits_ptr, vocab, top, scale, enough, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _above(
+    logits_ptr, end, top, scale, first, last, key,
+    BY_WEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The measure of what is above one key."""
+    keys = key + 1 + tl.zeros((16,), tl.int64)
+    return tl.max(_measures(logits_ptr, end, top, scale, first, last, keys, BY_WEIGHT, BINS, BLOCK))
+
+
+@triton.jit
+def _search(
+    logits_ptr, end, top, scale, first, last, enough,
+    BY_WEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The largest key with a measure of ``enough``."""
     digit = tl.arange(0, 16).to(tl.int64)
     found = tl.zeros((), tl.int64)
     for place in range(0, 8):
         step = tl.full((), 1, tl.int64) << (28 - 4 * place)
-        measures = _measures(logits_ptr, vocab, top, scale, found + digit * step, BY_WEIGHT, BLOCK)
+        measures = _measures(
+            logits_ptr, end, top, scale, first, last, found + digit * step, BY_WEIGHT, BINS, BLOCK
+        )
         found += (tl.maximum(tl.sum((measures >= enough).to(tl.int32)), 1) - 1) * step
     return found
 
 
 @triton.jit
 def _threshold_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, stride, vocab,
-    BLOCK: tl.constexpr,
+    logits_ptr, stride, vocab, blocks, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    tops_ptr, counts_ptr, weights_ptr, found_ptr, out_ptr,
+    BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride
-    temperature = tl.load(temperature_ptr + row)
-    scale = tl.where(temperature == 0, 1.0, temperature)
-    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        logit = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf"))
-        tops = tl.maximum(tops, logit)
-    top = tl.max(tops, axis=0)
-
-    key = tl.zeros((), tl.int64)  # below every logit
-    top_k = tl.load(top_k_ptr + row)
-    if (top_k > 0) & (top_k < vocab):
-        key = _search(logits_ptr, vocab, top, scale, top_k.to(tl.float64), False, BLOCK)
-    top_p = tl.load(top_p_ptr + row)
-    if top_p < 1:
-        keys = key + tl.zeros((16,), tl.int64)
-        left = tl.max(_measures(logits_ptr, vocab, top, scale, keys, True, BLOCK))
-        by_weight = _search(logits_ptr, vocab, top, scale, left * top_p.to(tl.float64), True, BLOCK)
-        key = tl.maximum(key, by_weight)
-    threshold = tl.where(key == 0, float("-inf"), _logit(key))
+    top, scale = _top(tops_ptr, row, blocks, BLOCKS), _scale(temperature_ptr, row)
+    first, last, count_before, weight_before, left = _wanted_bins(
+        row, vocab, blocks, top_k_ptr, top_p_ptr, counts_ptr, weights_ptr, BLOCKS, BINS
+    )
+    threshold = tl.full((), float("-inf"), tl.float32)
+    if first <= last:
+        through = _through(counts_ptr, row, blocks, tl.int32, BLOCKS, BINS)
+        end = _before(through, last + 1, BINS) - count_before
+        logits_ptr += row * stride
+        if end > MOST:
+            end = vocab
+        else:
+            logits_ptr = found_ptr + row * MOST
+        key = tl.zeros((), tl.int64)  # below every logit
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        if (top_k > 0) & (top_k < vocab):
+            enough = (top_k - count_before).to(tl.float64)
+            key = _search(logits_ptr, end, top, scale, first, last, enough, False, BINS, BLOCK)
+            # Of tokens equal to the k-th as many count as make k.
+            above = _above(logits_ptr, end, top, scale, first, last, key, False, BINS, BLOCK)
+            equal = (enough - above) * _weight(_logit(key), True, top, scale).to(tl.float64)
+            above = _above(logits_ptr, end, top, scale, first, last, key, True, BINS, BLOCK)
+            left = weight_before + above + equal
+        if top_p < 1:
+            most = _above(logits_ptr, end, top, scale, first, last, key - 1, True, BINS, BLOCK)
+            # A sum by bins may round the other way: the cut is then the first or last of these.
+            enough = left * top_p.to(tl.float64) - weight_before
+            enough = tl.maximum(tl.minimum(enough, most), 1e-300)
+            by_weight = _search(logits_ptr, end, top, scale, first, last, enough, True, BINS, BLOCK)
+            key = tl.maximum(key, by_weight)
+        threshold = tl.where(key == 0, float("-inf"), _logit(key))
     floor = top + tl.log(tl.load(min_p_ptr + row).to(tl.float64)).to(tl.float32) * scale
     # Not above the top: a share of nothing, or a row of NaN, would cut all there is.
     tl.store(out_ptr + row, tl.minimum(tl.maximum(threshold, floor), top))

@@ -13,6 +13,7 @@ from scipy import stats
 from rollout.ops.categorical import reference
 from rollout.ops.categorical.triton import categorical, entropy, token_logprobs
 from rollout.ops.truncation import reference as truncation_reference
+from rollout.ops.truncation import triton as truncation_on_a_gpu
 from rollout.ops.truncation.triton import truncation_threshold
 from rollout.ops.uniforms import reference as uniforms_reference
 from rollout.ops.uniforms.triton import uniforms
@@ -145,16 +146,21 @@ def test_a_token_outside_the_vocabulary_has_no_logprob(device, token: int) -> No
     assert token_logprobs(torch.randn(1, 8, device=device), one, tokens).isnan().all()
 
 
-@pytest.mark.parametrize("vocab", [5, 1500])
-def test_thresholds_are_the_reference(device, vocab: int) -> None:
-    """All ways to cut, alone and together, with ties and impossible tokens."""
+@pytest.mark.parametrize(("vocab", "most"), [(5, 16384), (1500, 16384), (9000, 16384), (5000, 30)])
+def test_thresholds_are_the_reference(device, monkeypatch, vocab: int, most: int) -> None:
+    """All ways to cut, alone and together, with ties and impossible tokens.
+
+    ``most``: tokens of a row that are written down; where more matter they are looked up again.
+    """
+    monkeypatch.setattr(truncation_on_a_gpu, "_MOST", most)
     torch.manual_seed(vocab)
     cuts = [
         (k, p, m) for k in (0, 1, 3, 40, 5000) for p in (1.0, 0.9, 0.3) for m in (0.0, 0.05)
     ]  # fmt: skip
-    if INTERPRETED and vocab > 1000:
-        cuts = cuts[::4]
-    logits = (torch.randn(len(cuts), vocab) * 3).round(decimals=1)  # ties
+    if INTERPRETED:
+        cuts = cuts[:: 2 if vocab < 1000 else 5]
+    spread = torch.tensor([3.0, 0.3])[torch.arange(len(cuts)) % 2]
+    logits = (torch.randn(len(cuts), vocab) * spread[:, None]).round(decimals=1)  # ties
     logits[:, 1::4] = -torch.inf
     temperature = torch.tensor([0.0, 0.6, 1.0, 2.0])[torch.arange(len(cuts)) % 4]
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*cuts, strict=True))
@@ -167,9 +173,20 @@ def test_thresholds_are_the_reference(device, vocab: int) -> None:
             assert torch.equal(kept & logits[row].isfinite(), wanted & logits[row].isfinite()), cut
 
 
+def test_thresholds_far_below_the_top(device) -> None:
+    """Where no bin tells tokens apart."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4200).round(decimals=2)
+    logits[:, 7] = 1000.0
+    k, off = torch.tensor([2, 100]), torch.ones(2)
+    threshold = truncation_threshold(*(t.to(device) for t in (logits, off, k, off, 0 * off)))
+    expected = logits.sort(dim=1, descending=True).values[[0, 1], k - 1]
+    assert torch.equal(threshold.cpu(), expected)
+
+
 def test_a_threshold_is_the_same_alone_and_in_company(device) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(3, 1100, device=device) * 3
+    logits = torch.randn(3, 4200, device=device) * 3
     logits[1] = torch.nan
     half, ones = torch.full((3,), 0.5, device=device), torch.ones(3, device=device)
     k = torch.full((3,), 50, device=device)
