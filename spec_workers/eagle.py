@@ -172,6 +172,7 @@ def open_eagle(
         config,
         progress,
         features=draft_spec.features,
+        draft_nodes=num_draft_tokens,
         draft_bytes=draft_bytes(
             config, target_spec, draft_spec, slots_per_request=topk * (num_steps - 1)
         ),

@@ -122,6 +122,7 @@ def open_chain(
         config,
         progress,
         features=chain.spec.features,
+        draft_nodes=num_draft_tokens,
         draft_bytes=draft_bytes(
             config,
             target_spec,

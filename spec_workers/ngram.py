@@ -178,7 +178,7 @@ def build(
         configured={} if external_corpora is None else external_corpora,
         corpus_path=corpus_path,
     )
-    target = TargetWorker(config, progress)
+    target = TargetWorker(config, progress, draft_nodes=num_draft_tokens)
     return NgramWorker(
         target,
         draft_corpus,

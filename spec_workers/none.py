@@ -18,4 +18,4 @@ class PlainWorker(SpecWorker):
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> PlainWorker:
-    return PlainWorker(TargetWorker(config, progress))
+    return PlainWorker(TargetWorker(config, progress, draft_nodes=0))

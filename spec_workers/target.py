@@ -9,11 +9,10 @@ from rollout.device_name import device_name
 from rollout.graphs import ForwardGraphs
 from rollout.graphs.capture import Capture
 from rollout.layers.row_invariance import make_row_invariant
+from rollout.memory.activations import warm_up
+from rollout.memory.padding_steps import PaddingSteps
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
-from rollout.ops import gpu
-from rollout.ops.gated_delta_rule.chunked import PieceKernel
-from rollout.ops.gated_delta_rule.fla import piece_kernel
 from rollout.parallel import local_rank, open_ranks
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
@@ -49,6 +48,7 @@ class TargetWorker:
         *,
         features: Features | None = None,
         draft_bytes: DraftBytes = NO_DRAFT,
+        draft_nodes: int = MAX_TREE_NODES - 1,
         capture: Capture | None = None,
     ) -> None:
         """
@@ -56,6 +56,7 @@ class TargetWorker:
             progress: told how far the weights are read.
             features: hidden states that drafts want of every row.
             draft_bytes: what a draft's keys and values are going to take.
+            draft_nodes: most of a request in one step; memory is kept free for so many.
             capture: how forwards are captured; default: as CUDA graphs on a GPU, else not at all.
         """
         device = resolve_device(config.model.device, local_rank(config.parallel))
@@ -90,12 +91,15 @@ class TargetWorker:
             most_rows = self.longest_step * self.ranks.rows.size
             exact_rows = make_row_invariant(self.model.linears(), most_rows)
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
+        padding = PaddingSteps(self.model, features, exact=config.exact)
+        if device.type == "cuda":
+            warm_up(padding, self.longest_step)
         memory = target_memory(
             config,
             self.model,
             self.ranks.all,
             draft_bytes=draft_bytes,
-            reserved_bytes=bytes_of_steps(config, self.model, self.longest_step),
+            reserved_bytes=bytes_of_steps(config, padding, draft_nodes),
         )
         self.memory, self.kv_pool = memory.index, memory.kv_pool
         self.state_pool = memory.state_pool
@@ -117,7 +121,7 @@ class TargetWorker:
             device=device,
             features=features,
             graphs=self.graphs,
-            piece_kernel=self._piece_kernel(config),
+            piece_kernel=padding.piece_kernel,
         )
         self._scorer = Scorer(
             self.memory,
@@ -125,12 +129,6 @@ class TargetWorker:
             self.ranks.rows,
             chunk_len=min(scheduler.chunk_len, scheduler.max_step_tokens),
         )
-
-    def _piece_kernel(self, config: EngineConfig) -> PieceKernel | None:
-        if config.exact or self.state_pool is None:
-            return None
-        with gpu.on(self.model.device):
-            return piece_kernel(self.state_pool.recurrent[0], self.model.dtype)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from rollout.errors import InvalidInputError
 from rollout.memory.activations import activation_bytes
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
+from rollout.memory.padding_steps import PaddingSteps
 from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.sizing import memory_budget, num_kv_slots
 from rollout.memory.state_pool import StatePool
@@ -24,7 +25,6 @@ from rollout.models.layer_spec import ExpertsSpec
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
 from rollout.residency import Pool
-from rollout.types import MAX_TREE_NODES
 from spec_workers.neural.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
@@ -100,16 +100,19 @@ def target_memory(
     return TargetMemory(index=index, kv_pool=kv_pool, state_pool=state_pool)
 
 
-def bytes_of_steps(config: EngineConfig, model: CausalLM, longest_step: int) -> int:
+def bytes_of_steps(config: EngineConfig, steps: PaddingSteps, draft_nodes: int) -> int:
     """What steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
 
-    ``longest_step``: in query rows.
+    ``draft_nodes``: most of a request in one step.
     """
-    device = model.device
+    device = steps.model.device
     if device.type != "cuda" or config.memory.kv_bytes is not None:
         return 0
-    sampled = min(longest_step, config.scheduler.max_running * MAX_TREE_NODES)
-    activations = activation_bytes(model, rows=longest_step, sampled=sampled)
+    scheduler = config.scheduler
+    nodes = scheduler.max_running * draft_nodes
+    activations = activation_bytes(
+        steps, rows=scheduler.max_step_tokens + nodes, sampled=scheduler.max_running + nodes
+    )
     log.info(
         "%s: %d MiB are free beside the weights; a step takes up to %d MiB of them, CUDA "
         "graphs %d MiB, KV %.0f %% of the rest",

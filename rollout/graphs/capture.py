@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+_MOST_OF_DRIVER = 32 << 20
 
 
 class Captured(Protocol):
@@ -54,7 +56,7 @@ class CudaCapture:
         usual.wait_stream(side)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self._device)[0]
+        before = _Memory.of(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -67,8 +69,7 @@ class CudaCapture:
         except BaseException:
             self._recover(usual)
             raise
-        taken = free - torch.cuda.mem_get_info(self._device)[0]
-        return _CudaGraph(graph, max(0, taken))
+        return _CudaGraph(graph, before.taken_until(_Memory.of(self._device)))
 
     def reset(self) -> None:
         self._pool = None
@@ -90,6 +91,25 @@ class CudaCapture:
             one = torch.cuda.CUDAGraph()
             with torch.cuda.graph(one, stream=self._stream, capture_error_mode="thread_local"):
                 torch.zeros(1, device=self._device)
+
+
+class _Memory(NamedTuple):
+    """Bytes of a device at a moment."""
+
+    free: int  # for whoever asks, other processes included
+    reserved: int  # by torch in this one
+
+    @staticmethod
+    def of(device: torch.device) -> _Memory:
+        return _Memory(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+
+    def taken_until(self, after: _Memory) -> int:
+        """What the pool has grown by, which is nothing where a graph finds room in what others left
+        there; and what the driver keeps of a graph, which is a few MiB, and no more than can be
+        told from what other processes take meanwhile."""
+        grown = max(0, after.reserved - self.reserved)
+        drivers = self.free - after.free - grown
+        return grown + min(max(0, drivers), _MOST_OF_DRIVER)
 
 
 class _CudaGraph:

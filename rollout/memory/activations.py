@@ -1,35 +1,61 @@
-"""What a step takes beside weights and KV: measured before KV is sized.
+"""What a step takes beside weights and KV, and what compiles before the first request.
 
-Legend: T query rows, R rows that are sampled from.
+Both are found by running steps of padding before there is any KV.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
 
-from rollout.attention import PagedAttention
 from rollout.errors import OutOfMemoryError
-from rollout.memory.kv_pool import KvPool
-from rollout.models.causal_lm import CausalLM
+from rollout.memory.padding_steps import PaddingSteps
 from rollout.ops import gpu
-from rollout.ops.paged_attention import AttentionPlan
+from rollout.ops.paged_attention import most_spread_rows
+
+log = logging.getLogger(__name__)
+
+_WARM_ROWS = (1, 65, 129, 513)
+"""Of the steps that are run: every tile of `ops.matmul` serves one, and attention has a program per
+split in the first and walks all of them in the last."""
+
+_WARM_SAMPLED = 4
 
 
-def activation_bytes(model: CausalLM, *, rows: int, sampled: int) -> int:
-    """Bytes that a step of so many query rows takes on a GPU, ``sampled`` of them sampled from.
+def warm_up(steps: PaddingSteps, most_rows: int) -> None:
+    """Run what is compiled for steps of up to ``most_rows``, whatever their batch."""
+    began = time.perf_counter()
+    with gpu.on(steps.model.device):
+        for rows in sorted({min(rows, most_rows) for rows in _WARM_ROWS}):
+            for nodes in (0, rows):
+                hidden_TE = steps.forward(rows, nodes=nodes)
+            steps.sample(hidden_TE, min(rows, _WARM_SAMPLED))
+    if steps.model.device.type == "cuda":
+        torch.cuda.synchronize(steps.model.device)
+    log.info(
+        "%s: kernels were compiled and loaded in %.1f s",
+        steps.model.device,
+        time.perf_counter() - began,
+    )
 
-    It also compiles and loads what such a step runs, whose memory then counts as taken. On the CPU
-    and for models with recurrent layers 0: nothing is measured. Raises OutOfMemoryError.
+
+def activation_bytes(steps: PaddingSteps, *, rows: int, sampled: int) -> int:
+    """Bytes that steps of up to so many query rows take on a GPU, ``sampled`` of them sampled from.
+
+    After `warm_up`, whose memory then counts as taken. On the CPU 0: nothing is measured. Raises
+    OutOfMemoryError.
     """
-    device = model.device
-    if device.type != "cuda" or model.spec.linear_attention is not None:
+    device = steps.model.device
+    if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
         with gpu.on(device):
-            run_padding(model, rows=rows, sampled=sampled)
+            run_largest(steps, rows=rows, sampled=sampled)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"a step of {rows} query rows, {sampled} of them sampled from, does not fit {device} "
@@ -39,41 +65,12 @@ def activation_bytes(model: CausalLM, *, rows: int, sampled: int) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-@torch.inference_mode()
-def run_padding(model: CausalLM, *, rows: int, sampled: int) -> torch.Tensor:
-    """A step of padding rows alone. Its logits, float32 [R, V]; sampling has two such copies."""
-    spec, device = model.spec, model.device
-    pool = KvPool(
-        num_layers=len(spec.attention_layers),
-        num_slots=1,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=model.dtype,
-        device=device,
+def run_largest(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
+    """The step of the most rows, and the largest one in which attention keeps a sum per split."""
+    spec = steps.model.spec
+    spread_rows = most_spread_rows(
+        spec.num_heads, spec.num_kv_heads, steps.model.dtype, steps.model.device
     )
-    zeros_T = torch.zeros(rows, dtype=torch.int64, device=device)
-    attention = PagedAttention(
-        keys=pool.keys,
-        values=pool.values,
-        slots_T=zeros_T,
-        plan=_plan_of_nothing(device),
-        scale=spec.head_dim**-0.5,
-    )
-    hidden_TE = model.forward(zeros_T, zeros_T, attention)
-    logits_RV = model.logits(hidden_TE[:sampled]).to(torch.float32, copy=True)
-    return logits_RV.clone()
-
-
-def _plan_of_nothing(device: torch.device) -> AttentionPlan:
-    none = torch.zeros(0, dtype=torch.int32, device=device)
-    zero = torch.zeros(1, dtype=torch.int32, device=device)
-    return AttentionPlan(
-        req_to_token=zero[None],
-        rows_B=none,
-        q_offsets_B1=zero,
-        starts_B=none,
-        run_lens_B=none,
-        node_offsets_B1=zero,
-        node_masks_N=none.long(),
-        node_slots_N=none,
-    )
+    if spread_rows:
+        steps.forward(min(rows, spread_rows), longest=spec.max_context_len)
+    steps.sample(steps.forward(rows, nodes=rows), sampled)

@@ -7,8 +7,9 @@ multiples of 16, constants and options.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,8 +36,12 @@ def recorded_launches() -> Iterator[list[Launch]]:
     """Within it CPU tensors go the way of a GPU's."""
     found: list[Launch] = []
 
+    @cache
+    def binder(kernel: JITFunction) -> Callable[..., Any]:
+        return create_function_from_signature(kernel.signature, kernel.params, _HOPPER)
+
     def run(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
-        bind = create_function_from_signature(kernel.signature, kernel.params, _HOPPER)
+        bind = binder(kernel)
         values, specialization, options = bind(*args, **kwargs)
         variant = f"{specialization} {sorted(options.items())}"
         found.append(Launch(kernel.__name__, variant, f"{grid} {_described(values)}"))

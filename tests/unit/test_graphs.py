@@ -15,9 +15,10 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.graphs import Bucket, Buckets
-from rollout.memory.activations import activation_bytes, run_padding
+from rollout.memory.activations import activation_bytes, run_largest, warm_up
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
+from rollout.memory.padding_steps import PaddingSteps
 from rollout.models.features import Features
 from rollout.overrides import engine_config
 from rollout.step_arrays import StepArrays
@@ -309,10 +310,13 @@ def test_the_cost_curve_knows_what_is_padded(tiny_model_path) -> None:
 
 def test_the_largest_step_can_be_tried_before_there_is_kv(tiny_model_path) -> None:
     model = RolloutEngine.from_pretrained(tiny_model_path, spec="none").worker.target.model
-    logits = run_padding(model, rows=40, sampled=7)
-    assert logits.shape == (7, 97)
-    assert logits.isfinite().all()
-    assert activation_bytes(model, rows=40, sampled=7) == 0, "on the CPU nothing is measured"
+    steps = PaddingSteps(model, Features(layers=(1,)))
+    hidden_TE = steps.forward(40, nodes=40)
+    assert hidden_TE.shape == (40, 48)
+    assert hidden_TE.isfinite().all()
+    run_largest(steps, rows=40, sampled=7)
+    warm_up(steps, most_rows=8)
+    assert activation_bytes(steps, rows=40, sampled=7) == 0, "on the CPU nothing is measured"
 
 
 def test_on_the_cpu_the_devices_table_is_the_hosts() -> None:

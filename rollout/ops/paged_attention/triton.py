@@ -56,6 +56,14 @@ def paged_attention(
     )
 
 
+def most_spread_rows(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Query rows of the largest step whose splits have programs of their own; no draft nodes."""
+    group = triton.next_power_of_2(heads // kv_heads)
+    most_tiles = triton.cdiv(_WAVES * multiprocessors(device), kv_heads) - 1
+    # Of one entry: see `_num_tiles`.
+    return max(0, (most_tiles - 1) * (tile_rows(dtype, group) // group) - 1)
+
+
 def tile_rows(dtype: torch.dtype, group: int) -> int:
     """Query rows times heads. Tensor cores want 64; without them more than 16 fit no registers."""
     return 16 if dtype is torch.float32 and group <= 16 else 64

@@ -27,7 +27,7 @@ def store_kv(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _store_kv_kernel(
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, slots_ptr,
     k_row_stride, k_head_stride, v_row_stride, v_head_stride,
