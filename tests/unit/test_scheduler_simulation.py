@@ -89,7 +89,7 @@ class FakeWorker:
         self.oldest_allowed: dict[int, int] = {}  # version at admission, by request_id
         self.fails = False
 
-    def step(self, batch: Batch) -> StepResult:
+    def begin(self, batch: Batch) -> list[EntryResult]:
         self.memory.check_integrity()
         results = [self.result(entry) for entry in batch.entries]
         for entry, result in zip(batch.entries, results, strict=True):
@@ -98,10 +98,16 @@ class FakeWorker:
             self.read(entry)
             if entry.states is not None:
                 self.advance_states(entry, result.path)
+        return results
+
+    def finish(self, batch: Batch, results: list[EntryResult]) -> StepResult:
+        for entry, result in zip(batch.entries, results, strict=True):
             self.memory.commit(entry, result.path)
             self.read(entry, accepted=len(result.path))
+            if entry.states is not None:
+                self.read_state(entry, result.path)
+        self.memory.check_integrity()
         if self.fails:
-            self.memory.check_integrity()
             raise StepFailedError
         return StepResult(entries=results, weight_version=self.version)
 
@@ -168,6 +174,14 @@ class FakeWorker:
         for depth, node in enumerate(path):
             self.states[states.nodes[node - 1]] = keys[entry.end + depth]
 
+    def read_state(self, entry: Scheduled, path: list[int]) -> None:
+        """What the step wrote is there yet, whatever began while it was under way."""
+        keys = self.expected[entry.request.request_id].keys
+        last = entry.states.nodes[path[-1] - 1] if path else entry.states.run_end
+        assert self.states[last] == keys[entry.end + len(path) - 1]
+        for length, slot in entry.states.checkpoints.items():
+            assert self.states[slot] == keys[length - 1]
+
     def read(self, entry: Scheduled, accepted: int = 0) -> None:
         request, end = entry.request, entry.end + accepted
         slots = self.memory.req_to_token.table[request.row, :end]
@@ -219,6 +233,11 @@ class Simulation:
         self.tracked: dict[int, Tracked] = {}
         self.finished: dict[int, Request] = {}
         self.preambles = [self.tokens(0, 25) for _ in range(2)]
+        self.turns = np.random.default_rng([seed, 1])  # whether halves take turns, now and then
+        self.overlaps = self.turns.random() < 0.6
+        self.halved = False
+        self.under_way: list[tuple[Batch, list[EntryResult]]] = []
+        self.begun_beside = 0  # batches that began while another was under way
 
     def tokens(self, low: int, high: int) -> list[int]:
         return self.rng.integers(0, 5, size=self.rng.integers(low, high)).tolist()
@@ -229,11 +248,13 @@ class Simulation:
             if self.to_arrive and self.rng.random() < 0.4:
                 self.arrive()
             if self.disturbed and self.rng.random() < 0.1:
+                self.settle()
                 self.disturb()
             self.step()
             steps += 1
             assert steps < 20_000, "no end in sight"
-        self.memory.end_step()
+        assert not self.under_way
+        self.memory.drop_steps()
         self.memory.check_integrity()
         assert self.memory.usage.used == 0, "slots lost"
         if self.memory.states:
@@ -300,30 +321,54 @@ class Simulation:
         self.memory.check_integrity()
 
     def step(self) -> None:
+        if self.overlaps and self.turns.random() < 0.1:
+            self.halved = not self.halved
+        while len(self.under_way) < 1 + self.halved and self.begin():
+            pass
+        self.finish()
+
+    def begin(self) -> bool:
         before = self.scheduler.running
         waiting = self.scheduler.waiting
-        batch = self.scheduler.schedule()
+        under_way = [batch for batch, _ in self.under_way]
+        batch = self.scheduler.schedule(under_way, halved=self.halved)
         self.check_batch(batch, before, waiting)
         for request in self.scheduler.running:
             if request not in before:
                 self.worker.oldest_allowed[request.request_id] = self.worker.version
+        if under_way and not batch.entries:
+            return False
+        self.begun_beside += bool(under_way)
+        self.under_way.append((batch, self.worker.begin(batch)))
+        return True
+
+    def finish(self) -> None:
+        batch, results = self.under_way.pop(0)
         try:
-            result = self.worker.step(batch)
+            result = self.worker.finish(batch, results)
         except StepFailedError:
             self.worker.fails = False
+            self.under_way.clear()
             return
         self.end(self.scheduler.commit(batch, result))
         self.memory.check_integrity()
         for request in self.scheduler.running:
             assert 0 <= request.computed_len < len(request.tokens)
 
+    def settle(self) -> None:
+        while self.under_way:
+            self.finish()
+
     def check_batch(self, batch: Batch, before: tuple, waiting: tuple) -> None:
+        busy = {entry.request for under_way, _ in self.under_way for entry in under_way.entries}
         config, running = self.config, self.scheduler.running
         requests = [entry.request for entry in batch.entries]
         assert len(set(requests)) == len(requests) <= config.max_running
         assert set(requests) <= set(running)
         assert len(running) <= config.max_running
-        assert 0 < batch.num_run_tokens <= config.max_step_tokens or not running
+        assert not busy & set(requests)
+        assert batch.num_run_tokens <= config.max_step_tokens
+        assert batch.num_run_tokens or busy or not running
         for entry in batch.entries:
             assert entry.start == entry.request.computed_len
             assert 1 <= entry.run_len <= config.chunk_len
@@ -335,10 +380,16 @@ class Simulation:
             assert entry.expected_remaining == self.expected_remaining(entry.request)
             assert 1 <= entry.expected_remaining <= entry.request.remaining_len
         unfinished = self.tracked.keys() - self.finished.keys()
-        assert batch.num_waiting == len(unfinished) - len(batch.entries)
-        if before:
+        assert batch.num_waiting == len(unfinished) - len(batch.entries) - len(busy)
+        if before and not busy:
             assert before[0] in requests, "the oldest request made no progress"
-        decodes = [r for r in before if r in running and r.extend_len == 1]
+        mine = [r for r in before if r not in busy]
+        if self.halved:
+            mine = mine[: (len(before) + 1) // 2]
+        assert {r for r in requests if r in before} <= set(mine), "not its turn"
+        waits = [r for r in mine if r in running and r not in requests]
+        assert not waits or busy or batch.num_run_tokens == config.max_step_tokens
+        decodes = [r for r in mine if r in running and r.extend_len == 1 and r not in waits]
         assert requests[: len(decodes)] == decodes, "a decode did not go first"
         self.check_fairness(before, waiting)
 
@@ -408,7 +459,7 @@ def test_everyone_gets_exactly_what_they_would_get_alone(block: int):
 
 def test_the_simulation_reaches_what_it_is_for():
     """Else a change of sizes could leave the test above with nothing to check."""
-    preemptions = evicted = hits = full = 0
+    preemptions = evicted = hits = full = beside = 0
     state_hits = states_evicted = 0
     for seed in range(60):
         simulation = Simulation(seed)
@@ -416,6 +467,7 @@ def test_the_simulation_reaches_what_it_is_for():
         if simulation.memory.states:
             state_hits += simulation.memory.counters.hit
             states_evicted += simulation.memory.states.evicted
+        beside += simulation.begun_beside
         preemptions += simulation.scheduler.preemptions
         evicted += simulation.memory.counters.evicted
         hits += simulation.memory.counters.hit
@@ -423,6 +475,7 @@ def test_the_simulation_reaches_what_it_is_for():
             len(request.tokens) == simulation.memory.slots.num_slots
             for request in simulation.finished.values()
         )
+    assert beside > 1000
     assert preemptions > 20
     assert evicted > 1000
     assert hits > 1000
@@ -437,8 +490,8 @@ def test_the_same_calls_give_the_same_batches(seed: int, monkeypatch):
         simulation, log = Simulation(seed), []
         schedule = simulation.scheduler.schedule
 
-        def logged() -> Batch:
-            batch = schedule()
+        def logged(under_way, halved) -> Batch:
+            batch = schedule(under_way, halved=halved)
             log.append(
                 [
                     (
