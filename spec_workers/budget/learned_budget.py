@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.loaded import mapping
 from spec_workers.budget.node_values import NodeValues
+from spec_workers.budget.prices import KnownPrices, Prices
 from spec_workers.budget.request_trust import RequestTrust
 from spec_workers.budget.step_cost import StepCost
-from spec_workers.budget.token_worth import token_worth
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker
 
@@ -37,25 +36,8 @@ _LEARN_EVERY_CLOSED = 32
 a part of what there is to spare. Two in a row, for between those the machine has hardly changed:
 they tell what rows cost."""
 
-_PRICE_EVERY = 16
-"""Steps of an unchanged batch that are priced alike."""
-
 _BELIEVED = 2.0
 """Times what drafting usually takes: the most that one step's is believed to have taken."""
-
-
-@dataclass(slots=True)
-class _Prices:
-    """Of one batch. Milliseconds."""
-
-    key: tuple  # of what they depend on
-    until: int  # the step
-    width: int  # requests sampled from
-    longest_context: int
-    temperature: float  # mean of those requests
-    decode_B: NDArray[np.float64]  # plain decode steps of 1, 2, ... of them alone
-    with_nodes_N1: NDArray[np.float64]  # this step with 0, 1, ... draft nodes, without drafting
-    worth_B: NDArray[np.float64]  # of a token of each entry
 
 
 class LearnedBudget:
@@ -69,7 +51,7 @@ class LearnedBudget:
         self._trust = RequestTrust()
         self._gate = Gate()
         self._drafted = False  # in the step before
-        self._prices = _Prices((), -1, 0, 0, 0.0, np.zeros(0), np.zeros(1), np.zeros(0))
+        self._prices = KnownPrices()
         self._steps = 0
         self._learned_at = 0  # the step costs were last learned from
 
@@ -181,39 +163,11 @@ class LearnedBudget:
             values.restore(mapping(learned, "values"))
         self.cost, self._values = cost, values
 
-    def _priced(self, batch: Batch) -> _Prices:
-        """Once for steps that are alike."""
-        entries = batch.entries
-        key = (
-            batch.num_waiting == 0,
-            tuple(
-                (e.request.request_id, e.run_len, e.samples, e.draft_slots.size) for e in entries
-            ),
-        )
-        if self._prices.key != key or self._steps >= self._prices.until:
-            self._prices = self._price(batch, key)
-        return self._prices
-
-    def _price(self, batch: Batch, key: tuple) -> _Prices:
-        entries, until = batch.entries, self._steps + _PRICE_EVERY
-        samples_B = np.array([entry.samples for entry in entries], dtype=bool)
-        width = int(samples_B.sum())
-        longest = max((entry.end for entry in entries), default=0)
-        worth_B = np.zeros(len(entries))
-        if not width:
-            return _Prices(key, until, 0, longest, 0.0, np.zeros(0), np.zeros(1), worth_B)
-        nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
-        decode_B = self.cost.of_decoding(width, longest)
-        remaining = np.array([max(1.0, e.expected_remaining) for e in entries if e.samples])
-        may_draft = nodes.size > 1  # else nobody chooses by worth: the even one, which is quick
-        ends = may_draft and batch.num_waiting == 0
-        worth_B[samples_B] = token_worth(remaining, decode_B, ends)
-        with_nodes_N1 = self.cost.of_rows(batch.num_run_tokens + nodes, width + nodes, longest)
-        temperature = sum(e.request.params.temperature for e in entries if e.samples) / width
-        return _Prices(key, until, width, longest, temperature, decode_B, with_nodes_N1, worth_B)
+    def _priced(self, batch: Batch) -> Prices:
+        return self._prices.of(batch, self.cost, self._steps)
 
     def _chosen(
-        self, batch: Batch, prices: _Prices, proposed: DraftTrees
+        self, batch: Batch, prices: Prices, proposed: DraftTrees
     ) -> tuple[DraftTrees, NDArray[np.float64]]:
         values_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
         trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
@@ -226,7 +180,7 @@ class LearnedBudget:
 
     def _forecast(
         self,
-        prices: _Prices,
+        prices: Prices,
         trees: DraftTrees,
         values_N: NDArray[np.float64],
         drafted: bool,
@@ -281,7 +235,7 @@ class LearnedBudget:
         )
 
     def _observe_gain(
-        self, prices: _Prices, verified: Verified, results: list[EntryResult], times: StepTimes
+        self, prices: Prices, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
         """By what things usually take and not by the clock: one slow step would outweigh fifty good
         ones."""

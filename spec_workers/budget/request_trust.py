@@ -19,6 +19,8 @@ class RequestTrust:
 
     def ratios(self, request_ids: Sequence[int]) -> NDArray[np.float64]:
         """Float64, one per request; 1 for a request of which nothing is known."""
+        if not self._seen:
+            return np.ones(len(request_ids))
         nothing = (0.0, 0.0)
         seen = np.array([self._seen.get(each, nothing) for each in request_ids]).reshape(-1, 2)
         return (seen[:, 1] + _INERTIA) / (seen[:, 0] + _INERTIA)

@@ -1,0 +1,68 @@
+"""Prices are worked out once for batches that are alike, also where these take turns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.types import Batch, Scheduled
+from spec_workers.budget.prices import KnownPrices
+from tests.helpers.requests import make_request
+
+SLOTS = np.arange(3, dtype=np.int32)
+
+
+class CountingCost:
+    """A step takes a millisecond a row."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def of_decoding(self, width: int, longest_context: int) -> np.ndarray:
+        self.asked += 1
+        return np.arange(1.0, width + 1)
+
+    def of_rows(self, rows: np.ndarray, sampled: np.ndarray, longest_context: int) -> np.ndarray:
+        return rows.astype(float)
+
+
+def batch_of(ids, step=0, slots=SLOTS) -> Batch:
+    requests = [make_request([1] * 5, request_id=number) for number in ids]
+    entries = [
+        Scheduled(request=request, start=4, run_len=1, draft_slots=slots, expected_remaining=9)
+        for request in requests
+    ]
+    return Batch(step=step, entries=entries)
+
+
+def test_halves_that_take_turns_keep_their_prices() -> None:
+    known, cost = KnownPrices(), CountingCost()
+    first = known.of(batch_of([0, 1]), cost, 0)
+    other = known.of(batch_of([2, 3, 4]), cost, 0)
+    for step in range(1, 16):
+        assert known.of(batch_of([0, 1], step), cost, step) is first
+        assert known.of(batch_of([2, 3, 4], step), cost, step) is other
+    assert cost.asked == 2
+    assert (first.width, other.width) == (2, 3)
+    assert known.of(batch_of([0, 1]), cost, 16) is not first  # contexts grew meanwhile
+    assert cost.asked == 3
+
+
+def test_what_prices_depend_on_is_priced_anew() -> None:
+    known, cost = KnownPrices(), CountingCost()
+    batches = [batch_of([0, 1]), batch_of([0, 2]), batch_of([0, 1], slots=SLOTS[:1])]
+    waiting = batch_of([0, 1])
+    waiting.num_waiting = 3
+    for count, batch in enumerate([*batches, waiting], start=1):
+        known.of(batch, cost, 0)
+        assert known.of(batch, cost, 0) is known.of(batch, cost, 1)
+        assert cost.asked == count
+
+
+def test_few_batches_are_remembered() -> None:
+    known, cost = KnownPrices(), CountingCost()
+    for number in range(5):
+        known.of(batch_of([number]), cost, 0)
+    known.of(batch_of([4]), cost, 0)
+    assert cost.asked == 5
+    known.of(batch_of([0]), cost, 0)
+    assert cost.asked == 6
