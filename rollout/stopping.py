@@ -32,6 +32,8 @@ class TokenStopCheck:
     def first_stop(
         self, request: Request, new_token_ids: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
+        if not self._stop and self.stop_token_ids.isdisjoint(new_token_ids):
+            return len(new_token_ids), None
         first_output = request.prompt_len - request.partial_len
         tail = request.tokens[max(first_output, len(request.tokens) - self._window) :]
         for kept, token in enumerate(new_token_ids, start=1):

@@ -138,6 +138,13 @@ class SamplingParams:
             or self.frequency_penalty != 0
         )
 
+    @property
+    def wants_extras(self) -> bool:
+        """Numbers beside `logprobs`: see TokenExtras."""
+        return bool(
+            self.raw_logprobs or self.sampling_logprobs or self.top_logprobs or self.entropy
+        )
+
 
 @dataclass(kw_only=True, slots=True)
 class RequestStats:
@@ -171,6 +178,10 @@ class TokenExtras:
     sampling_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+
+
+NO_EXTRAS = TokenExtras()
+"""Of tokens of which nothing was asked for. Shared: never written to."""
 
 
 class StopCheck(Protocol):
@@ -310,7 +321,7 @@ class EntryResult:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    extras: TokenExtras = field(default_factory=TokenExtras)
+    extras: TokenExtras = field(default_factory=lambda: NO_EXTRAS)
     path: list[int] = field(default_factory=list)  # accepted draft nodes, tree numbering, in order
     num_drafted: int = 0  # draft nodes verified
     finish_reason: FinishReason | None = None

@@ -20,6 +20,7 @@ from rollout.sampling.sampled import Sampled
 from rollout.sampling.tree_sampling import PendingSamples, TreeSamples, sample_trees
 from rollout.types import (
     MAX_TREE_NODES,
+    NO_EXTRAS,
     Batch,
     DraftTrees,
     EntryResult,
@@ -177,25 +178,27 @@ class TargetWorker:
         self, request: Request, sampled: Sampled, first: int, path: list[int], drafted: int
     ) -> EntryResult:
         rows = [first, *(first + node for node in path)]
-        broken = next((k for k, row in enumerate(rows) if sampled.tokens[row] < 0), len(rows))
-        if broken == 0:
-            return EntryResult(
-                num_drafted=drafted,
-                finish_reason=FinishReason.ERROR,
-                error=f"the logits at position {len(request.tokens)} hold NaN or +inf: "
-                "the weights, or an update of them, are broken",
-            )
-        rows, path = rows[:broken], path[: broken - 1]
+        token_ids = [sampled.tokens[row] for row in rows]
+        if min(token_ids) < 0:
+            broken = next(k for k, token in enumerate(token_ids) if token < 0)
+            if broken == 0:
+                return EntryResult(
+                    num_drafted=drafted,
+                    finish_reason=FinishReason.ERROR,
+                    error=f"the logits at position {len(request.tokens)} hold NaN or +inf: "
+                    "the weights, or an update of them, are broken",
+                )
+            token_ids = token_ids[:broken]
         room = self.room_for(request)
-        token_ids = [sampled.tokens[row] for row in rows][:room]
-        kept, reason = request.stop_check.first_stop(request, token_ids)
+        kept, reason = request.stop_check.first_stop(request, token_ids[:room])
         if reason is None and kept == room:
             reason = FinishReason.LENGTH
         rows = rows[:kept]
+        wanted = request.params.wants_extras
         return EntryResult(
             token_ids=token_ids[:kept],
             logprobs=[sampled.logprobs[row] for row in rows],
-            extras=joined([sampled.extras[row] for row in rows]),
+            extras=joined([sampled.extras[row] for row in rows]) if wanted else NO_EXTRAS,
             path=path[: kept - 1],
             num_drafted=drafted,
             finish_reason=reason,

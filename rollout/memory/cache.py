@@ -172,6 +172,20 @@ class CacheMemory:
             state.allocated_len = end
         return state.allocated_len
 
+    def extend_by_one(self, rows: Sequence[int], ends: Sequence[int]) -> bool:
+        """Make the slots of each row, which reach its end, reach one position more.
+
+        As `extend` does one by one. False, and nothing done, where a row's slots reach elsewhere
+        or there are not as many free ones.
+        """
+        states = [self._rows[row] for row in rows]
+        if len(rows) > self.slots.available or [s.allocated_len for s in states] != ends:
+            return False
+        self.req_to_token.table[rows, ends] = self.slots.allocate(len(rows))
+        for state in states:
+            state.allocated_len += 1
+        return True
+
     @property
     def num_reserved(self) -> int:
         """Slots that steps under way have for draft nodes."""

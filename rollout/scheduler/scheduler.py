@@ -18,11 +18,13 @@ from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.waiting import Ticket, WaitingQueue
 from rollout.types import (
     MAX_TREE_NODES,
+    NO_EXTRAS,
     Batch,
     EntryResult,
     FinishReason,
     Request,
     Scheduled,
+    ScheduledStates,
     StepResult,
 )
 
@@ -124,7 +126,12 @@ class Scheduler:
         runs: dict[Request, int] = {}  # in batch order
         decodes = [request for request in idle if request.extend_len == 1]
         prefills = [request for request in idle if request.extend_len > 1]
-        for request in decodes + prefills:
+        rows = [request.row for request in decodes]
+        if self.memory.extend_by_one(rows, [request.computed_len for request in decodes]):
+            runs |= dict.fromkeys(decodes, 1)
+        else:
+            prefills = decodes + prefills
+        for request in prefills:
             self._run(request, runs, busy)
         self._admit(runs, busy)
         assert runs or busy or not self.has_unfinished, "unfinished requests, and none can run"
@@ -266,8 +273,10 @@ class Scheduler:
             share = room // sum(count > 0 for count in wanted)
             wanted = [min(count, share) for count in wanted]
         drafts = self.memory.reserve_drafts(wanted, step)
-        state_runs = [self._state_run(request, run_len) for request, run_len in runs.items()]
-        states = self.memory.reserve_states(state_runs, wanted, step)
+        states: Sequence[ScheduledStates | None] = [None] * len(runs)
+        if self.memory.states is not None:
+            state_runs = [self._state_run(request, run_len) for request, run_len in runs.items()]
+            states = self.memory.reserve_states(state_runs, wanted, step)
         return [
             Scheduled(
                 request=request,
@@ -305,11 +314,12 @@ class Scheduler:
         request.tokens += output.token_ids
         request.logprobs += output.logprobs
         request.weight_versions += [weight_version] * len(output.token_ids)
-        extras = request.extras
-        extras.raw_logprobs += output.extras.raw_logprobs
-        extras.sampling_logprobs += output.extras.sampling_logprobs
-        extras.top_logprobs += output.extras.top_logprobs
-        extras.entropies += output.extras.entropies
+        if output.extras is not NO_EXTRAS:
+            extras = request.extras
+            extras.raw_logprobs += output.extras.raw_logprobs
+            extras.sampling_logprobs += output.extras.sampling_logprobs
+            extras.top_logprobs += output.extras.top_logprobs
+            extras.entropies += output.extras.entropies
         request.finish_reason = output.finish_reason
         request.error = output.error
         if request.finish_reason is None and len(request.tokens) >= self.memory.max_sequence_len:

@@ -74,6 +74,26 @@ def test_extend_gives_back_what_a_failed_step_left():
     memory.check_integrity()
 
 
+def test_rows_that_decode_are_extended_as_one_by_one():
+    together, single = (CacheMemory(20, 3, 16, prefix_cache=False) for _ in range(2))
+    lens = [3, 5, 2]
+    for memory in (together, single):
+        for length in lens:
+            compute(memory, list(range(length)))
+        memory.extend(1, 4)  # gives a slot back, which is then the first to be taken
+        memory.extend(1, 5)
+    assert not together.extend_by_one([0, 1, 2], [3, 4, 2])  # row 1 reaches further
+    assert together.extend_by_one([0, 1, 2], lens)
+    for row, length in enumerate(lens):
+        single.extend(row, length + 1)
+    assert together.req_to_token.table.tolist() == single.req_to_token.table.tolist()
+    assert together.slots.available == single.slots.available == 7
+    together.check_integrity()
+    together.extend(0, 9)
+    assert not together.extend_by_one([0, 1, 2], [9, 6, 3])  # two slots are free
+    together.check_integrity()
+
+
 def test_commit_path_takes_accepted_slots_and_end_step_frees_the_rest():
     memory = CacheMemory(20, 2, 16, prefix_cache=True)
     rows = [compute(memory, [1, 2]), compute(memory, [3, 4, 5])]
