@@ -20,7 +20,7 @@ from rollout.sampling.row_inputs import Wanted, noise_arrays, shape_arrays, tree
 from rollout.sampling.rows import SampleRows
 from rollout.sampling.sampled import Sampled
 from rollout.transfers import Download, download, upload
-from rollout.types import DraftTrees, TokenExtras
+from rollout.types import NO_EXTRAS, DraftTrees, TokenExtras
 
 Tensors = dict[str, torch.Tensor]
 
@@ -57,24 +57,31 @@ class SampledTrees:
         self._rows = rows
         self._wanted = wanted = Wanted.of(rows)
         arrays = noise_arrays(rows) | shape_arrays(rows) | wanted.arrays()
-        arrays |= tree_arrays(trees, row_offsets_B1)
+        if trees.num_nodes:
+            arrays |= tree_arrays(trees, row_offsets_B1)
         inputs = upload(arrays, logits_RV.device)
         found = _draw(logits_RV, inputs, wanted)
-        found["paths"], found["lengths"] = tree_accept.accept(
-            found["tokens"],
-            inputs["row_offsets"],
-            inputs["tokens"],
-            inputs["parents"],
-            inputs["masks"],
-            inputs["node_offsets"],
-        )
+        if trees.num_nodes:
+            found["paths"], found["lengths"] = tree_accept.accept(
+                found["tokens"],
+                inputs["row_offsets"],
+                inputs["tokens"],
+                inputs["parents"],
+                inputs["masks"],
+                inputs["node_offsets"],
+            )
+        self._num_entries = len(row_offsets_B1) - 1
         self._found = Download(found)
 
     def read(self) -> tuple[Sampled, list[list[int]]]:
         """Waits for them, and for nothing that was launched later."""
         read = self._found.read()
-        paths = read["paths"].tolist()
-        walked = [path[:end] for path, end in zip(paths, read["lengths"].tolist(), strict=True)]
+        if "paths" not in read:  # trees of nothing but roots
+            walked: list[list[int]] = [[] for _ in range(self._num_entries)]
+        else:
+            lengths_B = read["lengths"]
+            paths = read["paths"][:, : lengths_B.max(initial=0)].tolist()
+            walked = [path[:end] for path, end in zip(paths, lengths_B.tolist(), strict=True)]
         return _sampled(read, self._rows, self._wanted), walked
 
 
@@ -164,7 +171,9 @@ def _bounded(values: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled(read: dict[str, NDArray], rows: SampleRows, wanted: Wanted) -> Sampled:
-    extras = [TokenExtras() for _ in rows.requests]
+    extras = [NO_EXTRAS] * len(read["tokens"])
+    for row in {*wanted.raw, *wanted.sampling, *wanted.entropy, *wanted.top}:
+        extras[row] = TokenExtras()
     for row, value in zip(wanted.raw, _listed(read, "raw"), strict=True):
         extras[row].raw_logprobs = [value]
     for row, value in zip(wanted.sampling, _listed(read, "sampling"), strict=True):

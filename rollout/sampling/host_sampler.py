@@ -15,7 +15,7 @@ from rollout.sampling.penalties import apply_history_, changes_logits
 from rollout.sampling.rows import SampleRows
 from rollout.sampling.sampled import Sampled
 from rollout.sampling.truncation import truncation_threshold
-from rollout.types import SamplingParams, TokenExtras
+from rollout.types import NO_EXTRAS, SamplingParams, TokenExtras
 
 
 def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
@@ -80,7 +80,7 @@ class _Shaped:
 
     def _is_shaped(self, row: int) -> bool:
         params = self.rows.requests[row].params
-        return params.truncates or changes_logits(self.rows, row) or self._below_minimum(row)
+        return params.truncates or changes_logits(params) or self._below_minimum(row)
 
     def _tensor(self, values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -97,7 +97,7 @@ class _Shaped:
         temperature = self._tensor([p.temperature for p in params], torch.float32)
         row_ids = index.tolist()
         for local, row in enumerate(row_ids):
-            if changes_logits(self.rows, row):
+            if changes_logits(params[local]):
                 apply_history_(logits[local], self.rows, row)
         sampled_from = logits.clone()
         for local, row in enumerate(row_ids):
@@ -117,18 +117,15 @@ class _Shaped:
 
     def extras(self, tokens_R: torch.Tensor) -> list[TokenExtras]:
         """The extra numbers each row's request asked for, about the token chosen there."""
-        extras = [TokenExtras() for _ in self.rows.requests]
+        extras = [NO_EXTRAS] * len(self.rows.requests)
+        if not any(request.params.wants_extras for request in self.rows.owners):
+            return extras
         for part in self.parts:
             for local, row in enumerate(part.index.tolist()):
                 params = self.rows.requests[row].params
-                if not (
-                    params.raw_logprobs
-                    or params.sampling_logprobs
-                    or params.top_logprobs
-                    or params.entropy
-                ):
-                    continue
-                self._fill(extras[row], part, local, row, params, tokens_R[row : row + 1])
+                if params.wants_extras:
+                    extras[row] = TokenExtras()
+                    self._fill(extras[row], part, local, row, params, tokens_R[row : row + 1])
         return extras
 
     def _fill(

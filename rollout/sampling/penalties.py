@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.sampling.rows import SampleRows
+from rollout.types import SamplingParams
 
 
-def changes_logits(rows: SampleRows, row: int) -> bool:
-    params = rows.requests[row].params
+def changes_logits(params: SamplingParams) -> bool:
     return params.penalizes or bool(params.logit_bias)
 
 

@@ -20,10 +20,7 @@ Arrays = dict[str, NDArray]
 
 def noise_arrays(rows: SampleRows) -> Arrays:
     """``seeds``, ``positions``: int64 [R], of which the noise is made."""
-    return {
-        "seeds": rows.seeds_R.view(np.int64),
-        "positions": rows.positions_R.astype(np.int64),
-    }
+    return {"seeds": rows.seeds_R.view(np.int64), "positions": rows.positions_R}
 
 
 def shape_arrays(rows: SampleRows) -> Arrays:
@@ -34,12 +31,16 @@ def shape_arrays(rows: SampleRows) -> Arrays:
     float32 ``penalties``, ``costs``, ``biases`` [E]. Tokens a row below its minimum length must not
     draw: ``banned_rows``, ``banned_tokens`` int64 [X].
     """
-    params = [request.params for request in rows.requests]
-    arrays: Arrays = {"temperature": np.array([p.temperature for p in params], dtype=np.float32)}
+    params = [request.params for request in rows.owners]
+
+    def of_rows(values: list, dtype: type) -> NDArray:
+        return rows.of_rows(np.array(values, dtype=dtype))
+
+    arrays: Arrays = {"temperature": of_rows([p.temperature for p in params], np.float32)}
     if any(p.truncates for p in params):
-        arrays["top_k"] = np.array([p.top_k for p in params], dtype=np.int64)
-        arrays["top_p"] = np.array([p.top_p for p in params], dtype=np.float32)
-        arrays["min_p"] = np.array([p.min_p for p in params], dtype=np.float32)
+        arrays["top_k"] = of_rows([p.top_k for p in params], np.int64)
+        arrays["top_p"] = of_rows([p.top_p for p in params], np.float32)
+        arrays["min_p"] = of_rows([p.min_p for p in params], np.float32)
     return arrays | _edits(rows) | _banned(rows)
 
 
@@ -66,6 +67,8 @@ class Wanted:
 
     @staticmethod
     def of(rows: SampleRows) -> Wanted:
+        if not any(request.params.wants_extras for request in rows.owners):
+            return _NOTHING
         params: list[SamplingParams] = [request.params for request in rows.requests]
         top = [r for r, p in enumerate(params) if p.top_logprobs]
         return Wanted(
@@ -88,11 +91,16 @@ class Wanted:
         return {name: np.array(own, dtype=np.int64) for name, own in listed.items() if own}
 
 
+_NOTHING = Wanted(raw=[], sampling=[], top=[], most=0, entropy=[])
+
+
 def _edits(rows: SampleRows) -> Arrays:
+    if not any(changes_logits(request.params) for request in rows.owners):
+        return {}
     histories: dict[int, _History] = {}
     found = []
     for row, request in enumerate(rows.requests):
-        if not changes_logits(rows, row):
+        if not changes_logits(request.params):
             continue
         history = histories.get(id(request))
         if history is None:
@@ -149,6 +157,8 @@ class _History:
 
 
 def _banned(rows: SampleRows) -> Arrays:
+    if not any(request.params.min_new_tokens for request in rows.owners):
+        return {}
     found_rows: list[int] = []
     tokens: list[int] = []
     for row, request in enumerate(rows.requests):

@@ -1,56 +1,79 @@
 """The rows of one step that are sampled from: each entry's root, then its draft nodes.
 
-Legend: B entries, R rows.
+Legend: B entries, O owners of rows, R rows, N draft nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rollout.ragged import offsets_of, ranges
 from rollout.types import Batch, DraftTrees, Request
 
+Paths = list[list[int]]
 
-@dataclass(kw_only=True, slots=True)
+
+@dataclass(kw_only=True)
 class SampleRows:
     """Row r samples the token at ``positions_R[r]`` of ``requests[r]``.
 
-    ``drafted[r]`` are the draft tokens between the committed ones and that position: the row's own
-    path, which is what penalties, minimum length and stops must see.
+    Rows come in runs: owner o has ``counts_O[o]`` of them.
     """
 
-    requests: list[Request]
-    positions_R: np.ndarray  # int64
-    drafted: list[list[int]]
+    owners: list[Request]
+    counts_O: NDArray[np.int64]
+    positions_R: NDArray[np.int64]
+    find_paths: Callable[[], Paths]  # gives `drafted`, once somebody asks
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """Of each row."""
+        found: list[Request] = []
+        for owner, count in zip(self.owners, self.counts_O.tolist(), strict=True):
+            found += [owner] * count
+        return found
+
+    @cached_property
+    def drafted(self) -> Paths:
+        """Of each row the draft tokens between the committed ones and its position: its own path,
+        which is what penalties must see."""
+        return self.find_paths()
 
     @property
-    def seeds_R(self) -> np.ndarray:
-        return np.array([request.seed for request in self.requests], dtype=np.uint64)
+    def seeds_R(self) -> NDArray[np.uint64]:
+        seeds_O = np.array([request.seed for request in self.owners], dtype=np.uint64)
+        return self.of_rows(seeds_O)
+
+    def of_rows(self, values_O: NDArray) -> NDArray:
+        """Of each row what its owner has."""
+        return np.repeat(values_O, self.counts_O)
 
     def generated_len(self, row: int) -> int:
         """Tokens that count against min/max_new_tokens before this row's token."""
-        return self.requests[row].generated_len + len(self.drafted[row])
+        request = self.requests[row]
+        return int(self.positions_R[row]) - request.prompt_len + request.partial_len
 
 
-def sample_rows(batch: Batch, trees: DraftTrees) -> tuple[SampleRows, np.ndarray]:
+def sample_rows(batch: Batch, trees: DraftTrees) -> tuple[SampleRows, NDArray[np.int64]]:
     """Lay out the rows of a step. Returns them and int64 offsets [B + 1] by entry."""
-    requests: list[Request] = []
-    positions: list[int] = []
-    drafted: list[list[int]] = []
-    offsets_B1 = np.zeros(len(batch.entries) + 1, dtype=np.int64)
-    tokens, parents = trees.tokens_N.tolist(), trees.parents_N.tolist()
-    for b, entry in enumerate(batch.entries):
-        if entry.samples:
-            paths: list[list[int]] = [[]]
-            for node in range(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])):
-                paths.append([*paths[parents[node]], tokens[node]])
-            requests.extend([entry.request] * len(paths))
-            positions.extend(entry.end + len(path) for path in paths)
-            drafted.extend(paths)
-        offsets_B1[b + 1] = len(requests)
+    sampling = [entry for entry in batch.entries if entry.samples]
+    samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
+    rows_B = np.where(samples_B, np.diff(trees.offsets_B1) + 1, 0)
+    offsets_B1 = offsets_of(rows_B)
+    counts_O = rows_B[samples_B]
+    positions_R = np.repeat(np.array([entry.end for entry in sampling], dtype=np.int64), counts_O)
+    if trees.num_nodes:
+        positions_R[ranges(offsets_B1[:-1][samples_B] + 1, counts_O - 1)] += trees.depths_N
     rows = SampleRows(
-        requests=requests, positions_R=np.array(positions, dtype=np.int64), drafted=drafted
+        owners=[entry.request for entry in sampling],
+        counts_O=counts_O,
+        positions_R=positions_R,
+        find_paths=lambda: _paths(trees, samples_B),
     )
     return rows, offsets_B1
 
@@ -58,7 +81,21 @@ def sample_rows(batch: Batch, trees: DraftTrees) -> tuple[SampleRows, np.ndarray
 def rows_of_continuation(request: Request, output_ids: list[int], part: range) -> SampleRows:
     """Rows that would sample ``output_ids[k]``, k in ``part``, after the request's tokens."""
     return SampleRows(
-        requests=[request] * len(part),
+        owners=[request],
+        counts_O=np.array([len(part)]),
         positions_R=len(request.tokens) + np.array(part, dtype=np.int64),
-        drafted=[output_ids[:k] for k in part],
+        find_paths=lambda: [output_ids[:k] for k in part],
     )
+
+
+def _paths(trees: DraftTrees, samples_B: NDArray[np.bool_]) -> Paths:
+    """Of each root, which has none, and of each node."""
+    found: Paths = []
+    tokens, parents = trees.tokens_N.tolist(), trees.parents_N.tolist()
+    ends = trees.offsets_B1.tolist()
+    for b in np.flatnonzero(samples_B).tolist():
+        paths: Paths = [[]]
+        for node in range(ends[b], ends[b + 1]):
+            paths.append([*paths[parents[node]], tokens[node]])
+        found += paths
+    return found

@@ -13,4 +13,4 @@ class Sampled:
 
     tokens: list[int]
     logprobs: list[float]
-    extras: list[TokenExtras]  # per row, each list of length one or empty
+    extras: list[TokenExtras]  # per row, each list of length one or empty; maybe NO_EXTRAS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.sampling.rows import rows_of_continuation, sample_rows
+from rollout.sampling.rows import SampleRows, rows_of_continuation, sample_rows
 from rollout.sampling.sampler import sample, score
 from tests.helpers.requests import decode_batch, make_request, make_trees
 
@@ -110,10 +110,11 @@ def test_a_row_is_the_same_alone_and_in_company():
     together = sample(logits, rows)
     order = np.random.default_rng(1).permutation(len(rows.requests))
     for subset in ([3], [0, 8], order.tolist()):
-        part = type(rows)(
-            requests=[rows.requests[r] for r in subset],
+        part = SampleRows(
+            owners=[rows.requests[r] for r in subset],
+            counts_O=np.ones(len(subset), dtype=np.int64),
             positions_R=rows.positions_R[subset],
-            drafted=[rows.drafted[r] for r in subset],
+            find_paths=lambda subset=subset: [rows.drafted[r] for r in subset],
         )
         alone = sample(logits[subset], part)
         assert alone.tokens == [together.tokens[r] for r in subset]
