@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.graphs import ForwardGraphs
 from rollout.memory.system import free_bytes, return_freed_memory
 from rollout.types import MemoryTag
 from rollout.weights.kept import KeptWeights
@@ -33,6 +32,16 @@ class Pool(Protocol):
         ...
 
 
+class Graphs(Protocol):
+    """What is captured, and knows addresses."""
+
+    is_paused: bool
+
+    def drop(self) -> int:
+        """The bytes that come back."""
+        ...
+
+
 class Residency:
     """The memory of every model a worker runs, target and drafts alike, by tag.
 
@@ -44,7 +53,7 @@ class Residency:
         weights: WeightTransaction,
         kv_pools: Sequence[Pool],
         *,
-        graphs: ForwardGraphs | None = None,
+        graphs: Graphs | None = None,
         device: torch.device | None = None,
     ) -> None:
         """
@@ -55,7 +64,7 @@ class Residency:
         """
         self._weights = weights
         self._kv_pools = list(kv_pools)
-        self._graphs = graphs
+        self._graphs = [] if graphs is None else [graphs]
         self._device = device
         self._kept: KeptWeights | None = None
         self.released: frozenset[MemoryTag] = frozenset()
@@ -63,6 +72,10 @@ class Residency:
     def add_kv_pool(self, pool: Pool) -> None:
         """Of a draft, made after the target's."""
         self._kv_pools.append(pool)
+
+    def add_graphs(self, graphs: Graphs) -> None:
+        """Of a draft, likewise."""
+        self._graphs.append(graphs)
 
     @property
     def why_not(self) -> str:
@@ -100,11 +113,11 @@ class Residency:
             parts = self._weights.parts
             names = frozenset(parts) if keep_weights else parts.frozen
             self._kept = KeptWeights(parts, names) if names else None
-        if self._graphs is not None:
-            dropped = self._graphs.drop()
+        for graphs in self._graphs:
+            dropped = graphs.drop()
             if MemoryTag.GRAPHS in tags:
-                self._graphs.is_paused = True
-                freed[MemoryTag.GRAPHS] = dropped
+                graphs.is_paused = True
+                freed[MemoryTag.GRAPHS] += dropped
         if MemoryTag.WEIGHTS in tags:
             self._weights.is_resident = False
             freed[MemoryTag.WEIGHTS] = sum(part.release() for part in self._weights.parts.values())
@@ -138,8 +151,9 @@ class Residency:
             elif tag is MemoryTag.KV_CACHE:
                 for pool in self._kv_pools:
                     pool.allocate()
-            elif self._graphs is not None:
-                self._graphs.is_paused = False
+            else:
+                for graphs in self._graphs:
+                    graphs.is_paused = False
             self.released -= {tag}
 
     def _resume_weights(self) -> None:

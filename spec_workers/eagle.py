@@ -20,6 +20,7 @@ from spec_workers.idle import check_idle
 from spec_workers.neural.draft_sizing import draft_bytes
 from spec_workers.neural.drafter import Drafter
 from spec_workers.neural.eagle_drafter import EagleDrafter
+from spec_workers.neural.proposal_graphs import proposal_graphs
 from spec_workers.observation import Observation
 from spec_workers.options import check_budget, check_number, check_topk
 from spec_workers.target import TargetWorker
@@ -185,6 +186,7 @@ def open_eagle(
         topk=topk,
         num_draft_tokens=num_draft_tokens,
         lockstep=lockstep,
+        graphs=proposal_graphs(config.memory, target),
     )
     target.weights.parts.add(
         "draft",

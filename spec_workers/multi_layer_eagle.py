@@ -15,6 +15,7 @@ from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.eagle import EagleWorker
 from spec_workers.neural.draft_sizing import draft_bytes
 from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
+from spec_workers.neural.proposal_graphs import proposal_graphs
 from spec_workers.options import check_budget, check_number, check_topk
 from spec_workers.target import TargetWorker
 
@@ -139,6 +140,7 @@ def open_chain(
         topk=topk,
         num_draft_tokens=num_draft_tokens,
         lockstep=lockstep,
+        graphs=proposal_graphs(config.memory, target),
     )
 
     owners: dict[str, str] = {}  # of tensors, which steps may share

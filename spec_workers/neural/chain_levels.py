@@ -67,16 +67,14 @@ class ChainLevels:
         root_G1E = self._state.hidden(level - 1, inputs["rows"])[:, None]
         above_GE = root_G1E if level == 1 else torch.cat([root_G1E, before_GME], dim=1)
         hidden_GNE = gathered(above_GE, nodes.parents_GN + 1)
-        slots_GN = plans.slots(nodes)
         # A node of depth d is at d - 1 positions behind the step's last known one.
-        behind_N = torch.arange(slots_GN.shape[1], device=slots_GN.device) // self._topk
-        positions_GN = inputs["ends"][:, None] - 1 - level + behind_N
+        nodes_N = torch.arange(level * self._topk, device=hidden_GNE.device)
         hidden_TE = runner.forward(
             nodes.tokens_GN.flatten(),
             hidden_GNE.flatten(0, 1),
-            positions_GN.flatten(),
-            slots_GN.flatten(),
-            plans.plan(nodes, slots_GN, inputs, longest, new_levels=level),
+            plans.positions(inputs["ends"] - 1 - level, nodes_N // self._topk).flatten(),
+            plans.slots(level, inputs).flatten().long(),
+            plans.plan(level, nodes, inputs, longest, new_levels=level),
         )
         return hidden_TE.view(hidden_GNE.shape)
 

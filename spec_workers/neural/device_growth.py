@@ -26,7 +26,7 @@ class DeviceNodes:
 
     tokens_GN: torch.Tensor  # int64
     parents_GN: torch.Tensor  # int64, nodes of the level before; -1: the root
-    masks_GN: torch.Tensor  # int64 bits; of none bit 0 alone
+    masks_GN: torch.Tensor  # int64 bits; what is none sees what is known, and itself
     is_node_GN: torch.Tensor
 
 
@@ -66,7 +66,7 @@ class DeviceGrowth:
         """Children of the level, the most probable of each first; at first: of the roots."""
         probs_GFW = self._before_GF[:, :, None] * probs_GFW
         is_one_GFW = (probs_GFW >= self._floor_1) & self._is_row_GF[:, :, None]
-        probs_GFW = torch.where(is_one_GFW, probs_GFW, _NONE)
+        probs_GFW = probs_GFW.masked_fill(~is_one_GFW, _NONE)
         self._first = self.tokens_GC.shape[1]
         self.tokens_GC = torch.cat([self.tokens_GC, tokens_GFW.flatten(1)], dim=1)
         self.probs_GC = torch.cat([self.probs_GC, probs_GFW.flatten(1)], dim=1)
@@ -85,7 +85,7 @@ class DeviceGrowth:
         is_chosen_GI &= is_before_GIC[:, :, first:].sum(dim=2) < width
 
         # In the order they were thought of; what is not chosen goes where nobody looks.
-        place_GI = torch.where(is_chosen_GI, is_chosen_GI.cumsum(dim=1) - 1, width)
+        place_GI = (is_chosen_GI.cumsum(dim=1) - 1).masked_fill(~is_chosen_GI, width)
         chosen_GW = index_I.new_full((len(probs_GI), width + 1), first)
         chosen_GW = chosen_GW.scatter(1, place_GI, index_I.expand_as(place_GI))[:, :width]
         index_W = torch.arange(width, device=index_C.device)
@@ -104,10 +104,10 @@ class DeviceGrowth:
             parents_GW = run - width + (chosen_GW - self._first) // children
             above_GW = nodes.masks_GN.gather(1, parents_GW)
         own_W = torch.ones_like(index_W) << (index_W + run + 1)
-        masks_GW = torch.where(is_node_GW, above_GW | own_W, 1)
-        tokens_GW = torch.where(is_node_GW, self.tokens_GC.gather(1, chosen_GW), 0)
+        masks_GW = above_GW.masked_fill(~is_node_GW, 1) | own_W
+        tokens_GW = self.tokens_GC.gather(1, chosen_GW).masked_fill(~is_node_GW, 0)
         self._before_GF, self._is_row_GF = self.probs_GC.gather(1, chosen_GW), is_node_GW
-        candidates_GW = torch.where(is_node_GW, chosen_GW, -1)
+        candidates_GW = chosen_GW.masked_fill(~is_node_GW, -1)
         self.candidates_GN = torch.cat([self.candidates_GN, candidates_GW], dim=1)
         self.nodes = DeviceNodes(
             tokens_GN=torch.cat([nodes.tokens_GN, tokens_GW], dim=1),

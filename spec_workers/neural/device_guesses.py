@@ -84,7 +84,7 @@ class DeviceGuesser:
 
         temperature_R = by_row("temperature")
         is_greedy_R = temperature_R == 0
-        logits_RD = logits_RD.float() / torch.where(is_greedy_R, 1.0, temperature_R)[:, None]
+        logits_RD = logits_RD.float() / temperature_R.masked_fill(is_greedy_R, 1.0)[:, None]
         if "top_k" in inputs:
             threshold_R = truncation_threshold(
                 logits_RD,

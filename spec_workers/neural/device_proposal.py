@@ -8,12 +8,14 @@ hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.graphs.captured_runs import CapturedRuns
 from rollout.transfers import download, upload
 from rollout.types import Batch
 from spec_workers.neural.device_growth import DeviceGrowth, DeviceNodes
@@ -105,14 +107,20 @@ class DeviceProposer:
         num_steps: int,
         device: torch.device,
         lockstep: bool,
+        graphs: CapturedRuns | None = None,
     ) -> None:
-        """``lockstep``: launch every level, whatever there is to grow."""
+        """
+        Args:
+            lockstep: launch every level, whatever there is to grow.
+            graphs: capture proposals, all levels of one together; default: each is launched anew.
+        """
         self._levels = levels
         self._guesser = guesser
         self._topk = topk
         self._num_steps = num_steps
         self._device = device
         self._lockstep = lockstep
+        self._graphs = graphs
         self._device_guesser = DeviceGuesser(topk, guesser.token_ids_D, device)
 
     @torch.inference_mode()
@@ -121,9 +129,13 @@ class DeviceProposer:
         shape = self._shape(wanted)
         arrays = self._inputs(wanted, shape.trees - len(wanted.rows_G))
         arrays |= self._levels.changes(wanted.rows_G)
-        tensors = upload(arrays, self._device)
+        placed = None if self._graphs is None else self._graphs.place(arrays)
+        tensors = upload(arrays, self._device) if placed is None else placed
         self._levels.apply(tensors, wanted.rows_G)
-        grown = self._grow(tensors, shape)
+        if self._graphs is None or placed is None:
+            grown = self._grow(tensors, shape)
+        else:
+            grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
         count = len(wanted.rows_G)
         read = download({name: tensor[:count] for name, tensor in grown.items()})
         found: dict[str, Any] = read

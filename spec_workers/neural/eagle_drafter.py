@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.graphs.captured_runs import CapturedRuns
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
 from rollout.ops import gpu
@@ -45,6 +46,7 @@ class EagleDrafter:
         topk: int,
         num_draft_tokens: int,
         lockstep: bool = False,
+        graphs: CapturedRuns | None = None,
     ) -> None:
         """
         Args:
@@ -53,6 +55,7 @@ class EagleDrafter:
             topk: most children of a node, and most nodes of a level that are expanded.
             num_draft_tokens: most nodes of a tree.
             lockstep: run every level in every step, whatever there is to run.
+            graphs: on a GPU, capture proposals; default: each is launched anew.
         """
         self.model = model
         self.features: Features = model.spec.features
@@ -79,16 +82,19 @@ class EagleDrafter:
         self._roots = DraftRoots(rows, model.spec.hidden_size, like)
         self._guesser = Guesser(topk, model.token_ids_D)
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
-        self._proposer: DeviceProposer | None = None
-        if gpu.runs_on(model.device):
-            self._proposer = DeviceProposer(
-                EagleLevels(self.runner, self._roots, topk=topk, num_steps=num_steps),
-                self._guesser,
-                topk=topk,
-                num_steps=num_steps,
-                device=model.device,
-                lockstep=lockstep,
-            )
+        self._graphs = graphs
+        self._proposer = self._device_proposer() if gpu.runs_on(model.device) else None
+
+    def _device_proposer(self) -> DeviceProposer:
+        return DeviceProposer(
+            EagleLevels(self.runner, self._roots, topk=self._topk, num_steps=self._num_steps),
+            self._guesser,
+            topk=self._topk,
+            num_steps=self._num_steps,
+            device=self.model.device,
+            lockstep=self.lockstep,
+            graphs=self._graphs,
+        )
 
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None

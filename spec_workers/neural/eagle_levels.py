@@ -42,20 +42,20 @@ class EagleLevels:
         inputs: Tensors,
         longest: int,
     ) -> torch.Tensor:
-        width, slots_GN = self._topk, self._plans.slots(nodes)
+        width = self._topk
         parents_GW = (
             nodes.parents_GN[:, -width:] - (level - 2) * width
             if level > 1
             else (torch.zeros_like(nodes.parents_GN))
         )
         hidden_GWE = gathered(before_GFE, parents_GW)
-        positions_G1 = inputs["ends"][:, None] + level - 2
+        none_W = torch.zeros(width, dtype=torch.int64, device=hidden_GWE.device)
         hidden_TE = self._runner.forward(
             nodes.tokens_GN[:, -width:].flatten(),
             hidden_GWE.flatten(0, 1),
-            positions_G1.expand(-1, width).flatten(),
-            slots_GN[:, -width:].flatten(),
-            self._plans.plan(nodes, slots_GN, inputs, longest, new_levels=1),
+            self._plans.positions(inputs["ends"] + level - 2, none_W).flatten(),
+            self._plans.slots(level, inputs)[:, -width:].flatten().long(),
+            self._plans.plan(level, nodes, inputs, longest, new_levels=1),
         )
         return hidden_TE.view(hidden_GWE.shape)
 

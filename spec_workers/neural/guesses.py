@@ -5,6 +5,7 @@ Legend: G trees, R rows of logits, D draft vocabulary, C candidates, W children,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,14 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.transfers import download
 from rollout.types import Batch, EntryResult
 from spec_workers.neural.mixture import CONTEXTS, LearnedMixture
 from spec_workers.neural.reliability import Reliability
 from spec_workers.neural.shared_noise import CANDIDATES, Candidates, SharedNoise
 from spec_workers.neural.tree_growth import Expansion
 
+_STEPS_AT_ONCE = 2
+"""That may be under way: guesses of older ones are not waited for."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Cases:
     """Guesses of some rows, as the mixture and the reliability learn from them."""
 
@@ -59,7 +64,7 @@ class Guesses(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HostGuesses:
     """Guesses made level by level."""
 
@@ -107,10 +112,10 @@ class Guesser:
         """
         self._topk = topk
         self.token_ids_D = token_ids_D
-        self._token_ids_D = None if token_ids_D is None else token_ids_D.cpu().numpy()
+        self._token_ids_D = None if token_ids_D is None else download({"ids": token_ids_D})["ids"]
         self._mixture = LearnedMixture()
         self._reliability = Reliability(CONTEXTS)
-        self._last: Guesses | None = None
+        self._open: deque[Guesses] = deque(maxlen=_STEPS_AT_ONCE)
 
     def begin(self, batch: Batch, entries_G: list[int]) -> HostGuesses:
         entries = [batch.entries[b] for b in entries_G]
@@ -125,7 +130,7 @@ class Guesser:
 
     def remember(self, guesses: Guesses) -> None:
         """Until it is known what came."""
-        self._last = guesses
+        self._open.append(guesses)
 
     def tables(self) -> dict[str, NDArray]:
         """What was learned, for `DeviceGuesser`."""
@@ -167,9 +172,10 @@ class Guesser:
 
     def learn(self, batch: Batch, results: list[EntryResult]) -> None:
         """From the tokens emitted: along their path as far as there were guesses."""
-        guesses, self._last = self._last, None
-        if guesses is None or guesses.batch is not batch:
+        guesses = next((each for each in self._open if each.batch is batch), None)
+        if guesses is None:
             return
+        self._open.remove(guesses)
         followed = guesses.followed(results)
         if followed is None:
             return

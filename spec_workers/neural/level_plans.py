@@ -30,14 +30,21 @@ class LevelPlans:
         self._name = name
 
     def inputs(self, rows_G: NDArray[np.int64], padding: int) -> dict[str, NDArray]:
-        """Of padding: trees without rows. Nobody attends from what has no keys."""
+        """Padding has rows that see nothing, and keys in the null slot. A tree that nothing was
+        read for has no nodes, so whatever it attends to is nobody's."""
         trees = len(rows_G) + padding
         starts_G = np.maximum(self._runner.kv.lens_Q[rows_G] - 1, 0)
+        nodes = self._runner.nodes_per_tree
+        scratch = self._runner.kv.first_scratch + np.arange(len(rows_G) * nodes, dtype=np.int32)
+        scratch_GN = np.pad(
+            scratch.reshape(-1, nodes), ((0, padding), (0, 0)), constant_values=NULL_SLOT
+        )
         real_G1 = np.minimum(np.arange(trees + 1), len(rows_G)) * self._topk
         return {
             "plan_rows": np.pad(rows_G, (0, padding)).astype(np.int32),
             "run_lens": np.ones(trees, dtype=np.int32),
             f"{self._name}starts": np.pad(starts_G, (0, padding)).astype(np.int32),
+            f"{self._name}scratch": scratch_GN,
             **{
                 f"offsets_{level}": (real_G1 * level).astype(np.int32)
                 for level in range(1, self._num_steps)
@@ -59,26 +66,20 @@ class LevelPlans:
         }
         self._runner.table.apply(own, rows_G, self._runner.kv.lens_Q[rows_G])
 
-    def slots(self, nodes: DeviceNodes) -> torch.Tensor:
-        """int64 [P, N]: where the nodes' keys and values are; what is none writes to the null
-        slot."""
-        kv, (trees, count) = self._runner.kv, nodes.tokens_GN.shape
-        device = nodes.tokens_GN.device
-        bands_G1 = torch.arange(trees, device=device)[:, None] * self._runner.nodes_per_tree
-        slots_GN = kv.first_scratch + bands_G1 + torch.arange(count, device=device)
-        return torch.where(nodes.is_node_GN, slots_GN, NULL_SLOT)
+    def slots(self, level: int, inputs: Tensors) -> torch.Tensor:
+        """int32 [P, N]: where keys and values of the nodes down to a level are."""
+        return inputs[f"{self._name}scratch"][:, : level * self._topk]
+
+    def positions(self, first_G: torch.Tensor, behind_N: torch.Tensor) -> torch.Tensor:
+        """int64 [P, N]: so far behind each tree's first position. Those of what is none may be none
+        either, and are moved to where there are any."""
+        last = self._runner.table.tensor.shape[1] - 1
+        return (first_G[:, None] + behind_N).clamp(0, last)
 
     def plan(
-        self,
-        nodes: DeviceNodes,
-        slots_GN: torch.Tensor,
-        inputs: Tensors,
-        longest: int,
-        *,
-        new_levels: int,
+        self, level: int, nodes: DeviceNodes, inputs: Tensors, longest: int, *, new_levels: int
     ) -> AttentionPlan:
         """``new_levels``: so many last ones are run, the others were."""
-        level = nodes.tokens_GN.shape[1] // self._topk
         table = self._runner.table.tensor
         return AttentionPlan(
             req_to_token=table,
@@ -88,6 +89,6 @@ class LevelPlans:
             q_offsets_B1=inputs[f"offsets_{new_levels}"],
             node_offsets_B1=inputs[f"offsets_{level}"],
             node_masks_N=nodes.masks_GN.flatten(),
-            node_slots_N=slots_GN.flatten().int(),
+            node_slots_N=self.slots(level, inputs).flatten(),
             longest=min(longest, table.shape[1]),
         )

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.graphs.captured_runs import CapturedRuns
 from rollout.models.draft_model import DraftModel
 from rollout.models.features import Features
 from rollout.ops import gpu
@@ -52,6 +53,7 @@ class MultiLayerEagleDrafter:
         topk: int,
         num_draft_tokens: int,
         lockstep: bool = False,
+        graphs: CapturedRuns | None = None,
     ) -> None:
         """
         Args:
@@ -60,6 +62,7 @@ class MultiLayerEagleDrafter:
             topk: most children of a node, and most nodes of a level that are expanded.
             num_draft_tokens: most nodes of a tree.
             lockstep: run every step in every call, whatever there is to run.
+            graphs: on a GPU, capture proposals; default: each is launched anew.
         """
         self.features: Features = models[0].spec.features
         self.sources = (models[0].spec.family.value,)
@@ -91,16 +94,19 @@ class MultiLayerEagleDrafter:
         self._state = ChainState(rows, len(models), models[0].spec.hidden_size, like)
         self._guesser = Guesser(topk, models[0].token_ids_D)
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
-        self._proposer: DeviceProposer | None = None
-        if gpu.runs_on(self._device):
-            self._proposer = DeviceProposer(
-                ChainLevels(self.runners, self._state, topk=topk),
-                self._guesser,
-                topk=topk,
-                num_steps=len(models),
-                device=self._device,
-                lockstep=lockstep,
-            )
+        self._graphs = graphs
+        self._proposer = self._device_proposer() if gpu.runs_on(self._device) else None
+
+    def _device_proposer(self) -> DeviceProposer:
+        return DeviceProposer(
+            ChainLevels(self.runners, self._state, topk=self._topk),
+            self._guesser,
+            topk=self._topk,
+            num_steps=len(self.runners),
+            device=self._device,
+            lockstep=self.lockstep,
+            graphs=self._graphs,
+        )
 
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None

@@ -18,7 +18,7 @@ from spec_workers.neural.kept_trees import kept_trees
 from spec_workers.neural.shared_noise import Candidates
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class ReadProposal:
     """See `DeviceGrowth` for the first three, `DeviceGuessed` for the others. A `Guesses`."""
 

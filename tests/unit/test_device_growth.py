@@ -86,7 +86,7 @@ def on_device(children: Children, sizes, depths, *, width, floor, steps, padding
             paths.append([])
             for n in range(first, first + width):
                 if not nodes.is_node_GN[g, n]:
-                    assert nodes.masks_GN[g, n] == 1
+                    assert int(nodes.masks_GN[g, n]) % 2**64 == 1 | 2 << n
                     assert nodes.tokens_GN[g, n] == 0
                     paths[g].append(None)
                     continue

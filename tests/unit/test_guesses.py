@@ -62,9 +62,21 @@ def test_tokens_are_followed_down_the_nodes_that_were_run(learned):
 
 def test_another_steps_tokens_tell_nothing(learned):
     guesser, batch, told = learned
-    guesser.learn(decode_batch([make_request()]), results([6]))
+    others = [decode_batch([make_request()]) for _ in range(3)]
+    guesser.learn(others[0], results([6]))
+    for other in others[1:]:
+        guesser.begin(other, [])
     guesser.learn(batch, results([6], [5], [7]))  # they are not waited for any longer
     assert not told
+
+
+def test_of_two_steps_under_way_each_tells_its_own(learned):
+    guesser, batch, told = learned
+    guesser.begin(decode_batch([make_request()]), [])
+    guesser.learn(batch, results([6], [5], [7]))
+    assert len(told) == 1
+    guesser.learn(batch, results([6], [5], [7]))
+    assert len(told) == 1
 
 
 def test_noise_is_that_of_the_position_guessed_at():

@@ -1,0 +1,130 @@
+"""Runs of fixed shapes: captured when one comes back, kept within a bound, let go of together."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from numpy.typing import NDArray
+
+from rollout.graphs.capture import Capture, Captured
+from rollout.transfers import DeviceBuffer
+
+log = logging.getLogger(__name__)
+
+Tensors = dict[str, torch.Tensor]
+
+_FIRST_USES = 2  # of a key until it is captured: one that comes once is not worth it
+_INPUT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    captured: Captured
+    results: Tensors
+
+
+class CapturedRuns:
+    """Whoever runs something places its inputs here and runs it through here.
+
+    As with `ForwardGraphs`, what is captured reads and writes fixed addresses, and all of it goes
+    when memory comes and goes, or when it outgrows its bound.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_bytes: Callable[[], int],
+        capture: Capture,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            name: of what is run, for the log.
+            max_bytes: that graphs may hold now: others may share the bound.
+        """
+        self._name = name
+        self._max_bytes = max_bytes
+        self._capture = capture
+        self._device = device
+        self._inputs = DeviceBuffer(_INPUT_BYTES, device)
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._uses: Counter[Hashable] = Counter()
+        self._uses_wanted = _FIRST_USES
+        self.is_paused = False  # their memory is wanted elsewhere
+        self.failure = ""  # why nothing is captured any more
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory the graphs hold."""
+        return sum(graph.captured.num_bytes for graph in self._graphs.values())
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def place(self, arrays: dict[str, NDArray]) -> Tensors | None:
+        """Send a run's inputs to where graphs read them; None where it goes without. Those of
+        shapes that a key does not tell come last, and are not the run's own."""
+        return None if self.is_paused or self.failure else self._inputs.send(arrays)
+
+    def run(self, key: Hashable, function: Callable[[], Tensors]) -> Tensors:
+        """What ``function`` gives, valid until the next run. It reads what was placed and what has
+        one address for as long as graphs are kept, and nothing else that changes under one key."""
+        if self.num_bytes > self._max_bytes():
+            self._outgrown()
+        self._uses[key] += 1
+        graph = self._graphs.get(key)
+        if graph is None and self._uses[key] >= self._uses_wanted:
+            graph = self._captured(key, function)
+        if graph is None:
+            return function()
+        graph.captured.replay()
+        return graph.results
+
+    def drop(self) -> int:
+        """Let go of every graph; the bytes that come back. What comes up is captured anew."""
+        freed = self.num_bytes
+        if self._graphs:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # none is running
+            self._graphs.clear()
+            self._capture.reset()
+        self._uses.clear()
+        return freed
+
+    def _captured(self, key: Hashable, function: Callable[[], Tensors]) -> _Graph | None:
+        results = {name: tensor.clone() for name, tensor in function().items()}
+
+        def run() -> None:
+            for name, tensor in function().items():
+                results[name].copy_(tensor)
+
+        try:
+            graph = _Graph(captured=self._capture(run), results=results)
+        except RuntimeError as error:
+            self.failure = f"capturing {self._name} of {key} failed: {error}"
+            log.warning("%s; they are launched one by one from now on, and slower", self.failure)
+            self.drop()
+            return None
+        self._graphs[key] = graph
+        if self.num_bytes > self._max_bytes():
+            self._outgrown()
+        return graph
+
+    def _outgrown(self) -> None:
+        self._uses_wanted *= 2
+        log.info(
+            "%d CUDA graphs of %s hold %d MiB, %d are left of memory.graph_bytes: dropped; from "
+            "now on one is captured when it comes for the %dth time",
+            self.num_graphs,
+            self._name,
+            self.num_bytes >> 20,
+            self._max_bytes() >> 20,
+            self._uses_wanted,
+        )
+        self.drop()

@@ -1,0 +1,108 @@
+"""Trees grown in fixed shapes, as on a GPU: unseen, and those of the host's way, on the CPU's ops,
+a stand-in running again what was captured.
+
+tests/device runs the same with a device's ops, in fewer steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout import RolloutEngine
+from rollout.graphs.captured_runs import CapturedRuns
+from tests.helpers.replaying import ReplayingCapture
+from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
+from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_mtp import save_tiny_mtp
+from tests.helpers.tree_checks import check_trees
+from tests.parity.test_eagle_chain import FIXED, LEARNED, PARAMS, numbers, prompts
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory):
+    """By name: target, worker, options."""
+    folder = tmp_path_factory.mktemp("drafts")
+    target = save_tiny_llama(folder / "target", num_layers=1)
+    copying = save_copying_eagle1(folder / "eagle", target)
+    eagle3 = save_tiny_eagle3(
+        folder / "eagle3", target, layers=(0, 1), draft_vocab_size=64, unsorted=True
+    )
+    mtp_target, chain = save_tiny_mtp(folder / "mtp", "separate", 3, likely=True, own_head=48)
+    return {
+        "eagle": (target, "eagle", {"draft_path": str(copying)}),
+        "eagle3": (target, "eagle", {"draft_path": str(eagle3), "num_steps": 3, "topk": 7}),
+        "mtp": (mtp_target, "mtp", {"draft_path": str(chain), "topk": 3}),
+        "hybrid": (target, "hybrid", {"draft_path": str(copying)}),
+        "hybrid-mtp": (mtp_target, "hybrid", {"draft_path": str(chain), "topk": 2}),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(drafts):
+    found = {}
+    for target in {target for target, *_ in drafts.values()}:
+        engine = RolloutEngine.from_pretrained(target, spec="none", dtype="float32", max_running=1)
+        found[target] = {name: numbers(engine.generate(prompts(), PARAMS[name])) for name in PARAMS}
+    return found
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "hybrid", "hybrid-mtp"])
+@pytest.mark.parametrize(
+    ("options", "spec_options"),
+    [
+        ({"max_running": 3, "chunk_len": 7}, FIXED),
+        ({"max_running": 8, "max_kv_tokens": 150}, LEARNED | {"num_draft_tokens": 5}),
+    ],
+    ids=str,
+)
+def test_the_trees_are_the_hosts_and_cannot_be_seen(
+    drafts, plain, name, options, spec_options
+) -> None:
+    target, spec, own = drafts[name]
+    engine = RolloutEngine.from_pretrained(
+        target, spec, dtype="float32", **options, spec_options=spec_options | own
+    )
+    drafter, compared = engine.worker.drafter, []
+    capture = ReplayingCapture()
+    drafter._graphs = CapturedRuns(
+        "proposals", max_bytes=lambda: 50_000, capture=capture, device=torch.device("cpu")
+    )
+    drafter._proposer = drafter._device_proposer()
+    propose = drafter._proposer.propose
+
+    def both(wanted):
+        trees = drafter._grown(wanted)
+        poison_scratch(drafter)
+        proposal = propose(wanted)
+        own = proposal.trees(wanted.sizes_G, source=0)
+        check_trees(own)
+        compared.append((own, trees))
+        return proposal
+
+    drafter._proposer.propose = both
+    for params in ("greedy", "sampled", "cut"):
+        rollouts = engine.generate(prompts(), PARAMS[params])
+        assert numbers(rollouts) == plain[target][params]
+        engine.check_integrity()
+    # A learned budget may find out soon that nothing pays.
+    assert sum(own.num_nodes for own, _ in compared) > (50 if spec_options is FIXED else 0)
+    for own, trees in compared:
+        # Those that are closer to each other than rounding may have changed places.
+        assert own.offsets_B1.tolist() == trees.offsets_B1.tolist()
+        np.testing.assert_allclose(own.probs_N, trees.probs_N, rtol=1e-3, atol=1e-6)
+    alike = [np.array_equal(own.masks_N, trees.masks_N) for own, trees in compared]
+    assert np.mean(alike) > 0.95
+    if spec_options is FIXED:
+        assert engine.worker.counters()["draft/nodes"] > 50
+        assert capture.replays > 3
+
+
+def poison_scratch(drafter) -> None:
+    """What another proposal left there: each writes what it reads."""
+    for runner in getattr(drafter, "runners", None) or [drafter.runner]:
+        pool = runner.kv.pool
+        for each in pool.keys + pool.values:
+            each[runner.kv.first_scratch :] = float("nan")
+            each[0] = float("nan")
