@@ -9,7 +9,6 @@ from rollout.device_name import device_name
 from rollout.graphs import ForwardGraphs
 from rollout.graphs.capture import Capture
 from rollout.layers.row_invariance import make_row_invariant
-from rollout.memory.activations import warm_up
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
@@ -93,14 +92,13 @@ class TargetWorker:
             exact_rows = make_row_invariant(self.model.linears(), most_rows)
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
         padding = PaddingSteps(self.model, features, exact=config.exact)
-        if device.type == "cuda":
-            warm_up(padding, self.longest_step)
+        reserved = bytes_of_steps(config, padding, draft_nodes) if device.type == "cuda" else 0
         memory = target_memory(
             config,
             self.model,
             self.ranks.all,
             draft_bytes=draft_bytes,
-            reserved_bytes=bytes_of_steps(config, padding, draft_nodes),
+            reserved_bytes=reserved,
         )
         self.memory, self.kv_pool = memory.index, memory.kv_pool
         self.state_pool = memory.state_pool

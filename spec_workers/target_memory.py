@@ -10,7 +10,7 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
-from rollout.memory.activations import activation_bytes
+from rollout.memory.activations import activation_bytes, warm_up
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.padding_steps import PaddingSteps
@@ -103,16 +103,15 @@ def target_memory(
 def bytes_of_steps(config: EngineConfig, steps: PaddingSteps, draft_nodes: int) -> int:
     """What steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
 
-    ``draft_nodes``: most of a request in one step.
+    All that they run is compiled then. ``draft_nodes``: most of a request in one step.
     """
-    device = steps.model.device
-    if device.type != "cuda" or config.memory.kv_bytes is not None:
-        return 0
-    scheduler = config.scheduler
+    device, scheduler = steps.model.device, config.scheduler
     nodes = scheduler.max_running * draft_nodes
-    activations = activation_bytes(
-        steps, rows=scheduler.max_step_tokens + nodes, sampled=scheduler.max_running + nodes
-    )
+    rows, sampled = scheduler.max_step_tokens + nodes, scheduler.max_running + nodes
+    warm_up(steps, rows=rows, sampled=sampled)
+    if config.memory.kv_bytes is not None:
+        return 0
+    activations = activation_bytes(steps, rows=rows, sampled=sampled)
     log.info(
         "%s: %d MiB are free beside the weights; a step takes up to %d MiB of them, CUDA "
         "graphs %d MiB, KV %.0f %% of the rest",

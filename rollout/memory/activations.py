@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,23 +19,29 @@ from rollout.ops.paged_attention import most_spread_rows
 
 log = logging.getLogger(__name__)
 
-_WARM_ROWS = (1, 65, 129, 513)
-"""Of the steps that are run: every tile of `ops.matmul` serves one, and attention has a program per
-split in the first and walks all of them in the last."""
 
-_WARM_SAMPLED = 4
+def warm_rows(most_rows: int) -> list[int]:
+    """Of steps that together run every tile of `ops.matmul` that one of up to so many rows runs.
+
+    Attention has a program per split in the least of them and walks all splits in the largest.
+    """
+    doubling = [1 << k for k in range(8, most_rows.bit_length())]
+    return [rows for rows in (1, 17, 33, 65, 129, *doubling, most_rows) if rows <= most_rows]
 
 
-def warm_up(steps: PaddingSteps, most_rows: int) -> None:
-    """Run what is compiled for steps of up to ``most_rows``, whatever their batch."""
+@torch.inference_mode()
+def warm_up(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
+    """Run what is compiled for steps of up to so many query rows, whatever their batch.
+
+    ``sampled``: most rows that are sampled from. Raises OutOfMemoryError.
+    """
     began = time.perf_counter()
-    with gpu.on(steps.model.device):
-        for rows in sorted({min(rows, most_rows) for rows in _WARM_ROWS}):
-            for nodes in (0, rows):
-                hidden_TE = steps.forward(rows, nodes=nodes)
-            steps.sample(hidden_TE, min(rows, _WARM_SAMPLED))
-    if steps.model.device.type == "cuda":
-        torch.cuda.synchronize(steps.model.device)
+    with _fitting(steps, rows, sampled):
+        for each in warm_rows(rows):
+            for nodes in (0, each):
+                hidden_TE = steps.forward(each, nodes=nodes)
+            steps.model.logits(hidden_TE[:sampled])
+        steps.sample(hidden_TE, 1)
     log.info(
         "%s: kernels were compiled and loaded in %.1f s",
         steps.model.device,
@@ -50,18 +58,10 @@ def activation_bytes(steps: PaddingSteps, *, rows: int, sampled: int) -> int:
     device = steps.model.device
     if device.type != "cuda":
         return 0
-    torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    try:
-        with gpu.on(device):
-            run_largest(steps, rows=rows, sampled=sampled)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"a step of {rows} query rows, {sampled} of them sampled from, does not fit {device} "
-            "beside the weights: lower scheduler.max_step_tokens or scheduler.max_running"
-        ) from error
-    torch.cuda.synchronize(device)
+    with _fitting(steps, rows, sampled):
+        run_largest(steps, rows=rows, sampled=sampled)
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -74,3 +74,19 @@ def run_largest(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
     if spread_rows:
         steps.forward(min(rows, spread_rows), longest=spec.max_context_len)
     steps.sample(steps.forward(rows, nodes=rows), sampled)
+
+
+@contextmanager
+def _fitting(steps: PaddingSteps, rows: int, sampled: int) -> Iterator[None]:
+    """Until the device is done. Memory that does not suffice is told of."""
+    device = steps.model.device
+    try:
+        with gpu.on(device):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"a step of {rows} query rows, {sampled} of them sampled from, does not fit {device} "
+            "beside the weights: lower scheduler.max_step_tokens or scheduler.max_running"
+        ) from error
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

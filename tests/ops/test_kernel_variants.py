@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.layers.grouped_linear import GroupedLinear
-from rollout.memory.activations import warm_up
+from rollout.memory.activations import warm_rows, warm_up
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.ops import tree_accept
 from rollout.ops.grouped_matmul import RowGroups
@@ -36,7 +36,7 @@ def test_steps_of_any_size_run_kernels_that_are_warm(tmp_path, save) -> None:
     with recorded_launches() as launches:
         runner = engine.worker.target.runner
         runner._minimum_rows = 1  # as on a GPU
-        warm_up(PaddingSteps(runner.model), 1000)
+        warm_up(PaddingSteps(runner.model), rows=1000, sampled=800)
         first = num_variants(launches)
         for entries in (1, 16, 130):
             for most_nodes in (0, 5):
@@ -131,3 +131,15 @@ def test_any_number_of_rows_runs_the_same_kernels(run) -> None:
             run(rows)
     assert first
     assert num_variants(launches) == first
+
+
+@pytest.mark.parametrize("most_rows", [1, 20, 300, 8192])
+def test_warm_rows_run_every_tile_of_products(most_rows) -> None:
+    from rollout.ops.matmul.triton import tile_for
+
+    for outputs in (128, 1024, 2560, 4096, 6144, 28_672, 128_256):
+        ran, wanted = (
+            {tile_for(torch.bfloat16, rows, outputs, 132) for rows in some}
+            for some in (warm_rows(most_rows), range(1, most_rows + 1))
+        )
+        assert ran == wanted, outputs

@@ -22,7 +22,7 @@ from rollout.memory.padding_steps import PaddingSteps
 from rollout.models.features import Features
 from rollout.overrides import engine_config
 from rollout.step_arrays import StepArrays
-from rollout.transfers import packed_bytes
+from rollout.transfers import DeviceBuffer
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
@@ -176,7 +176,8 @@ def test_the_largest_bucket_fits_where_inputs_are_placed() -> None:
     step = step_of([([1] * 5, [0] * 5)] * 15)
     step = replace(step, states=dict.fromkeys(("sources_B", "parents_T", "targets_T"), step.rows_B))
     padded = step.padded(rows=96, entries=96, nodes=96)
-    assert packed_bytes(padded.inputs()) <= BUCKETS.input_bytes
+    buffer = DeviceBuffer(BUCKETS.input_bytes, torch.device("cpu"))
+    assert buffer.send(padded.inputs()) is not None
 
 
 def test_a_shape_is_captured_when_it_comes_back(tiny_model_path) -> None:
@@ -315,7 +316,7 @@ def test_the_largest_step_can_be_tried_before_there_is_kv(tiny_model_path) -> No
     assert hidden_TE.shape == (40, 48)
     assert hidden_TE.isfinite().all()
     run_largest(steps, rows=40, sampled=7)
-    warm_up(steps, most_rows=8)
+    warm_up(steps, rows=40, sampled=7)
     assert activation_bytes(steps, rows=40, sampled=7) == 0, "on the CPU nothing is measured"
 
 
