@@ -1,0 +1,73 @@
+"""Ops at the largest sizes that are meant to run: grids fit, and nothing is wider than its type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.ops.categorical import categorical, entropy, token_logprobs
+from rollout.ops.matmul import matmul
+from rollout.ops.paged_attention import AttentionPlan, paged_attention
+from rollout.ops.store_kv import store_kv
+from rollout.ops.tree_accept import accept
+from rollout.ops.truncation import truncation_threshold
+from rollout.ops.uniforms import uniforms
+from tests.helpers.fake_cuda import FakeGpu
+
+ROWS, VOCAB = 16_384, 151_936  # more than 2**31 logits
+SLOTS, KV_HEADS, DIM = 4_000_000, 8, 128  # more than 2**31 numbers
+CONTEXT = 131_072
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def fits(gpu: FakeGpu) -> None:
+    assert gpu.launches.all
+    assert not [problem for launch in gpu.launches.all for problem in launch.problems]
+
+
+@pytest.mark.parametrize(
+    ("entries", "run_len", "nodes"), [(256, 1, 0), (256, 1, 15), (1, 8192, 0), (1, 1, 63)]
+)
+def test_attention_over_long_contexts(gpu: FakeGpu, entries, run_len, nodes) -> None:
+    ints = {"dtype": torch.int32}
+    plan = AttentionPlan(
+        req_to_token=on_gpu(257, CONTEXT, **ints),
+        rows_B=on_gpu(entries, **ints),
+        q_offsets_B1=on_gpu(entries + 1, **ints),
+        starts_B=on_gpu(entries, **ints),
+        run_lens_B=on_gpu(entries, **ints),
+        node_offsets_B1=on_gpu(entries + 1, **ints),
+        node_masks_N=on_gpu(entries * nodes, dtype=torch.int64),
+        node_slots_N=on_gpu(entries * nodes, **ints),
+        longest=CONTEXT,
+    )
+    q_THD = on_gpu(entries * (run_len + nodes), 32, DIM)
+    pools = on_gpu(2, SLOTS, KV_HEADS, DIM)
+    paged_attention(q_THD, pools[0], pools[1], plan, DIM**-0.5)
+    store_kv(*on_gpu(2, len(q_THD), KV_HEADS, DIM), *pools, on_gpu(len(q_THD), dtype=torch.int64))
+    fits(gpu)
+
+
+def test_logits_of_many_rows(gpu: FakeGpu) -> None:
+    logits_RV = on_gpu(ROWS, VOCAB)
+    numbers_R = on_gpu(ROWS, dtype=torch.float32)
+    tokens_R = on_gpu(ROWS, dtype=torch.int64)
+    threshold_R = truncation_threshold(logits_RV.float(), numbers_R, tokens_R, numbers_R, numbers_R)
+    categorical(logits_RV, numbers_R, uniforms(tokens_R, tokens_R), threshold_R)
+    token_logprobs(logits_RV, numbers_R, on_gpu(ROWS, 20, dtype=torch.int64))
+    entropy(logits_RV, numbers_R)
+    ints = {"dtype": torch.int32}
+    nodes = ROWS - 256
+    accept(
+        tokens_R, on_gpu(257, **ints), on_gpu(nodes, **ints), on_gpu(nodes, **ints),
+        on_gpu(nodes, dtype=torch.int64), on_gpu(257, **ints),
+    )  # fmt: skip
+    fits(gpu)
+
+
+def test_products_of_many_rows(gpu: FakeGpu) -> None:
+    matmul(on_gpu(ROWS, 4096), on_gpu(VOCAB, 4096))
+    fits(gpu)
