@@ -27,7 +27,7 @@ from rollout.errors import InvalidInputError, RolloutError
 from rollout.hydra_errors import HydraErrors
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
-from rollout.offline import JobResult, JobStatus, RunConfig, run_job
+from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
 from rollout.parallel import is_launched
 from rollout.specs import factory_of
 
@@ -71,6 +71,8 @@ def main() -> None:
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:  # outside generation: nothing to save
         sys.exit(EXIT_SIGNAL + 2)
+    finally:
+        command.sweep.print(rich.get_console())
     sys.exit(command.exit_code)
 
 
@@ -116,9 +118,11 @@ class _Command:
 
     def __init__(self) -> None:
         self.exit_code = 0
+        self.sweep = SweepTable()
         self._outputs: set[Path] = set()
 
     def run(self, config: DictConfig) -> None:
+        result = None
         try:
             run_config = run_config_from(config)
             _launch_ranks(run_config)
@@ -134,9 +138,9 @@ class _Command:
         except OSError as error:  # names its file: one that may not be read, a full disk
             _print_error(str(error))
             self._fail(EXIT_ERROR)
-        else:
-            if result.status is JobStatus.STOPPED:
-                _stop(result)
+        self.sweep.add(HydraConfig.get().overrides.task, result)
+        if result is not None and result.status is JobStatus.STOPPED:
+            _stop(result)
 
     def _claim_output(self, config: RunConfig) -> None:
         assert config.output.path is not None, "run_config_from() gave a default"

@@ -3,6 +3,7 @@
 from rollout.offline.config import DataConfig, LogConfig, OnError, OutputConfig, RunConfig
 from rollout.offline.job import JobResult, JobStatus, run_job
 from rollout.offline.sink import OutputError
+from rollout.offline.sweep_table import SweepTable
 
 __all__ = [
     "DataConfig",
@@ -13,5 +14,6 @@ __all__ = [
     "OutputConfig",
     "OutputError",
     "RunConfig",
+    "SweepTable",
     "run_job",
 ]

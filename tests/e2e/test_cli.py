@@ -258,8 +258,9 @@ def test_a_sweep_writes_one_file_per_job(
     assert rows[0] == rows[2]  # speculation cannot be seen
     assert rows[1] == rows[3]
     assert rows[0] != rows[1]
+    assert swept.out.count("jobs of the sweep") == 1
     again = specrollout(*sweep, "spec=none,ngram", "sampling.temperature=0.6,1.0")
-    assert again.out.count("nothing to do") == 4
+    assert " ".join(again.out.split()).count("nothing to do. Generate it anew") == 4
 
 
 def test_two_jobs_of_a_sweep_cannot_share_a_file(
