@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from rollout.config import EngineConfig, LoadFormat
@@ -12,6 +14,7 @@ from rollout.layers.row_invariance import make_row_invariant
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.models.features import Features
 from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.models.spec import ModelSpec
 from rollout.parallel import local_rank, open_ranks
 from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
@@ -31,7 +34,7 @@ from rollout.weights.transaction import WeightTransaction
 from spec_workers.neural.draft_sizing import NO_DRAFT, DraftBytes
 from spec_workers.scorer import Scorer, joined
 from spec_workers.target_graphs import forward_graphs
-from spec_workers.target_memory import bytes_of_steps, target_memory
+from spec_workers.target_memory import bytes_of_steps, routes_spec, target_memory
 
 _QUICKEST_ROWS = 4
 """oneDNN's products of fewer rows are slower than those of four: with the demo model in bf16 a step
@@ -62,6 +65,8 @@ class TargetWorker:
         device = resolve_device(config.model.device, local_rank(config.parallel))
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        if config.model.record_routes:  # before the weights, which may take minutes to read
+            routes_spec(config, ModelSpec.read(Path(config.model.path)))
         self.ranks = open_ranks(config.parallel, device)
         self.checks_ranks = config.parallel.check and self.ranks.tensor.size > 1
         self.model = load_model(

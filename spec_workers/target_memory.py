@@ -63,7 +63,7 @@ def target_memory(
     spec, dtype, device = model.spec, model.dtype, model.device
     budget = min(ranks.numbers(memory_budget(config.memory, device, reserved_bytes)))
     states, state_bytes = _states(config, spec, dtype, budget)
-    routes = _routes_spec(config, spec)
+    routes = routes_spec(config, spec)
     routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
     num_slots = num_kv_slots(
         config.memory,
@@ -135,8 +135,8 @@ def _states(
     return sizes, each * (sizes.num_slots + 1)
 
 
-def _routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
-    """Whose routes are to be recorded; None: nobody's."""
+def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
+    """Whose routes are to be recorded; None: nobody's. Raises InvalidInputError without experts."""
     if not config.model.record_routes:
         return None
     if spec.experts is None:
