@@ -1,4 +1,4 @@
-"""Which draft nodes the target's samples confirm, and their slots taken over, on the device.
+"""Which draft nodes the target's samples confirm, on the device.
 
 Legend: B entries, N draft nodes, R sampled rows, D places of a path, at most 63.
 """
@@ -41,27 +41,3 @@ def accept(
 
         return triton.accept(*arguments)
     return reference.accept(*arguments)
-
-
-def commit_slots(
-    req_to_token: torch.Tensor,
-    rows_B: torch.Tensor,
-    ends_B: torch.Tensor,
-    paths_BD: torch.Tensor,
-    lengths_B: torch.Tensor,
-    node_slots_N: torch.Tensor,
-    node_offsets_B1: torch.Tensor,
-) -> None:
-    """Give the positions after each entry's run the slots of its accepted nodes, in place.
-
-    ``req_to_token[rows[b], ends[b] + d] = slot of paths[b, d]`` for d below lengths[b]; all int32,
-    rows of the table may be strided. ``ends_B``: the position after the run's last token. Who stops
-    a walk early hands over shorter lengths.
-    """
-    arguments = (req_to_token, rows_B, ends_B, paths_BD, lengths_B, node_slots_N, node_offsets_B1)
-    if gpu.runs_on(req_to_token.device):
-        from rollout.ops.tree_accept import triton
-
-        triton.commit_slots(*arguments)
-    else:
-        reference.commit_slots(*arguments)

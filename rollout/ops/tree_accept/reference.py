@@ -29,19 +29,3 @@ def accept(
         paths_BD[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
         lengths_B[b] = len(path)
     return paths_BD, lengths_B
-
-
-def commit_slots(
-    req_to_token: torch.Tensor,
-    rows_B: torch.Tensor,
-    ends_B: torch.Tensor,
-    paths_BD: torch.Tensor,
-    lengths_B: torch.Tensor,
-    node_slots_N: torch.Tensor,
-    node_offsets_B1: torch.Tensor,
-) -> None:
-    columns = (rows_B, ends_B, lengths_B, node_offsets_B1[:-1])
-    for path_D, *entry in zip(paths_BD, *(column.tolist() for column in columns), strict=True):
-        row, end, length, first_node = entry
-        slots_D = node_slots_N[first_node + path_D[:length].long() - 1]
-        req_to_token[row, end : end + length] = slots_D

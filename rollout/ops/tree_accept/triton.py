@@ -32,22 +32,6 @@ def accept(
     return paths_BD, lengths_B
 
 
-def commit_slots(
-    req_to_token: torch.Tensor,
-    rows_B: torch.Tensor,
-    ends_B: torch.Tensor,
-    paths_BD: torch.Tensor,
-    lengths_B: torch.Tensor,
-    node_slots_N: torch.Tensor,
-    node_offsets_B1: torch.Tensor,
-) -> None:
-    if len(rows_B):
-        _commit_kernel[(len(rows_B),)](
-            req_to_token, rows_B, ends_B, paths_BD, lengths_B, node_slots_N, node_offsets_B1,
-            req_to_token.stride(0), NODES=_NODES, num_warps=1,
-        )  # fmt: skip
-
-
 @triton.jit
 def _accept_kernel(
     sampled_ptr, row_offsets_ptr, tokens_ptr, parents_ptr, masks_ptr, node_offsets_ptr, paths_ptr,
@@ -80,18 +64,3 @@ def _accept_kernel(
         paths_ptr + node, tl.zeros((NODES,), tl.int32), mask=(node >= length) & (node < NODES - 1)
     )
     tl.store(lengths_ptr + entry, length)
-
-
-@triton.jit
-def _commit_kernel(
-    table_ptr, rows_ptr, ends_ptr, paths_ptr, lengths_ptr, slots_ptr, node_offsets_ptr,
-    table_stride, NODES: tl.constexpr,
-):  # fmt: skip
-    entry = tl.program_id(0)
-    length = tl.load(lengths_ptr + entry)
-    place = tl.arange(0, NODES)
-    tree_node = tl.load(paths_ptr + entry * (NODES - 1) + place, mask=place < length, other=1)
-    slots_ptr += tl.load(node_offsets_ptr + entry)
-    slot = tl.load(slots_ptr + tree_node - 1, mask=place < length, other=0)
-    table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * table_stride
-    tl.store(table_ptr + tl.load(ends_ptr + entry) + place, slot, mask=place < length)
