@@ -61,6 +61,7 @@ def stages(traces: Sequence[Path]) -> list[Stage]:
         ("engine-tests", (*tests, *engine_tests), 280),
         ("step-demo", (step, "--shape", "demo"), 150),
         ("step-8b", (step, "--shape", "8b"), 280),
+        ("overlap", ("benchmarks/bench_overlap.py", "--shape", "8b", "--shape", "demo"), 300),
         ("ops", (*ops, "step"), 280),
         ("replay", (*replay, "--spec", "ngram", "--shape", "8b"), 500),
         ("replay-hybrid", (*replay, "--spec", "hybrid", "--shape", "8b", "--steps", "2"), 300),
