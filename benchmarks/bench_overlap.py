@@ -1,0 +1,132 @@
+"""What the host does for one half of the requests while the device computes the other.
+
+A model of random weights decodes `--batch` requests with NGRAM, twice: in the second pass the
+corpus knows every answer, and all that it proposes is verified. Proposing is hidden where it takes
+less than the forward that it runs beside. Halves that take turns (`scheduler.overlap=always`)
+race whole steps (`never`); what `auto` makes of it is printed beside them.
+
+    python benchmarks/bench_overlap.py --shape 8b --json overlap.json
+
+Without a GPU the shape is `tiny`, nothing is hidden and no bar applies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from replay_bench.shapes import SHAPES, Shape, send_random_weights, write_config
+from table import Row, finish, parser, row
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import Overlap
+from rollout.overrides import engine_config
+from spec_workers.ngram import build
+
+_PROMPT = 32  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Of the second pass; milliseconds are medians of its steps."""
+
+    tokens_per_second: float
+    propose_ms: float
+    forward_ms: float
+    accept_length: float
+
+
+def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Timed:
+    chosen = {
+        "device": options.device, "load_format": "dummy", "max_running": options.batch,
+        "max_step_tokens": 2048, "chunk_len": 2048, "overlap": overlap,
+        "max_context_len": _PROMPT + options.tokens, "exact": False,
+    }  # fmt: skip
+    config = engine_config(str(folder), chosen)
+    worker: Any = build(config, budget="fixed", calibration_seconds=0.0)
+    engine = RolloutEngine(config, worker)
+    send_random_weights(engine, worker.target.model.destinations())
+    proposing: list[float] = []
+    propose = worker.propose
+
+    def timed(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        trees = propose(*arguments)
+        proposing.append(1e3 * (time.perf_counter() - started))
+        return trees
+
+    worker.propose = timed
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, engine.vocab_size, _PROMPT).tolist() for _ in range(options.batch)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=options.tokens, ignore_eos=True)
+    engine.generate(prompts, params)
+    engine.reset_metrics()
+    proposing.clear()
+    for index, prompt in enumerate(prompts):
+        engine.submit(prompt, params, prompt_index=index)
+    forwards = []
+    started = time.perf_counter()
+    while engine.has_unfinished:
+        engine.step()
+        forwards.append(engine.last_step.forward_ms)
+    seconds = time.perf_counter() - started
+    total = engine.metrics()
+    engine.close()
+    return Timed(
+        tokens_per_second=total.generated_tokens / seconds,
+        propose_ms=statistics.median(proposing) if proposing else 0.0,
+        forward_ms=statistics.median(forwards),
+        accept_length=total.accept_length,
+    )
+
+
+def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), shape)
+        found = {overlap: measure(Path(folder), overlap, options) for overlap in Overlap}
+    whole, halves = found[Overlap.never], found[Overlap.always]
+    label = f"{name}, {options.batch} requests"
+    judged = torch.device(options.device).type == "cuda"
+    rows = [
+        row(f"{label}: NGRAM propose", whole.propose_ms, "ms"),
+        row(f"{label}: forward", whole.forward_ms, "ms"),
+        row(f"{label}: accept length", whole.accept_length, "tokens"),
+        row(f"{label}, a half: NGRAM propose", halves.propose_ms, "ms"),
+        row(f"{label}, a half: forward", halves.forward_ms, "ms"),
+        row(
+            f"{label}, a half: propose / forward (hidden below 1)",
+            halves.propose_ms / halves.forward_ms, "ratio", 1.0 if judged else None, at_most=True,
+        ),
+    ]  # fmt: skip
+    for overlap in (Overlap.always, Overlap.auto):
+        ratio = found[overlap].tokens_per_second / whole.tokens_per_second
+        bar = 0.98 if judged and overlap is Overlap.auto else None
+        rows.append(row(f"{label}: throughput of overlap={overlap} / never", ratio, "ratio", bar))
+    return rows
+
+
+def main(arguments_given: Sequence[str] | None = None) -> None:
+    arguments = parser(__doc__)
+    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
+    on_gpu = torch.cuda.is_available()
+    arguments.add_argument("--shape", choices=SHAPES, action="append", default=[])
+    arguments.add_argument("--batch", type=int, default=256 if on_gpu else 32)
+    arguments.add_argument("--tokens", type=int, default=192 if on_gpu else 24, help="of each")
+    arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    options = arguments.parse_args(arguments_given)
+    rows: list[Row] = []
+    for name in options.shape or (["8b", "demo"] if on_gpu else ["tiny"]):
+        rows += shape_rows(name, SHAPES[name], options)
+    finish(f"halves that take turns, on {options.device}", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
