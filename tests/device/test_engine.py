@@ -104,6 +104,21 @@ def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, na
     assert engine.worker.target.graphs.num_graphs > 0
 
 
+def test_halves_that_take_turns_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
+    """What a captured forward computed is overwritten by the other half's before it is read."""
+    seen = []
+    for overlap in ("never", "always"):
+        capture = ReplayingCapture() if INTERPRETED else None
+        factory = oracle_factory(recorded(plain["plain"]), capture, size=5, right=0.8, chain=False)
+        options = engine_options(dtype_name, overlap=overlap)
+        engine = RolloutEngine.from_config(engine_config(str(small_model_path), options), factory)
+        rollouts = run(engine, "plain")
+        assert sum(r.stats.accepted for r in rollouts) > 0
+        assert engine.worker.target.graphs.num_graphs > 0
+        seen.append(numbers(rollouts))
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("name", PARAMS)
 def test_score_is_what_generation_reported(small_model_path, dtype_name, plain, name) -> None:
     options = engine_options(dtype_name, chunk_len=6, graph_bytes=0)
