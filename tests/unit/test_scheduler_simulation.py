@@ -235,7 +235,7 @@ class Simulation:
         self.preambles = [self.tokens(0, 25) for _ in range(2)]
         self.turns = np.random.default_rng([seed, 1])  # whether halves take turns, now and then
         self.overlaps = self.turns.random() < 0.6
-        self.halved = False
+        self.halved = self.overlaps
         self.under_way: list[tuple[Batch, list[EntryResult]]] = []
         self.begun_beside = 0  # batches that began while another was under way
 
@@ -475,7 +475,7 @@ def test_the_simulation_reaches_what_it_is_for():
             len(request.tokens) == simulation.memory.slots.num_slots
             for request in simulation.finished.values()
         )
-    assert beside > 1000
+    assert beside > 300
     assert preemptions > 20
     assert evicted > 1000
     assert hits > 1000
