@@ -1,0 +1,33 @@
+"""What an engine does beside steps: scoring, sleep, updates; KV sized by what is free."""
+
+from __future__ import annotations
+
+from rollout import SamplingParams
+from tests.helpers.fake_cuda import FakeGpu, Kind
+from tests.helpers.fake_cuda.models import make_engine, send_weights
+
+PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True, top_p=0.9, raw_logprobs=True)
+
+
+def test_an_engine_scores_sleeps_wakes_and_is_updated(gpu: FakeGpu, tmp_path) -> None:
+    engine = make_engine(tmp_path, "demo", exact=False, nodes=3, max_kv_tokens=4096)
+    assert engine.worker.target.kv_pool.num_slots == 4096
+    engine.generate([[5, 6, 7], [8] * 40], PARAMS)
+    graphs = engine.worker.target.graphs
+    captured = graphs.num_graphs
+    assert captured > 0
+    send_weights(engine)
+    assert graphs.num_graphs == captured  # weights were written where they are
+    with gpu.seen.since() as seen:
+        engine.score_with_extras([5, 6, 7], [8, 9], PARAMS)
+    assert not [str(event) for event in seen.of(Kind.STALL, Kind.FORBIDDEN)]
+    for tags in (["kv_cache"], ["kv_cache", "weights", "graphs"]):
+        freed = engine.release_memory(tags)
+        assert freed["kv_cache"] > 0
+        assert graphs.num_graphs == 0
+        engine.resume_memory()
+        send_weights(engine)
+        engine.generate([[5, 6, 7]], PARAMS)
+        assert graphs.num_graphs > 0
+    assert not graphs.failure
+    assert not {problem for launch in gpu.launches.all for problem in launch.problems}
