@@ -7,6 +7,7 @@ import torch
 
 from rollout.layers.packed_weight import PackedWeight
 from rollout.ops.panels import native, read_panels, reference, write_panels
+from tests.helpers.packing import packs
 
 SIZES = [(1, 1), (5, 3), (64, 32), (65, 33), (100, 7), (130, 96), (200, 321)]
 
@@ -62,11 +63,13 @@ def test_written_rows_are_those_onednn_packs(
         wanted = PackedWeight.pack(after)
         if packed is None or wanted is None:
             pytest.skip("this processor does not pack")
-        assert outputs == 1 or packed.panels_PUL is not None, "a layout not known here"
+        # Processors without AVX-512 lay some shapes out otherwise.
+        is_known = packed.panels_PUL is not None
+        assert is_known or outputs == 1 or not packs(torch.bfloat16), "a layout not known here"
         half = outputs // 2
         packed.write(half, after[half:])
         packed.write(0, after[:half])
-        if packed.panels_PUL is not None:
+        if is_known:
             assert torch.equal(bits(packed.panels_PUL), bits(wanted.panels_PUL)), "padding included"
         assert torch.equal(packed.read(0, outputs), after)
         assert torch.equal(packed.opaque.to_dense(), after)
