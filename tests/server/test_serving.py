@@ -56,7 +56,7 @@ async def pause(serving: Serving) -> None:
 def test_deltas_are_the_rollout_bit_by_bit(run):
     async def scenario(serving):
         params = SamplingParams(
-            temperature=0.9, max_new_tokens=40, ignore_eos=True, top_logprobs=2, entropy=True
+            temperature=0.9, max_new_tokens=400, ignore_eos=True, top_logprobs=2, entropy=True
         )
         whole = await serving.generate(samples(params))
         parts = [[], []]
