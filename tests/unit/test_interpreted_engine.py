@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
+FOLDER = Path(__file__).parents[1] / "device"
+
 
 @pytest.mark.timeout(280)
-def test_a_devices_engine_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_a_devices_engine_in_the_interpreter(name: str) -> None:
     pytest.importorskip("triton")
-    folder = Path(__file__).parents[1] / "device"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER / name)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=folder.parents[1],
+        cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
         timeout=270,
