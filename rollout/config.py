@@ -116,7 +116,7 @@ class SchedulerConfig:
             except ValueError:
                 names = ", ".join(Overlap)
                 raise InvalidInputError(
-                    "scheduler.overlap", self.overlap, f"one of {names}"
+                    "scheduler.overlap", self.overlap, f"must be one of {names}"
                 ) from None
         for name in ("max_running", "max_step_tokens", "chunk_len"):
             if getattr(self, name) < 1:

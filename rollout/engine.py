@@ -236,8 +236,9 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         )
         return True
 
-    def _finish_step(self, started: float) -> None:
-        """``started``: when the host turned to it, by the performance counter."""
+    def _finish_step(self, started: float, *, settled: bool = False) -> None:
+        """``started``: when the host turned to it, by the performance counter. ``settled``: to no
+        other step than this: its time is that of the wait alone."""
         step = self._under_way.popleft()
         with self._all_or_none():
             result = step.finish()
@@ -248,12 +249,15 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         result.times.schedule = step.schedule_ms + (now - stepped) * 1e3
         result.times.total = (now - started) * 1e3
         self._record(step, result, ended)
+        last = self.last_step
+        if not settled and step.batch.num_run_tokens == last.sampling > 0:
+            self._halving.observe(step.running, step.halved, last.generated_tokens, result.times)
 
     def _settle(self) -> None:
         """Finish what is under way: before anything it goes by is changed."""
         try:
             while self._under_way:
-                self._finish_step(time.perf_counter())
+                self._finish_step(time.perf_counter(), settled=True)
         except BaseException:
             self._under_way.clear()
             raise
@@ -279,6 +283,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
     def abort(self, request_id: int) -> None:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
+        if not self.scheduler.has(request_id):
+            return
         self._settle()
         request = self.scheduler.abort(request_id)
         if request is not None:
@@ -367,7 +373,4 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
             cached_tokens=hits - self._cache_hits,
         )
         self._cache_hits = hits
-        self._recorder.record(step.batch, result, metrics, ended)
-        if step.batch.num_run_tokens == metrics.sampling > 0:
-            emitted = metrics.generated_tokens
-            self._halving.observe(step.running, step.halved, emitted, result.times)
+        self._recorder.record(step.batch, result, metrics, ended, took_turns=step.halved)

@@ -97,11 +97,19 @@ class MetricsRecorder:
         self.total = EngineMetrics(kv_slots=self.total.kv_slots)
 
     def record(
-        self, batch: Batch, result: StepResult, step: StepMetrics, ended: list[Rollout]
+        self,
+        batch: Batch,
+        result: StepResult,
+        step: StepMetrics,
+        ended: list[Rollout],
+        *,
+        took_turns: bool = False,
     ) -> None:
         """Add one step; ``step`` comes with what only the engine knows filled in.
 
-        ``ended``: the rollouts handed out with it.
+        Args:
+            ended: the rollouts handed out with it.
+            took_turns: with another step, whose device time hid some of this one's.
         """
         times = result.times
         step.step = batch.step
@@ -116,7 +124,8 @@ class MetricsRecorder:
         step.schedule_ms, step.draft_ms = times.schedule, times.draft
         step.forward_ms, step.sample_ms, step.total_ms = times.forward, times.sample, times.total
         step.weight_version = result.weight_version
-        _compare_with_forecast(step, result, batch.num_run_tokens == step.sampling)
+        decodes_alone = batch.num_run_tokens == step.sampling and not took_turns
+        _compare_with_forecast(step, result, decodes_alone)
         self._accumulate(step)
         for rollout in ended:
             self._finish(rollout)
@@ -153,14 +162,15 @@ class MetricsRecorder:
             setattr(total, name, getattr(total, name) + getattr(step, name))
 
 
-def _compare_with_forecast(step: StepMetrics, result: StepResult, decodes_only: bool) -> None:
+def _compare_with_forecast(step: StepMetrics, result: StepResult, decodes_alone: bool) -> None:
     forecast = result.forecast
     if forecast is None:
         return
     step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
     step.predicted_gain_ms = forecast.predicted_gain_ms
     if result.num_proposed:
-        # A step with prefill is predicted less well than what drafts gain or lose in it.
-        took_ms = step.total_ms - step.schedule_ms if decodes_only else forecast.predicted_ms
+        # A step with prefill is predicted less well than what drafts gain or lose in it, and of one
+        # that took turns the clock tells another's time too.
+        took_ms = step.total_ms - step.schedule_ms if decodes_alone else forecast.predicted_ms
         spared_ms = forecast.decode_ms * step.accepted / max(1, step.sampling)
         step.gain_ms = spared_ms + forecast.plain_ms - took_ms

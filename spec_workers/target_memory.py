@@ -107,7 +107,9 @@ def bytes_of_steps(config: EngineConfig, steps: PaddingSteps, draft_nodes: int) 
     """
     device, scheduler = steps.model.device, config.scheduler
     nodes = scheduler.max_running * draft_nodes
-    rows, sampled = scheduler.max_step_tokens + nodes, scheduler.max_running + nodes
+    rows = scheduler.max_step_tokens + nodes
+    scored = min(scheduler.chunk_len, scheduler.max_step_tokens)
+    sampled = max(scheduler.max_running + nodes, scored)
     warm_up(steps, rows=rows, sampled=sampled)
     if config.memory.kv_bytes is not None:
         return 0

@@ -171,7 +171,8 @@ class SpecWorker:
             batch=batch,
             proposed=proposed,
             verified=verified,
-            forwarded=forwarded,
+            # Nobody reads logits again: their memory is the next step's.
+            forwarded=replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0)),
             # Kernels were compiled or a graph captured: no time that comes again.
             is_usual=self.target.graphs is None or self.target.graphs.is_settled,
             samples=samples,

@@ -15,6 +15,7 @@ _KNOWN = 8  # steps of a kind until their speed is known
 _WINDOW = 16  # latest steps of a kind that count
 _SETTLING = 4  # first steps after a change, which count for neither
 _STALE = 1024  # steps after which a kind that was not seen since is forgotten, and tried again
+_MOST_TRIES = 4 * (_SETTLING + _KNOWN)  # halved steps of a size whose speed stays unknown
 _PER_OCTAVE = 2  # kinds by number of running requests
 
 
@@ -53,13 +54,15 @@ class Halving:
         self._overlap = overlap
         self._hides = hides
         self._speeds: dict[tuple[int, bool], _Speed] = {}  # by size and whether halved
+        self._tries: dict[int, tuple[int, int]] = {}  # by size: step of the first, and how many
         self._size = -1
         self._halved = False
         self._unsettled = 0
         self._steps = 0
 
     def wants(self, running: int) -> bool:
-        """Whether so many running requests are to be halved now."""
+        """Whether so many running requests are to be halved now. Asked once for each step."""
+        self._steps += 1
         if running < 2 or self._overlap is Overlap.never:
             return False
         if self._overlap is Overlap.always:
@@ -68,7 +71,6 @@ class Halving:
 
     def observe(self, running: int, halved: bool, emitted: int, times: StepTimes) -> None:
         """A step, of all or of a half of ``running`` requests, emitted so many tokens."""
-        self._steps += 1
         size = _size(running)
         if (size, halved) != (self._size, self._halved):
             self._size, self._halved, self._unsettled = size, halved, _SETTLING
@@ -86,9 +88,18 @@ class Halving:
         if whole is None:
             return False
         if halves is None:
-            return whole.is_divisible
+            return whole.is_divisible and self._may_try(size)
         least = 1.0 if self._halved else 1.0 - _MARGIN
         return halves.token_ms < least * whole.token_ms
+
+    def _may_try(self, size: int) -> bool:
+        """Halves are never judged where steps with prompts come between all those that decode: then
+        they are given up until whole steps could have become stale."""
+        first, tries = self._tries.get(size, (self._steps, 0))
+        if self._steps - first > _STALE:
+            first, tries = self._steps, 0
+        self._tries[size] = (first, tries + 1)
+        return tries < _MOST_TRIES
 
     def _speed(self, size: int, halved: bool) -> _Speed | None:
         """None: not known, or no longer."""

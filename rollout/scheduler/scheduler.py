@@ -111,9 +111,9 @@ class Scheduler:
             under_way: batches that are not committed yet and will be: their requests are left as
                 they are. Any other that was not committed is dropped, as one that failed: its runs
                 are scheduled again.
-            halved: leave every second running request to the batch after this one. Those that ran
-                together go on together, and siblings, which are admitted together, run so; the half
-                that grew larger hands on its youngest.
+            halved: leave half of the running requests to the batch after this one, the youngest of
+                those that are not under way. Those that ran together go on together, and siblings,
+                which are admitted together, run so.
 
         Empty when nothing is unfinished, or when nothing can run before a batch under way has
         ended.
@@ -165,6 +165,10 @@ class Scheduler:
         if finished:
             self._running = [r for r in self._running if r.finish_reason is None]
         return finished
+
+    def has(self, request_id: int) -> bool:
+        """Whether the request is waiting or running."""
+        return request_id in self._prompts
 
     def abort(self, request_id: int) -> Request | None:
         """End a request now, with no batch under way. None if it is not here (it may have

@@ -45,6 +45,8 @@ class Gate:
         ``gained_ms``: what the same progress would have taken longer without, negative where
         drafting lost. ``temperature``: mean of the requests.
         """
+        if not self.is_open:
+            return  # it was launched before the gate closed, and would close it anew
         self._steps += 1
         if self._probing and self._steps == 1:
             return  # its drafting caught up with all that was emitted meanwhile

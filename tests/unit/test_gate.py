@@ -133,3 +133,18 @@ def test_a_temperature_that_did_not_pay_is_left_alone():
         gate.observe(8, -1.0, 10.0, 0.5)
     gate.skip(8, 0.5)
     assert not gate.is_open
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_steps_that_are_judged_late_do_not_close_it_anew(late):
+    """Those under way when it closes were begun while it was open."""
+    gate, under_way, opened = Gate(), [], []
+    for _ in range(5000):
+        opened.append(gate.is_open)
+        under_way.append(gate.is_open)
+        if len(under_way) > late:
+            if under_way.pop(0):
+                gate.observe(8, -1.0, 10.0)
+            elif not gate.is_open:
+                gate.skip(8)
+    assert sum(opened) < 0.04 * len(opened)

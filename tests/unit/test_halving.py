@@ -101,5 +101,15 @@ def test_what_is_configured() -> None:
     assert always.halved_share(2, 10) == 1.0
     assert always.halved_share(1, 10) == 0.0
     assert SchedulerConfig(overlap="always").overlap is Overlap.always
-    with pytest.raises(InvalidInputError, match=r"scheduler.overlap=True: one of auto, always"):
+    with pytest.raises(InvalidInputError, match=r"scheduler.overlap=True: must be one of auto, always"):
         SchedulerConfig(overlap=True)
+
+
+def test_halves_that_are_never_judged_are_given_up() -> None:
+    """A server of which every step has a prompt in it."""
+    machine = Machine(lambda n: 9.0 + 0.004 * n, lambda n: 0.012 * n)
+    for _ in range(12):
+        times = StepTimes(forward=10.0, waited=6.0, total=13.0)
+        machine.halving.observe(256, False, 256, times)
+    halved = sum(machine.halving.wants(256) for _ in range(900))
+    assert 0 < halved < 60
