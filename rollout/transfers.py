@@ -101,7 +101,7 @@ class Download:
             return
         (device,) = devices
         packed = torch.cat([tensor.reshape(-1).view(torch.int32) for _, tensor in self._tensors])
-        self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = _host_words(len(packed), pinned=device.type == "cuda")
         self._host.copy_(packed, non_blocking=True)
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -140,7 +140,7 @@ def _packed(arrays: Mapping[str, NDArray], *, pinned: bool) -> tuple[torch.Tenso
         firsts.append(total)
         total += own.size + padding.size
     # The pinned allocator hands memory out again only when copies from it are done.
-    packed = torch.empty(total, dtype=torch.int32, pin_memory=pinned)
+    packed = _host_words(total, pinned=pinned)
     if words:
         np.concatenate(words, out=packed.numpy())
     return packed, firsts
@@ -151,3 +151,8 @@ def _view(words: torch.Tensor, first: int, dtype: np.dtype, shape: tuple[int, ..
     own = words[first : first + count]
     typed = own if dtype == _INT32 else own.view(_DTYPES[dtype])
     return typed if len(shape) == 1 else typed.view(shape)
+
+
+def _host_words(count: int, *, pinned: bool) -> torch.Tensor:
+    """On the host also where a script has made another device torch's default."""
+    return torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=pinned)

@@ -56,4 +56,4 @@ class Buckets:
     @property
     def input_bytes(self) -> int:
         """Enough for `StepArrays.inputs` in any bucket."""
-        return 64 * (max(self.rows, default=0) + 64)
+        return 72 * (max(self.rows, default=0) + 64)

@@ -55,6 +55,7 @@ class CapturedRuns:
         self._graphs: dict[Hashable, _Graph] = {}
         self._uses: Counter[Hashable] = Counter()
         self._uses_wanted = _FIRST_USES
+        self._too_large: set[Hashable] = set()  # for the bound, each by itself: never captured
         self.is_paused = False  # their memory is wanted elsewhere
         self.failure = ""  # why nothing is captured any more
 
@@ -79,7 +80,7 @@ class CapturedRuns:
             self._outgrown()
         self._uses[key] += 1
         graph = self._graphs.get(key)
-        if graph is None and self._uses[key] >= self._uses_wanted:
+        if graph is None and self._uses[key] >= self._uses_wanted and key not in self._too_large:
             graph = self._captured(key, function)
         if graph is None:
             return function()
@@ -106,13 +107,19 @@ class CapturedRuns:
 
         try:
             graph = _Graph(captured=self._capture(run), results=results)
+        except torch.OutOfMemoryError:
+            self._outgrown()
+            return None
         except RuntimeError as error:
             self.failure = f"capturing {self._name} of {key} failed: {error}"
             log.warning("%s; they are launched one by one from now on, and slower", self.failure)
             self.drop()
             return None
         self._graphs[key] = graph
-        if self.num_bytes > self._max_bytes():
+        if graph.captured.num_bytes > self._max_bytes():
+            self._too_large.add(key)
+            self.drop()
+        elif self.num_bytes > self._max_bytes():
             self._outgrown()
         return graph
 

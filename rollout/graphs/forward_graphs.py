@@ -100,6 +100,7 @@ class ForwardGraphs:
         arrays = padded.inputs() | others
         tensors = self._inputs.send(arrays)
         if tensors is None:
+            self.is_settled = False
             return None
         return Placed(tensors=tensors, bucket=bucket, variant=variant)
 
@@ -140,6 +141,9 @@ class ForwardGraphs:
         try:
             captured = self._capture(run)
             graph = _Graph(captured=captured, results=results)
+        except torch.OutOfMemoryError:
+            self._outgrown()
+            return None
         except RuntimeError as error:
             self.failure = f"capturing a CUDA graph of {placed.bucket} failed: {error}"
             log.warning("%s; steps run without graphs from now on, and slower", self.failure)
@@ -147,17 +151,21 @@ class ForwardGraphs:
             return None
         self._graphs[placed.bucket, placed.variant] = graph
         if self.num_bytes > self._max_bytes:
-            self._uses_wanted *= 2
-            log.info(
-                "%d CUDA graphs hold %d MiB, memory.graph_bytes allows %d: dropped; from now on a "
-                "shape is captured when it comes for the %dth time",
-                self.num_graphs,
-                self.num_bytes >> 20,
-                self._max_bytes >> 20,
-                self._uses_wanted,
-            )
-            self.drop()
+            self._outgrown()
         return graph
+
+    def _outgrown(self) -> None:
+        """They hold more than they may, or there was no memory for one more."""
+        self._uses_wanted *= 2
+        log.info(
+            "%d CUDA graphs hold %d MiB, memory.graph_bytes allows %d: dropped; from now on a "
+            "shape is captured when it comes for the %dth time",
+            self.num_graphs,
+            self.num_bytes >> 20,
+            self._max_bytes >> 20,
+            self._uses_wanted,
+        )
+        self.drop()
 
     def _results(self, variant: Hashable, like: Results) -> Results:
         """Where all graphs of a variant leave what they compute; ``like``: such results."""

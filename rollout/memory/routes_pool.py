@@ -40,7 +40,9 @@ class RoutesPool:
         self._settle()
         experts_TLX = routes_TC.view(-1, *self._shape[1:]).to(self._dtype, copy=True)
         if experts_TLX.is_cuda:
-            on_host = torch.empty(experts_TLX.shape, dtype=self._dtype, pin_memory=True)
+            on_host = torch.empty(
+                experts_TLX.shape, dtype=self._dtype, device="cpu", pin_memory=True
+            )
             on_host.copy_(experts_TLX, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(experts_TLX.device))

@@ -114,7 +114,10 @@ def likeliest(
         count: C - 1; fewer where the vocabulary is smaller.
     """
     probs_RD = torch.softmax(logits_RD, dim=1)
-    ends_RD = probs_RD.cumsum(dim=1)
+    # CUDA's scan of one row, unlike that of several, may round differently from call to call.
+    is_alone = probs_RD.is_cuda and len(probs_RD) == 1
+    rows_RD = probs_RD.expand(2, -1) if is_alone else probs_RD
+    ends_RD = rows_RD.cumsum(dim=1)[: len(probs_RD)]
     count = min(count, probs_RD.shape[1])
     at_noise_R1 = uniforms_R.float()[:, None] * ends_RD[:, -1:]
     first_R1 = torch.searchsorted(ends_RD, at_noise_R1, right=True)

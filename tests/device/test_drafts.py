@@ -77,10 +77,11 @@ def plain(drafts, dtype_name):
     }
 
 
+@pytest.mark.parametrize("graph_bytes", [0] if INTERPRETED else [0, 1 << 28])
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "hybrid"])
-def test_drafts_cannot_be_seen(drafts, dtype_name, plain, name) -> None:
+def test_drafts_cannot_be_seen(drafts, dtype_name, plain, name, graph_bytes) -> None:
     path, spec, options = drafts[name]
-    engine = make_engine(path, spec, dtype_name, TREES | options)
+    engine = make_engine(path, spec, dtype_name, TREES | options, graph_bytes=graph_bytes)
     assert numbers(run(engine)) == plain[path]
     counters = engine.worker.counters()
     assert counters["draft/trees"] > 1

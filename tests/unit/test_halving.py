@@ -101,7 +101,9 @@ def test_what_is_configured() -> None:
     assert always.halved_share(2, 10) == 1.0
     assert always.halved_share(1, 10) == 0.0
     assert SchedulerConfig(overlap="always").overlap is Overlap.always
-    with pytest.raises(InvalidInputError, match=r"scheduler.overlap=True: must be one of auto, always"):
+    with pytest.raises(
+        InvalidInputError, match=r"scheduler.overlap=True: must be one of auto, always"
+    ):
         SchedulerConfig(overlap=True)
 
 
