@@ -10,6 +10,8 @@ import torch
 from replay_bench.shapes import Shape
 
 _BFLOAT16 = 2
+_LONG_SECONDS = 0.005
+"""A product of this length is measured well; larger ones would only take longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,7 @@ class Ceilings:
     @staticmethod
     def of(device: torch.device) -> Ceilings:
         """Of an H200 what its maker states; of any other GPU and of a CPU what was measured now,
-        by a copy and by a product of 2,048 rows."""
+        by a copy and by products of squares."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         if "H200" in name:
             return Ceilings(name=name, bytes_per_second=4.8e12, flop_per_second=990e12)
@@ -49,17 +51,26 @@ def _measure_copy(device: torch.device) -> float:
 
 
 def _measure(device: torch.device) -> float:
-    left, right = (torch.ones(2048, 2048, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return 2 * 2048**3 / _seconds(lambda: left @ right, device)
+    """Squares grow until a product fills the device: small ones tell of a GPU's launches, and one
+    of 2,048 rows takes a CPU without bf16 instructions many seconds."""
+    best = 0.0
+    for rows in (256, 512, 1024, 2048, 4096, 8192):
+        left, right = (torch.ones(rows, rows, dtype=torch.bfloat16, device=device) for _ in "lr")
+        seconds = _seconds(lambda left=left, right=right: left @ right, device)
+        best = max(best, 2 * rows**3 / seconds)
+        if seconds > _LONG_SECONDS:
+            break
+    return best
 
 
 def _seconds(call, device: torch.device) -> float:  # type: ignore[no-untyped-def]
-    """The best of a few."""
+    """The best of a few, after one that warms up."""
     best = float("inf")
-    for _ in range(5):
+    for attempt in range(6):
         started = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
+        if attempt:
+            best = min(best, time.perf_counter() - started)
     return best
