@@ -113,7 +113,7 @@ class TargetWorker:
         self.residency = Residency(
             self.weights,
             memory.pools,
-            graphs=self.graphs,
+            graphs=None if self.graphs is None else self.graphs.runs,
             device=device,
         )
         self.runner = ModelRunner(

@@ -30,8 +30,12 @@ class _Graph:
 class CapturedRuns:
     """Whoever runs something places its inputs here and runs it through here.
 
-    As with `ForwardGraphs`, what is captured reads and writes fixed addresses, and all of it goes
-    when memory comes and goes, or when it outgrows its bound.
+    A graph reads and writes fixed addresses: inputs in one buffer, weights and KV where they are.
+    Updates of weights write in place, so graphs stay valid; memory that is given back and taken
+    again may lie elsewhere, so then all graphs go (`drop`).
+
+    A shared pool's memory comes back only as a whole. So when graphs outgrow their bound, all are
+    dropped, and what still comes up is captured again, each time after twice as many uses.
     """
 
     def __init__(
@@ -41,23 +45,34 @@ class CapturedRuns:
         max_bytes: Callable[[], int],
         capture: Capture,
         device: torch.device,
+        input_bytes: int = _INPUT_BYTES,
+        on_drop: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             name: of what is run, for the log.
             max_bytes: that graphs may hold now: others may share the bound.
+            input_bytes: most that one run's inputs take.
+            on_drop: called when all graphs go, for what outlives a single one.
         """
         self._name = name
         self._max_bytes = max_bytes
         self._capture = capture
         self._device = device
-        self._inputs = DeviceBuffer(_INPUT_BYTES, device)
+        self._on_drop = on_drop
+        self._inputs = DeviceBuffer(input_bytes, device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._uses: Counter[Hashable] = Counter()
         self._uses_wanted = _FIRST_USES
         self._too_large: set[Hashable] = set()  # for the bound, each by itself: never captured
         self.is_paused = False  # their memory is wanted elsewhere
         self.failure = ""  # why nothing is captured any more
+        self.is_settled = True  # the last run neither came under a new key nor was captured
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is captured now, and no inputs are taken."""
+        return self.is_paused or bool(self.failure)
 
     @property
     def num_bytes(self) -> int:
@@ -71,17 +86,28 @@ class CapturedRuns:
     def place(self, arrays: dict[str, NDArray]) -> Tensors | None:
         """Send a run's inputs to where graphs read them; None where it goes without. Those of
         shapes that a key does not tell come last, and are not the run's own."""
-        return None if self.is_paused or self.failure else self._inputs.send(arrays)
+        return None if self.is_idle else self._inputs.send(arrays)
 
-    def run(self, key: Hashable, function: Callable[[], Tensors]) -> Tensors:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Tensors],
+        kept: Callable[[Tensors], Tensors] | None = None,
+    ) -> Tensors:
         """What ``function`` gives, valid until the next run. It reads what was placed and what has
-        one address for as long as graphs are kept, and nothing else that changes under one key."""
+        one address for as long as graphs are kept, and nothing else that changes under one key.
+
+        ``kept``: for results like these, where a graph leaves its own; default: tensors that no
+        other graph has.
+        """
         if self.num_bytes > self._max_bytes():
             self._outgrown()
         self._uses[key] += 1
+        self.is_settled = self._uses[key] > 1
         graph = self._graphs.get(key)
         if graph is None and self._uses[key] >= self._uses_wanted and key not in self._too_large:
-            graph = self._captured(key, function)
+            self.is_settled = False
+            graph = self._captured(key, function, kept or _like)
         if graph is None:
             return function()
         graph.captured.replay()
@@ -94,12 +120,15 @@ class CapturedRuns:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # none is running
             self._graphs.clear()
+            self._on_drop()
             self._capture.reset()
         self._uses.clear()
         return freed
 
-    def _captured(self, key: Hashable, function: Callable[[], Tensors]) -> _Graph | None:
-        results = {name: tensor.clone() for name, tensor in function().items()}
+    def _captured(
+        self, key: Hashable, function: Callable[[], Tensors], kept: Callable[[Tensors], Tensors]
+    ) -> _Graph | None:
+        results = kept(function())
 
         def run() -> None:
             for name, tensor in function().items():
@@ -112,7 +141,7 @@ class CapturedRuns:
             return None
         except RuntimeError as error:
             self.failure = f"capturing {self._name} of {key} failed: {error}"
-            log.warning("%s; they are launched one by one from now on, and slower", self.failure)
+            log.warning("%s; they run without graphs from now on, and slower", self.failure)
             self.drop()
             return None
         self._graphs[key] = graph
@@ -124,6 +153,7 @@ class CapturedRuns:
         return graph
 
     def _outgrown(self) -> None:
+        """They hold more than they may, or there was no memory for one more."""
         self._uses_wanted *= 2
         log.info(
             "%d CUDA graphs of %s hold %d MiB, %d are left of memory.graph_bytes: dropped; from "
@@ -135,3 +165,7 @@ class CapturedRuns:
             self._uses_wanted,
         )
         self.drop()
+
+
+def _like(results: Tensors) -> Tensors:
+    return {name: torch.empty_like(tensor) for name, tensor in results.items()}

@@ -14,20 +14,20 @@ def test_an_engine_scores_sleeps_wakes_and_is_updated(gpu: FakeGpu, tmp_path) ->
     assert engine.worker.target.kv_pool.num_slots == 4096
     engine.generate([[5, 6, 7], [8] * 40], PARAMS)
     graphs = engine.worker.target.graphs
-    captured = graphs.num_graphs
+    captured = graphs.runs.num_graphs
     assert captured > 0
     send_weights(engine)
-    assert graphs.num_graphs == captured  # weights were written where they are
+    assert graphs.runs.num_graphs == captured  # weights were written where they are
     with gpu.seen.since() as seen:
         engine.score_with_extras([5, 6, 7], [8, 9], PARAMS)
     assert not [str(event) for event in seen.of(Kind.STALL, Kind.FORBIDDEN)]
     for tags in (["kv_cache"], ["kv_cache", "weights", "graphs"]):
         freed = engine.release_memory(tags)
         assert freed["kv_cache"] > 0
-        assert graphs.num_graphs == 0
+        assert graphs.runs.num_graphs == 0
         engine.resume_memory()
         send_weights(engine)
         engine.generate([[5, 6, 7]], PARAMS)
-        assert graphs.num_graphs > 0
-    assert not graphs.failure
+        assert graphs.runs.num_graphs > 0
+    assert not graphs.runs.failure
     assert not {problem for launch in gpu.launches.all for problem in launch.problems}

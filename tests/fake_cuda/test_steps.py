@@ -38,7 +38,7 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
     assert not {problem for launch in gpu.launches.all for problem in launch.problems}
     graphs = engine.worker.target.graphs
     if graphs is not None:
-        assert not graphs.failure
+        assert not graphs.runs.failure
         assert gpu.seen.of(Kind.REPLAY)
 
 
