@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from replay_bench.shapes import SHAPES, Shape, send_random_weights, write_config
+from replay_bench.shape_options import add_shape_options, chosen_shapes
+from replay_bench.shapes import Shape, send_random_weights, write_config
 from table import Row, finish, parser, row
 
 from rollout import RolloutEngine, SamplingParams
@@ -115,16 +116,13 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> list[Row
 
 def main(arguments_given: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__)
-    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
-    on_gpu = torch.cuda.is_available()
-    arguments.add_argument("--shape", choices=SHAPES, action="append", default=[])
+    on_gpu = add_shape_options(arguments)
     arguments.add_argument("--batch", type=int, default=256 if on_gpu else 32)
     arguments.add_argument("--tokens", type=int, default=192 if on_gpu else 24, help="of each")
-    arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
     options = arguments.parse_args(arguments_given)
     rows: list[Row] = []
-    for name in options.shape or (["8b", "demo"] if on_gpu else ["tiny"]):
-        rows += shape_rows(name, SHAPES[name], options)
+    for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
+        rows += shape_rows(name, shape, options)
     finish(f"halves that take turns, on {options.device}", rows, options.json)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from replay_bench.roofline import Ceilings
 from replay_bench.run import Replayed, replay
+from replay_bench.shape_options import add_shape_options, chosen_shapes
 from replay_bench.shapes import SHAPES, write_config, write_draft
 from table import Row, finish, parser, row
 from traces import Trace, load_traces
@@ -107,16 +108,13 @@ def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int)
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
-    on_gpu = torch.cuda.is_available()
+    on_gpu = add_shape_options(arguments)
     arguments.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
-    arguments.add_argument("--shape", choices=SHAPES, action="append", default=[])
     arguments.add_argument("--active", type=int, nargs="+", default=[64], help="rollouts at once")
     arguments.add_argument("--spec", nargs="+", default=["ngram", "hybrid"])
     arguments.add_argument("--nodes", type=int, default=8, help="most draft nodes per request")
     arguments.add_argument("--steps", type=int, help="of the trace; default: all, 2 on a CPU")
     arguments.add_argument("--fast", action="store_true", help="exact=false")
-    arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
     arguments.add_argument(
         "--draft-hit",
         type=float,
@@ -130,7 +128,7 @@ def main() -> None:
         options.steps = 2
     rows: list[Row] = []
     for trace in load_traces(options.trace):
-        for shape in options.shape or (["8b"] if on_gpu else ["tiny"]):
+        for shape in chosen_shapes(options, ["8b"]):
             for active in options.active:
                 rows += run(options, trace, shape, active)
     finish(f"replay on {options.device}", rows, options.json)

@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from replay_bench.roofline import Ceilings
-from replay_bench.shapes import SHAPES, Shape, send_random_weights, write_config
+from replay_bench.shape_options import add_shape_options, chosen_shapes
+from replay_bench.shapes import Shape, send_random_weights, write_config
 from table import Row, finish, parser, row
 
 from rollout import RolloutEngine, SamplingParams
@@ -180,21 +181,18 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> list[Row
 
 def main(arguments_given: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__)
-    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
-    on_gpu = torch.cuda.is_available()
-    arguments.add_argument("--shape", choices=SHAPES, action="append", default=[])
+    on_gpu = add_shape_options(arguments)
     arguments.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     arguments.add_argument("--context", type=int, default=4096 if on_gpu else 256)
     arguments.add_argument("--nodes", type=int, default=8, help="draft nodes of each request")
-    arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
     options = arguments.parse_args(arguments_given)
     if options.context < 2 * (SETTLING + TIMED):
         arguments.error(f"--context={options.context}: must be >= {2 * (SETTLING + TIMED)}")
     if not 1 <= options.nodes <= 63:
         arguments.error(f"--nodes={options.nodes}: must be in [1, 63]")
     rows: list[Row] = []
-    for name in options.shape or (["8b", "demo"] if on_gpu else ["tiny"]):
-        rows += shape_rows(name, SHAPES[name], options)
+    for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
+        rows += shape_rows(name, shape, options)
     finish(f"a step on {options.device}", rows, options.json)
 
 

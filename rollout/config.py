@@ -61,7 +61,8 @@ class ModelConfig:
 class MemoryConfig:
     kv_bytes: int | None = None  # bytes for KV and states; default: a share of free memory
     kv_fraction: float = 0.5  # that share, when kv_bytes is not given
-    max_kv_tokens: int | None = 262_144  # upper bound on slots, whatever the bytes allow
+    # Upper bound on slots, whatever the bytes allow. Default: 262,144 on a CPU, 4,194,304 on a GPU.
+    max_kv_tokens: int | None = None
     prefix_cache: bool = True
     # Of targets with recurrent layers. A state slot holds the state of one prefix: two for each
     # running request, the others for draft nodes and for prefixes in the prefix cache. Default:
@@ -104,9 +105,13 @@ class Overlap(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig:
-    max_running: int = 32  # requests decoded together
-    max_step_tokens: int = 512  # query tokens of one step, draft nodes not counted
-    chunk_len: int = 256  # longest prefill chunk of one request in one step
+    """Defaults suit the device: see `StepLimits`."""
+
+    max_running: int | None = None  # requests decoded together: 32 on a CPU, 256 on a GPU
+    # Query tokens of one step, draft nodes not counted: 512 on a CPU, 2,048 on a GPU, and as many
+    # as may run.
+    max_step_tokens: int | None = None
+    chunk_len: int | None = None  # longest prefill chunk of one request in one step: 256 or 2,048
     overlap: Overlap = Overlap.auto
 
     def __post_init__(self) -> None:
@@ -119,13 +124,14 @@ class SchedulerConfig:
                     "scheduler.overlap", self.overlap, f"must be one of {names}"
                 ) from None
         for name in ("max_running", "max_step_tokens", "chunk_len"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(f"scheduler.{name}", getattr(self, name), "must be >= 1")
-        if self.max_step_tokens < self.max_running:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidInputError(f"scheduler.{name}", value, "must be >= 1")
+        running, tokens = self.max_running, self.max_step_tokens
+        if running is not None and tokens is not None and tokens < running:
             raise InvalidInputError(
                 "scheduler.max_step_tokens",
-                self.max_step_tokens,
-                f"must be >= max_running={self.max_running}: each running request needs one",
+                tokens,
+                f"must be >= max_running={running}: each running request needs one",
             )
 
 

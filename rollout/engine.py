@@ -26,6 +26,7 @@ from rollout.overrides import engine_config
 from rollout.requests import RequestFactory
 from rollout.scheduler import Halving, LengthForecast, Scheduler
 from rollout.specs import WorkerFactory, worker_factory
+from rollout.step_limits import StepLimits
 from rollout.types import (
     Batch,
     Prompt,
@@ -64,7 +65,10 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         folder = config.model.tokenizer or config.model.path
         self.encoder = PromptEncoder.from_pretrained(folder, worker.vocab_size)
         self.scheduler = Scheduler(
-            config.scheduler, worker.memory, lambda: worker.max_draft_tokens, LengthForecast()
+            StepLimits.of(config.scheduler, worker.model_device),
+            worker.memory,
+            lambda: worker.max_draft_tokens,
+            LengthForecast(),
         )
         self._requests = RequestFactory(
             self.encoder,
@@ -123,6 +127,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     def eos_token_ids(self) -> tuple[int, ...]:
         """The model folder's: what ends a rollout unless its parameters say otherwise."""
         return self.worker.eos_token_ids
+
+    @property
+    def max_running(self) -> int:
+        """Requests that are decoded together."""
+        return self.scheduler.limits.max_running
 
     @property
     def max_context_len(self) -> int:

@@ -45,6 +45,11 @@ class Engine(Protocol):
     @property
     def max_sequence_len(self) -> int: ...
     @property
+    def max_running(self) -> int:
+        """Requests that are decoded together, on all replicas."""
+        ...
+
+    @property
     def lockstep(self) -> bool: ...
 
     # Requests

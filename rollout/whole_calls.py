@@ -56,9 +56,8 @@ class WholeCalls(ABC):
         """
         requests = self._requests_for(prompts, params)
         with closing(self._run_all(requests)) as steps:
-            yield from in_order_of_plain_decoding(
-                requests, self.config.scheduler.max_running, steps
-            )
+            max_running = self.scheduler.limits.max_running
+            yield from in_order_of_plain_decoding(requests, max_running, steps)
 
     def _requests_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]

@@ -50,7 +50,9 @@ class EagleWorker(SpecWorker):
         return self.drafter.max_draft_tokens if self.budget.is_open else 0
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        return self.drafter.propose(batch, floor)
+        trees = self.drafter.propose(batch, floor)
+        self.drafting_is_usual = self.drafter.is_settled
+        return trees
 
     def observe(self, step: Observation) -> None:
         if self.budget.is_open:

@@ -20,6 +20,7 @@ from rollout.residency import Residency
 from rollout.runner import Forwarded, ModelRunner
 from rollout.sampling.sampled import Sampled
 from rollout.sampling.tree_sampling import PendingSamples, TreeSamples, sample_trees
+from rollout.step_limits import StepLimits
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,
@@ -89,8 +90,8 @@ class TargetWorker:
         )
         if config.model.load_format is LoadFormat.dummy:
             self.weights.tear(["target"], "model.load_format=dummy loads none")
-        scheduler = config.scheduler
-        self.longest_step = scheduler.max_step_tokens + scheduler.max_running * (MAX_TREE_NODES - 1)
+        limits = StepLimits.of(config.scheduler, device)
+        self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
         if config.exact:
             most_rows = self.longest_step * self.ranks.rows.size
@@ -131,7 +132,7 @@ class TargetWorker:
             self.memory,
             self.runner,
             self.ranks.rows,
-            chunk_len=min(scheduler.chunk_len, scheduler.max_step_tokens),
+            chunk_len=min(limits.chunk_len, limits.max_step_tokens),
         )
 
     @property

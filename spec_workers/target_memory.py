@@ -25,6 +25,7 @@ from rollout.models.layer_spec import ExpertsSpec
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
 from rollout.residency import Pool
+from rollout.step_limits import StepLimits
 from spec_workers.neural.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
@@ -62,13 +63,15 @@ def target_memory(
     """
     spec, dtype, device = model.spec, model.dtype, model.device
     budget = min(ranks.numbers(memory_budget(config.memory, device, reserved_bytes)))
-    states, state_bytes = _states(config, spec, dtype, budget)
+    max_running = StepLimits.of(config.scheduler, device).max_running
+    states, state_bytes = _states(config, max_running, spec, dtype, budget)
     routes = routes_spec(config, spec)
     routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
     num_slots = num_kv_slots(
         config.memory,
         spec,
         dtype,
+        device,
         budget,
         draft_slot_bytes=draft_bytes.per_slot,
         routes_slot_bytes=routes_bytes if device.type == "cpu" else 0,  # they are on the host
@@ -78,7 +81,7 @@ def target_memory(
     num_slots = min(ranks.numbers(num_slots))
     index = CacheMemory(
         num_slots,
-        config.scheduler.max_running + 1,  # scoring borrows one between steps
+        max_running + 1,  # scoring borrows one between steps
         spec.max_context_len,
         config.memory.prefix_cache,
         states,
@@ -105,11 +108,12 @@ def bytes_of_steps(config: EngineConfig, steps: PaddingSteps, draft_nodes: int) 
 
     All that they run is compiled then. ``draft_nodes``: most of a request in one step.
     """
-    device, scheduler = steps.model.device, config.scheduler
-    nodes = scheduler.max_running * draft_nodes
-    rows = scheduler.max_step_tokens + nodes
-    scored = min(scheduler.chunk_len, scheduler.max_step_tokens)
-    sampled = max(scheduler.max_running + nodes, scored)
+    device = steps.model.device
+    limits = StepLimits.of(config.scheduler, device)
+    nodes = limits.max_running * draft_nodes
+    rows = limits.max_step_tokens + nodes
+    scored = min(limits.chunk_len, limits.max_step_tokens)
+    sampled = max(limits.max_running + nodes, scored)
     warm_up(steps, rows=rows, sampled=sampled)
     if config.memory.kv_bytes is not None:
         return 0
@@ -127,13 +131,13 @@ def bytes_of_steps(config: EngineConfig, steps: PaddingSteps, draft_nodes: int) 
 
 
 def _states(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, budget: int
+    config: EngineConfig, max_running: int, spec: ModelSpec, dtype: torch.dtype, budget: int
 ) -> tuple[StateSizes | None, int]:
     """How many state slots, and their bytes."""
     if spec.linear_attention is None:
         return None, 0
     each = StatePool.bytes_per_slot(spec.linear_attention, dtype)
-    sizes = state_sizes(config.memory, config.scheduler, each, budget)
+    sizes = state_sizes(config.memory, max_running, each, budget)
     return sizes, each * (sizes.num_slots + 1)
 
 

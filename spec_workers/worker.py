@@ -45,6 +45,7 @@ class Launched:
     verified: Verified
     forwarded: Forwarded
     is_usual: bool  # the forward's time tells what such a forward takes
+    drafting_is_usual: bool  # and that of drafting what drafting does
     samples: PendingSamples
     clock: StepClock
     draft_ms: float
@@ -70,6 +71,7 @@ class SpecWorker:
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
+        self.drafting_is_usual = True  # the last step's took a time that comes again
         self._unlearned: Callable[[], None] | None = None  # what the budget is to learn of a step
         self._turn = 0  # counts steps that were launched or finished
         self._finished_at = 0.0
@@ -154,6 +156,7 @@ class SpecWorker:
     def _launch(self, batch: Batch) -> Launched:
         clock = StepClock(self.model_device)
         self.prepare(batch)
+        self.drafting_is_usual = True
         floor = self.budget.floor(batch)
         proposed = None if floor is None else self.propose(batch, floor)
         verified = self.budget.choose(batch, proposed)
@@ -175,6 +178,7 @@ class SpecWorker:
             forwarded=replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0)),
             # Kernels were compiled or a graph captured: no time that comes again.
             is_usual=self.target.graphs is None or self.target.graphs.is_settled,
+            drafting_is_usual=self.drafting_is_usual,
             samples=samples,
             clock=clock,
             draft_ms=draft_ms,
@@ -216,7 +220,8 @@ class SpecWorker:
         self._finished_at = time.perf_counter()
         learned = times if step.is_usual else replace(times, forward=0.0)
         self._learn()
-        self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
+        if step.drafting_is_usual:
+            self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
         if not self._learns_later:
             self._learn()
             times.draft += clock.lap()

@@ -49,7 +49,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
             if cluster.share_corpus and cluster.replicas > 1
             else None
         )
-        self._router = Router(pool.names, config.scheduler.max_running)
+        self._router = Router(pool.names)
         self._flights: dict[int, Flight] = {}
         self._ended: list[Rollout] = []
         self._reports = {}
@@ -82,6 +82,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         )
         self.vocab_size = vocab_size
         self.eos_token_ids = some.eos_token_ids
+        self.max_running = some.max_running * len(pool.names)
         self.max_context_len = some.max_context_len
         self.max_sequence_len = min(each.max_sequence_len for each in self.facts.values())
 
@@ -189,7 +190,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
     def joined(self, name: str, facts: ReplicaFacts) -> None:
         """`Listener`'s."""
         self.facts.setdefault(name, facts)
-        self._router.join(name)
+        self._router.join(name, facts.max_running)
 
     def reported(self, name: str, report: Report) -> None:
         """`Listener`'s."""

@@ -74,6 +74,7 @@ class ReplicaFacts:
     """What never changes in a replica's life; the same of all."""
 
     vocab_size: int
+    max_running: int
     max_context_len: int
     max_sequence_len: int  # tokens of one request that its KV slots can hold
     eos_token_ids: tuple[int, ...]

@@ -18,9 +18,15 @@ class _Place:
     """A replica that takes requests."""
 
     name: str
+    seats: int
     running: dict[int, None] = field(default_factory=dict)  # request ids, in order
     queue: dict[int, deque[int]] = field(default_factory=dict)  # group -> request ids, none empty
     num_queued: int = 0
+
+    @property
+    def seats_and_reserve(self) -> int:
+        """A quarter more wait there, so that a seat that becomes free is taken in the next step."""
+        return self.seats + max(1, self.seats // 4)
 
     def push(self, group: int, request_ids: deque[int], *, first: bool = False) -> None:
         self.num_queued += len(request_ids)
@@ -69,15 +75,9 @@ class Router:
     Deterministic: the same calls give the same answers.
     """
 
-    def __init__(self, names: Sequence[str], seats: int) -> None:
-        """Args:
-        names: of all replicas there are to be; those that `join` take requests.
-        seats: requests a replica runs together. A quarter more wait there, so that a seat that
-            becomes free is taken in the next step.
-        """
+    def __init__(self, names: Sequence[str]) -> None:
+        """``names``: of all replicas there are to be; those that `join` take requests."""
         self._names = list(names)
-        self._seats = seats
-        self._seats_and_reserve = seats + max(1, seats // 4)
         self._places: dict[str, _Place] = {}
         self._groups: dict[int, _Group] = {}
         self._requests: dict[int, tuple[int, str | None]] = {}  # id -> group, where it runs
@@ -91,9 +91,9 @@ class Router:
         queued = sum(place.num_queued for place in self._places.values())
         return queued + len(self._homeless) + len(self._lonely)
 
-    def join(self, name: str) -> None:
-        """``name`` takes requests from now on."""
-        self._places[name] = _Place(name)
+    def join(self, name: str, seats: int) -> None:
+        """``name`` takes requests from now on, and runs so many together."""
+        self._places[name] = _Place(name, seats)
         homeless, self._homeless = self._homeless, []
         for request_id in homeless:
             self._queue(request_id, first=False)
@@ -158,17 +158,17 @@ class Router:
         yield from self._solitary()
         open_places = [place for place in self._places.values() if place is not self._cell]
         for place in open_places:
-            while place.queue and len(place.running) < self._seats:
+            while place.queue and len(place.running) < place.seats:
                 yield place.pop(), place
         while open_places and any(place.queue for place in self._places.values()):
             idlest = min(open_places, key=lambda place: len(place.running))
-            if len(idlest.running) >= self._seats:
+            if len(idlest.running) >= idlest.seats:
                 break
             self._steal(idlest)
-            while idlest.queue and len(idlest.running) < self._seats:
+            while idlest.queue and len(idlest.running) < idlest.seats:
                 yield idlest.pop(), idlest
         for place in open_places:
-            while place.queue and len(place.running) < self._seats_and_reserve:
+            while place.queue and len(place.running) < place.seats_and_reserve:
                 yield place.pop(), place
 
     def _solitary(self) -> Iterator[tuple[int, _Place]]:

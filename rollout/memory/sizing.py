@@ -10,6 +10,9 @@ from rollout.memory.kv_pool import KvPool
 from rollout.memory.system import free_bytes
 from rollout.models.spec import ModelSpec
 
+_MOST_SLOTS_OF_CPU = 1 << 18
+_MOST_SLOTS = 1 << 22
+
 
 def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: int = 0) -> int:
     """Bytes: ``kv_bytes``, else ``kv_fraction`` of what is free on the device now.
@@ -25,6 +28,7 @@ def num_kv_slots(
     config: MemoryConfig,
     spec: ModelSpec,
     dtype: torch.dtype,
+    device: torch.device,
     budget: int,
     *,
     draft_slot_bytes: int = 0,
@@ -51,8 +55,8 @@ def num_kv_slots(
         )
     )
     slots = max(0, budget - draft_bytes - state_bytes) // slot_bytes
-    if config.max_kv_tokens is not None:
-        slots = min(slots, config.max_kv_tokens)
+    usual = _MOST_SLOTS_OF_CPU if device.type == "cpu" else _MOST_SLOTS
+    slots = min(slots, config.max_kv_tokens or usual)
     if slots < 2:
         raise OutOfMemoryError(
             f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.config import MemoryConfig, SchedulerConfig
+from rollout.config import MemoryConfig
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
 
 NODES_PER_REQUEST = 8
@@ -15,9 +15,7 @@ BUDGET_SHARE = 0.5
 """Of the bytes for KV and states together, what scratch and checkpoints may bring the states to."""
 
 
-def state_sizes(
-    memory: MemoryConfig, scheduler: SchedulerConfig, slot_bytes: int, budget: int
-) -> StateSizes:
+def state_sizes(memory: MemoryConfig, max_running: int, slot_bytes: int, budget: int) -> StateSizes:
     """``memory.state_slots``, or by default what every request that may run needs, and one to score
     with, and then as many draft nodes and checkpoints as half of the budget holds.
 
@@ -27,8 +25,8 @@ def state_sizes(
     """
     slots = memory.state_slots
     if slots is None:
-        needed = SLOTS_PER_ROW * (scheduler.max_running + 1)
-        wished = scheduler.max_running * (NODES_PER_REQUEST + CHECKPOINTS_PER_REQUEST)
+        needed = SLOTS_PER_ROW * (max_running + 1)
+        wished = max_running * (NODES_PER_REQUEST + CHECKPOINTS_PER_REQUEST)
         affordable = int(budget * BUDGET_SHARE) // slot_bytes - needed
         slots = needed + min(wished, max(0, affordable))
     return StateSizes(num_slots=slots, interval=memory.state_interval)

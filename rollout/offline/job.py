@@ -154,9 +154,7 @@ class _Job:
         self._corpus = corpus
         self._summary = summary
         self._missing = self._missing_samples(prompts)
-        self._most_submitted = (
-            _QUEUED_PER_RUNNING * config.scheduler.max_running * config.cluster.replicas
-        )
+        self._most_submitted = _QUEUED_PER_RUNNING * engine.max_running
         self._submitted: dict[tuple[int, int], tuple[PromptRow, int]] = {}  # row, step
         self.failed: list[str] = []
 

@@ -35,7 +35,7 @@ class RunLog:
         if config.log.jsonl is not None:
             self._lines = JsonlLog(Path(config.log.jsonl))
             self._closing.callback(self._lines.close)
-            self._lines.write("run", _settings(config))
+            self._lines.write("run", _settings(config, engine))
         if config.log.tensorboard is not None:
             self._board = TensorBoardMetrics(Path(config.log.tensorboard))
             self._closing.callback(self._board.close)
@@ -124,7 +124,7 @@ class RunLog:
         self._closing.close()
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _settings(config: RunConfig, engine: Engine) -> dict[str, Any]:
     sampling = config.sampling
     return {
         "model": config.model.path,
@@ -137,7 +137,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "max_new_tokens": sampling.max_new_tokens,
         "seed": sampling.seed,
-        "max_running": config.scheduler.max_running,
+        "max_running": engine.max_running // config.cluster.replicas,
         "exact": config.exact,
         "num_threads": config.num_threads,
         "replicas": config.cluster.replicas,

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rollout.config import SchedulerConfig
 from rollout.memory.cache import CacheMemory
 from rollout.memory.state_slots import StateRun
 from rollout.scheduler.fitting import check_length
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.waiting import Ticket, WaitingQueue
+from rollout.step_limits import StepLimits
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,
@@ -53,13 +53,13 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        limits: StepLimits,
         memory: CacheMemory,
         max_draft_tokens: Callable[[], int],
         lengths: LengthForecast,
     ) -> None:
-        assert memory.req_to_token.max_rows >= config.max_running
-        self.config = config
+        assert memory.req_to_token.max_rows >= limits.max_running
+        self.limits = limits
         self.memory = memory
         self.lengths = lengths
         self.preemptions = 0
@@ -212,8 +212,8 @@ class Scheduler:
         """
         if request.row < 0:
             return  # preempted for one that was asked before it
-        budget = self.config.max_step_tokens - sum(runs.values())
-        run_len = min(request.extend_len, self.config.chunk_len, budget)
+        budget = self.limits.max_step_tokens - sum(runs.values())
+        run_len = min(request.extend_len, self.limits.chunk_len, budget)
         while run_len > 0:
             reached = self.memory.extend(request.row, request.computed_len + run_len)
             if reached > request.computed_len:
@@ -236,9 +236,9 @@ class Scheduler:
 
         Whoever is first and does not fit is waited for: smaller ones let past would starve it.
         """
-        config, memory = self.config, self.memory
-        seats = config.max_running - len(self._running)
-        budget = config.max_step_tokens - sum(runs.values())
+        limits, memory = self.limits, self.memory
+        seats = limits.max_running - len(self._running)
+        budget = limits.max_step_tokens - sum(runs.values())
         if not (self._waiting and seats and budget):
             return
         prefilling = {

@@ -121,12 +121,16 @@ class DeviceProposer:
         self._device = device
         self._lockstep = lockstep
         self._graphs = graphs
+        self._shapes: set[Shape] = set()  # that were proposed
+        self.is_settled = True  # the last proposal compiled nothing, and was not captured
         self._device_guesser = DeviceGuesser(topk, guesser.token_ids_D, device)
 
     @torch.inference_mode()
     def propose(self, wanted: Wanted) -> ReadProposal:
         """The grown trees. One copy to the device, one from it, and nothing else waits."""
         shape = self._shape(wanted)
+        self.is_settled = shape in self._shapes
+        self._shapes.add(shape)
         arrays = self._inputs(wanted, shape.trees - len(wanted.rows_G))
         arrays |= self._levels.changes(wanted.rows_G)
         placed = None if self._graphs is None else self._graphs.place(arrays)
@@ -136,6 +140,7 @@ class DeviceProposer:
             grown = self._grow(tensors, shape)
         else:
             grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
+            self.is_settled &= self._graphs.is_settled
         count = len(wanted.rows_G)
         read = download({name: tensor[:count] for name, tensor in grown.items()})
         found: dict[str, Any] = read

@@ -12,6 +12,7 @@ from rollout.models.draft_model import DraftSpec
 from rollout.models.dtype import resolve_dtype
 from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
+from rollout.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,13 @@ def draft_bytes(
 
     ``slots_per_request``: beside those at the target's slots, of all pools together.
     """
+    device = resolve_device(config.model.device)
     stored = target.dtype or Checkpoint(Path(config.model.path)).dtype
     each = KvPool.bytes_per_slot(
         num_layers=draft.num_layers,
         num_kv_heads=draft.num_kv_heads,
         head_dim=draft.head_dim,
-        dtype=resolve_dtype(config.model.dtype, stored, resolve_device(config.model.device)),
+        dtype=resolve_dtype(config.model.dtype, stored, device),
     )
-    rows = config.scheduler.max_running + 1  # and one to score with
+    rows = StepLimits.of(config.scheduler, device).max_running + 1  # and one to score with
     return DraftBytes(per_slot=num_pools * each, apart=rows * slots_per_request * each)

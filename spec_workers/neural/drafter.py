@@ -34,6 +34,12 @@ class Drafter(Protocol):
         other ranks wait in them."""
         ...
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last `propose` took a time that comes again: on a GPU the first ones of a
+        shape compile kernels and capture graphs."""
+        ...
+
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None
     ) -> DraftTrees:

@@ -4,12 +4,12 @@ EAGLE (Li et al. 2024a), EAGLE-2 (Li et al. 2024b: dynamic trees), EAGLE-3 (Li e
 of the draft joins the hidden state of a position to the token behind it, and tells of the token
 after that. At known positions the hidden states are the target's; below, in the tree, the draft's.
 
-Legend: B entries, G entries whose trees grow, F rows of a level, T rows of the target, E hidden.
+Legend: G entries whose trees grow, F rows of a level, T rows of the target, E hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,24 +17,23 @@ from numpy.typing import NDArray
 
 from rollout.graphs.captured_runs import CapturedRuns
 from rollout.models.draft_model import DraftModel
-from rollout.models.features import Features
 from rollout.ops import gpu
 from rollout.transfers import upload
-from rollout.types import Batch, DraftTrees, Request
-from spec_workers.draft_tree import only_roots, spread
-from spec_workers.neural.device_proposal import DeviceProposer, Wanted
+from rollout.types import Batch, Request, Scheduled
+from spec_workers.neural.device_proposal import Wanted
 from spec_workers.neural.draft_extend import Extension
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_roots import DraftRoots
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
 from spec_workers.neural.eagle_levels import EagleLevels
-from spec_workers.neural.guesses import Guesser, HostGuesses
+from spec_workers.neural.guesses import HostGuesses
+from spec_workers.neural.tree_drafter import TreeDrafter
 from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
 
 
-class EagleDrafter:
+class EagleDrafter(TreeDrafter):
     """See `Drafter`."""
 
     def __init__(
@@ -48,24 +47,17 @@ class EagleDrafter:
         lockstep: bool = False,
         graphs: CapturedRuns | None = None,
     ) -> None:
-        """
-        Args:
-            target: whose features the draft reads; the draft's KV is made to go with its.
-            num_steps: depth of a tree.
-            topk: most children of a node, and most nodes of a level that are expanded.
-            num_draft_tokens: most nodes of a tree.
-            lockstep: run every level in every step, whatever there is to run.
-            graphs: on a GPU, capture proposals; default: each is launched anew.
-        """
+        """See `TreeDrafter`. The draft's KV is made to go with the target's."""
+        super().__init__(
+            target,
+            model,
+            num_steps=num_steps,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            lockstep=lockstep,
+            graphs=graphs,
+        )
         self.model = model
-        self.features: Features = model.spec.features
-        self.sources = (model.spec.family.value,)
-        self.max_draft_tokens = num_draft_tokens
-        self._target = target
-        self._num_steps = num_steps
-        self._topk = topk
-        self.lockstep = lockstep
-        self._nodes_per_tree = topk * (num_steps - 1)
         rows = target.memory.req_to_token.max_rows
         kv = DraftKv(
             target.memory,
@@ -80,74 +72,25 @@ class EagleDrafter:
         )
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         self._roots = DraftRoots(rows, model.spec.hidden_size, like)
-        self._guesser = Guesser(topk, model.token_ids_D)
-        self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
-        self._graphs = graphs
-        self._proposer = self._device_proposer() if gpu.runs_on(model.device) else None
+        if gpu.runs_on(model.device):
+            self._proposer = self._device_proposer()
 
-    def _device_proposer(self) -> DeviceProposer:
-        return DeviceProposer(
-            EagleLevels(self.runner, self._roots, topk=self._topk, num_steps=self._num_steps),
-            self._guesser,
-            topk=self._topk,
-            num_steps=self._num_steps,
-            device=self.model.device,
-            lockstep=self.lockstep,
-            graphs=self._graphs,
-        )
+    def _levels(self) -> EagleLevels:
+        return EagleLevels(self.runner, self._roots, topk=self._topk, num_steps=self._num_steps)
 
-    def propose(
-        self, batch: Batch, floor: float, entries: Collection[int] | None = None
-    ) -> DraftTrees:
-        growing = [
-            b
-            for b, entry in enumerate(batch.entries)
-            if (entries is None or b in entries)
-            and entry.samples
-            and len(entry.draft_slots)
-            and self._roots.has(entry)
-        ]
-        if not growing and not self.lockstep:
-            return only_roots(len(batch.entries))
-        wanted = self._wanted(batch, growing, floor)
-        self._counters["trees"] += len(growing)
-        if self._proposer is None:
-            trees = self._grown(wanted)
-        else:
-            proposal = self._proposer.propose(wanted)
-            trees = proposal.trees(wanted.sizes_G, source=0)
-            self._counters["levels"] += proposal.num_levels
-            self._counters["nodes"] += proposal.num_nodes
-        return spread(trees, growing, len(batch.entries))
+    def _rooted(self, batch: Batch) -> list[bool]:
+        return [self._roots.has(entry) for entry in batch.entries]
 
-    def _wanted(self, batch: Batch, growing: list[int], floor: float) -> Wanted:
-        entries = [batch.entries[b] for b in growing]
-        rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
-        ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
-        sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
+    def _reach(
+        self, entries: Sequence[Scheduled], rows_G: NDArray[np.int64], ends_G: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         kv = self.runner.kv
         kv.follow(rows_G, ends_G - 1, [entry.request.tokens for entry in entries])
-        return Wanted(
-            batch=batch,
-            entries_G=growing,
-            rows_G=rows_G,
-            ends_G=ends_G,
-            sizes_G=np.minimum(sizes_G, self.max_draft_tokens),
-            # Below its first level a tree needs something to attend to.
-            depths_G=np.where(kv.lens_Q[rows_G] > 0, np.minimum(sizes_G, self._num_steps), 1),
-            floor=floor,
-        )
+        # Below its first level a tree needs something to attend to.
+        return np.where(kv.lens_Q[rows_G] > 0, self._num_steps, 1)
 
-    def _grown(self, wanted: Wanted) -> DraftTrees:
-        """Level by level, each read when it has run."""
+    def _grow(self, growth: TreeGrowth, wanted: Wanted) -> None:
         rows_G, count = wanted.rows_G, len(wanted.rows_G)
-        growth = TreeGrowth(
-            wanted.sizes_G,
-            wanted.depths_G,
-            topk=self._topk,
-            max_nodes=self._nodes_per_tree,
-            floor=wanted.floor,
-        )
         guesses = self._guesser.begin(wanted.batch, wanted.entries_G)
         hidden_FE = self._roots.hidden(self._sent(rows_G))
         trees_F, depths_F = np.arange(count), np.zeros(count, dtype=np.int64)
@@ -161,7 +104,6 @@ class EagleDrafter:
             growth.add(level, *self._children(guesses, hidden_FE, level.trees_F, level.depths_F))
             self._counters["levels"] += 1
             self._counters["nodes"] += len(level.trees_F)
-        return growth.finish(source=0)
 
     def _run(
         self,
@@ -180,9 +122,6 @@ class EagleDrafter:
             positions_T=ends_G[level.trees_F] + level.depths_F - 2,
         )
         return self.runner.run_nodes(nodes, parents_FE[self._sent(level.parent_rows_F)])
-
-    def _sent(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        return upload({"rows": rows}, self.model.device)["rows"]
 
     def _children(
         self,
@@ -204,7 +143,7 @@ class EagleDrafter:
                 "last_rows": extension.last_rows_R,
                 "rows": np.array([request.row for request in requests], dtype=np.int64),
             },
-            self.model.device,
+            self._device,
         )
         features_TF = self._target.runner.features.select(
             step.forwarded.features_TF[index["query_rows"]], self.features
@@ -221,7 +160,3 @@ class EagleDrafter:
     def weights_changed(self) -> None:
         self.runner.kv.forget()
         self._roots.forget()
-
-    def counters(self) -> dict[str, float]:
-        """Positions extended; trees grown, levels and nodes run for them. Over its life."""
-        return {f"draft/{name}": float(count) for name, count in self._counters.items()}

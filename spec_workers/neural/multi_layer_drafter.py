@@ -10,13 +10,13 @@ told of by step k: all nodes down to that level are its rows, a node of depth d 
 behind the step's last known one, with the hidden state that step k - 1 gave its parent. They go
 into scratch slots; when the true tokens are known those positions are run again.
 
-Legend: B entries, G entries whose trees grow, K steps, N nodes run so far, F those of the last
+Legend: G entries whose trees grow, K steps, N nodes run so far, F those of the last
 level, T rows, E hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,25 +24,24 @@ from numpy.typing import NDArray
 
 from rollout.graphs.captured_runs import CapturedRuns
 from rollout.models.draft_model import DraftModel
-from rollout.models.features import Features
 from rollout.ops import gpu
 from rollout.transfers import upload
-from rollout.types import Batch, DraftTrees, Request, Scheduled
-from spec_workers.draft_tree import only_roots, spread
+from rollout.types import Batch, Request, Scheduled
 from spec_workers.neural.chain_extend import ChainExtension
 from spec_workers.neural.chain_levels import ChainLevels
 from spec_workers.neural.chain_nodes import ChainNodes, NodeLevel
 from spec_workers.neural.chain_state import ChainState
-from spec_workers.neural.device_proposal import DeviceProposer, Wanted
+from spec_workers.neural.device_proposal import Wanted
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
-from spec_workers.neural.guesses import Guesser, HostGuesses
+from spec_workers.neural.guesses import HostGuesses
+from spec_workers.neural.tree_drafter import TreeDrafter
 from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
 
 
-class MultiLayerEagleDrafter:
+class MultiLayerEagleDrafter(TreeDrafter):
     """See `Drafter`. Each step has its own runner: network, KV pool, ``req_to_token`` and plans."""
 
     def __init__(
@@ -55,22 +54,19 @@ class MultiLayerEagleDrafter:
         lockstep: bool = False,
         graphs: CapturedRuns | None = None,
     ) -> None:
+        """See `TreeDrafter`. The draft's KV is made to go with the target's.
+
+        ``models``: one for each step; one network may stand for several steps.
         """
-        Args:
-            target: whose features the first step reads; the draft's KV is made to go with its.
-            models: one for each step; one network may stand for several steps.
-            topk: most children of a node, and most nodes of a level that are expanded.
-            num_draft_tokens: most nodes of a tree.
-            lockstep: run every step in every call, whatever there is to run.
-            graphs: on a GPU, capture proposals; default: each is launched anew.
-        """
-        self.features: Features = models[0].spec.features
-        self.sources = (models[0].spec.family.value,)
-        self.max_draft_tokens = num_draft_tokens
-        self._target = target
-        self._topk = topk
-        self.lockstep = lockstep
-        self._nodes_per_tree = topk * (len(models) - 1)
+        super().__init__(
+            target,
+            models[0],
+            num_steps=len(models),
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            lockstep=lockstep,
+            graphs=graphs,
+        )
         rows = target.memory.req_to_token.max_rows
         self.runners = [
             DraftRunner(
@@ -89,81 +85,42 @@ class MultiLayerEagleDrafter:
             )
             for step, model in enumerate(models)
         ]
-        self._device = models[0].device
         like = torch.empty(0, dtype=models[0].dtype, device=self._device)
         self._state = ChainState(rows, len(models), models[0].spec.hidden_size, like)
-        self._guesser = Guesser(topk, models[0].token_ids_D)
-        self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
-        self._graphs = graphs
-        self._proposer = self._device_proposer() if gpu.runs_on(self._device) else None
+        if gpu.runs_on(self._device):
+            self._proposer = self._device_proposer()
 
-    def _device_proposer(self) -> DeviceProposer:
-        return DeviceProposer(
-            ChainLevels(self.runners, self._state, topk=self._topk),
-            self._guesser,
-            topk=self._topk,
-            num_steps=len(self.runners),
-            device=self._device,
-            lockstep=self.lockstep,
-            graphs=self._graphs,
-        )
+    def _levels(self) -> ChainLevels:
+        return ChainLevels(self.runners, self._state, topk=self._topk)
 
-    def propose(
-        self, batch: Batch, floor: float, entries: Collection[int] | None = None
-    ) -> DraftTrees:
+    def _rooted(self, batch: Batch) -> list[bool]:
         last_BK = self._state.last([entry.request for entry in batch.entries])
-        growing = [
-            b
-            for b, entry in enumerate(batch.entries)
-            if (entries is None or b in entries)
-            and entry.samples
-            and entry.run_len == 1
-            and len(entry.draft_slots)
-            and last_BK[b, 0] == entry.end - 2
+        return [
+            entry.run_len == 1 and bool(last == entry.end - 2)
+            for entry, last in zip(batch.entries, last_BK[:, 0], strict=True)
         ]
-        if not growing and not self.lockstep:
-            return only_roots(len(batch.entries))
-        wanted = self._wanted(batch, growing, last_BK[growing], floor)
-        self._counters["trees"] += len(growing)
-        if self._proposer is None:
-            trees = self._grown(wanted)
-        else:
-            proposal = self._proposer.propose(wanted)
-            trees = proposal.trees(wanted.sizes_G, source=0)
-            self._counters["levels"] += proposal.num_levels
-            self._counters["nodes"] += proposal.num_nodes
-        return spread(trees, growing, len(batch.entries))
 
-    def _wanted(
-        self, batch: Batch, growing: list[int], last_GK: NDArray[np.int64], floor: float
-    ) -> Wanted:
-        entries = [batch.entries[b] for b in growing]
-        rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
-        ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
-        sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
-        return Wanted(
-            batch=batch,
-            entries_G=growing,
-            rows_G=rows_G,
-            ends_G=ends_G,
-            sizes_G=np.minimum(sizes_G, self.max_draft_tokens),
-            depths_G=np.minimum(sizes_G, self._reach(entries, rows_G, ends_G, last_GK)),
-            floor=floor,
-        )
+    def _reach(
+        self, entries: Sequence[Scheduled], rows_G: NDArray[np.int64], ends_G: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """As many as there are steps, one behind the other, that have something to attend to, and
+        the hidden state that their first nodes take."""
+        last_GK = self._state.last([entry.request for entry in entries])
+        tokens_G = [entry.request.tokens for entry in entries]
+        reach_G = np.ones(len(entries), dtype=np.int64)
+        goes_on_G = np.ones(len(entries), dtype=bool)
+        for step in range(1, len(self.runners)):
+            kv, first_G = self.runners[step].kv, ends_G - 1 - step
+            kv.follow(rows_G, np.maximum(first_G, 0), tokens_G)
+            goes_on_G &= (last_GK[:, step - 1] == first_G) & (kv.lens_Q[rows_G] > 0)
+            reach_G += goes_on_G
+        return reach_G
 
-    def _grown(self, wanted: Wanted) -> DraftTrees:
-        """Level by level, each read when it has run."""
+    def _grow(self, growth: TreeGrowth, wanted: Wanted) -> None:
         rows_G, count = wanted.rows_G, len(wanted.rows_G)
-        growth = TreeGrowth(
-            wanted.sizes_G,
-            wanted.depths_G,
-            topk=self._topk,
-            max_nodes=self._nodes_per_tree,
-            floor=wanted.floor,
-        )
         guesses = self._guesser.begin(wanted.batch, wanted.entries_G)
         trees_F, depths_F = np.arange(count), np.zeros(count, dtype=np.int64)
-        at_G = self._tensor(rows_G)
+        at_G = self._sent(rows_G)
         hidden_FE = self._state.hidden(0, at_G)
         growth.add(None, *self._children(0, guesses, hidden_FE, trees_F, depths_F))
         nodes = ChainNodes()
@@ -176,31 +133,11 @@ class MultiLayerEagleDrafter:
             before_TE = torch.cat([hidden_TE, self._state.hidden(step - 1, at_G)])
             hidden_TE = self._run(step, expansion, level, before_TE, rows_G, wanted.ends_G)
             guesses.levels.append(expansion)
-            hidden_FE = hidden_TE[self._tensor(level.new_rows_F)]
+            hidden_FE = hidden_TE[self._sent(level.new_rows_F)]
             trees_F, depths_F = expansion.trees_F, expansion.depths_F
             growth.add(expansion, *self._children(step, guesses, hidden_FE, trees_F, depths_F))
             self._counters["levels"] += 1
             self._counters["nodes"] += len(level.trees_T)
-        return growth.finish(source=0)
-
-    def _reach(
-        self,
-        entries: Sequence[Scheduled],
-        rows_G: NDArray[np.int64],
-        ends_G: NDArray[np.int64],
-        last_GK: NDArray[np.int64],
-    ) -> NDArray[np.int64]:
-        """Levels the trees can have: as many as there are steps, one behind the other, that have
-        something to attend to, and the hidden state that their first nodes take."""
-        tokens_G = [entry.request.tokens for entry in entries]
-        reach_G = np.ones(len(entries), dtype=np.int64)
-        goes_on_G = np.ones(len(entries), dtype=bool)
-        for step in range(1, len(self.runners)):
-            kv, first_G = self.runners[step].kv, ends_G - 1 - step
-            kv.follow(rows_G, np.maximum(first_G, 0), tokens_G)
-            goes_on_G &= (last_GK[:, step - 1] == first_G) & (kv.lens_Q[rows_G] > 0)
-            reach_G += goes_on_G
-        return reach_G
 
     def _run(
         self,
@@ -221,7 +158,7 @@ class MultiLayerEagleDrafter:
             input_ids_T=level.tokens_T,
             positions_T=ends_G[level.trees_T] - 2 - step + level.depths_T,
         )
-        return self.runners[step].run_nodes(nodes, before_TE[self._tensor(level.sources_T)])
+        return self.runners[step].run_nodes(nodes, before_TE[self._sent(level.sources_T)])
 
     def _children(
         self,
@@ -262,9 +199,6 @@ class MultiLayerEagleDrafter:
         self._guesser.learn(step.batch, step.results)
         self._counters["extended"] += len(features_TF)
 
-    def _tensor(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        return upload({"rows": rows}, self._device)["rows"]
-
     def release(self, request: Request) -> None:
         self._state.forget_request(request)
 
@@ -272,7 +206,3 @@ class MultiLayerEagleDrafter:
         self._state.forget()
         for runner in self.runners:
             runner.kv.forget()
-
-    def counters(self) -> dict[str, float]:
-        """Positions extended, trees grown, levels and nodes run for them, since the beginning."""
-        return {f"draft/{name}": float(count) for name, count in self._counters.items()}

@@ -14,9 +14,9 @@ SEATS = 8
 
 
 def router_of(num_replicas: int, seats: int = SEATS) -> Router:
-    router = Router(names := [f"replica-{i}" for i in range(num_replicas)], seats)
+    router = Router(names := [f"replica-{i}" for i in range(num_replicas)])
     for name in names:
-        router.join(name)
+        router.join(name, seats)
     return router
 
 
@@ -95,7 +95,7 @@ def test_the_groups_of_a_dead_replica_move_and_no_others():
     assert set(moved.values()) == {"replica-0", "replica-1", "replica-3"}
     share = Counter(moved.values())
     assert max(share.values()) < 2.5 * min(share.values())
-    router.join("replica-2")
+    router.join("replica-2", 1000)
     for request_id in groups:
         router.remove(request_id)
     add_groups(router, 200, 1, first_id=1000)
@@ -157,7 +157,7 @@ def test_the_same_calls_give_the_same_answers():
 def test_nothing_is_lost_or_given_twice_whatever_happens(seed):
     rng = random.Random(seed)
     names = [f"replica-{i}" for i in range(4)]
-    router = Router(names, seats=3)
+    router = Router(names)
     alive: set[str] = set()
     waiting: dict[int, int] = {}
     running: dict[int, str] = {}
@@ -197,7 +197,7 @@ def test_nothing_is_lost_or_given_twice_whatever_happens(seed):
             case "join":
                 if absent := sorted(set(names) - alive):
                     name = rng.choice(absent)
-                    router.join(name)
+                    router.join(name, seats=3)
                     alive.add(name)
         assert router.num_waiting == len(waiting)
         for request_id in lonely & running.keys():

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
-from spec_workers.budget.gate import Gate
+from tests.helpers.gates import FlickeringGate, ShutGate
 from tests.helpers.tiny_model import save_tiny_llama
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12], list(range(20, 90))]
@@ -16,33 +16,6 @@ PARAMS = SamplingParams(temperature=0.6, max_new_tokens=40, seed=3, n=3)
 EPOCHS = 3
 UPDATED = 2  # the epoch before which the weights change
 NGRAM = {"corpus_bytes": 1 << 20}
-
-
-class FlickeringGate(Gate):
-    """Opens and closes at random: between steps, or even within one."""
-
-    def __init__(self, seed: int, *, within: bool) -> None:
-        super().__init__()
-        self._random = np.random.default_rng(seed)
-        self._within = within
-        self._open = True
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._random.random() < 0.5) if self._within else self._open
-
-    def observe(self, width, gained_ms, spent_ms, temperature=1.0) -> None:
-        self._open = bool(self._random.random() < 0.6)
-
-    def skip(self, width, temperature=1.0) -> None:
-        self._open = bool(self._random.random() < 0.6)
-
-
-class ShutGate(Gate):
-    is_open = False
-
-    def skip(self, width, temperature=1.0) -> None:
-        pass
 
 
 def make_engine(path, spec="ngram", **options):

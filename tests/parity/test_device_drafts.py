@@ -12,12 +12,13 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.graphs.captured_runs import CapturedRuns
+from tests.helpers.draft_checks import numbers
 from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import save_tiny_mtp
 from tests.helpers.tree_checks import check_trees
-from tests.parity.test_eagle_chain import FIXED, LEARNED, PARAMS, numbers, prompts
+from tests.parity.test_eagle_chain import FIXED, LEARNED, PARAMS, prompts
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
     engine = RolloutEngine.from_pretrained(
         target, spec, dtype="float32", **options, spec_options=spec_options | own
     )
-    drafter, compared = engine.worker.drafter, []
+    drafter, compared, settled = engine.worker.drafter, [], []
     capture = ReplayingCapture()
     drafter._graphs = CapturedRuns(
         "proposals", max_bytes=lambda: 50_000, capture=capture, device=torch.device("cpu")
@@ -76,6 +77,7 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
         trees = drafter._grown(wanted)
         poison_scratch(drafter)
         proposal = propose(wanted)
+        settled.append(drafter.is_settled)
         own = proposal.trees(wanted.sizes_G, source=0)
         check_trees(own)
         compared.append((own, trees))
@@ -97,6 +99,10 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
     if spec_options is FIXED:
         assert engine.worker.counters()["draft/nodes"] > 50
         assert capture.replays > 3
+        # Each shape compiles when it comes first, and is captured once.
+        num_shapes = len(drafter._proposer._shapes)
+        assert num_shapes <= settled.count(False) <= 2 * num_shapes
+        assert not settled[0]
 
 
 def poison_scratch(drafter) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import CheckpointError, InvalidInputError
+from tests.helpers.draft_checks import check_cuts, check_gates, check_no_distribution, numbers
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
-from tests.parity.test_budget import FlickeringGate, ShutGate
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_new_tokens=20, n=1),
@@ -33,13 +33,6 @@ def prompts() -> list[list[int]]:
     shared = random.integers(3, 97, 40).tolist()
     own = [random.integers(3, 97, length).tolist() for length in (1, 5, 33)]
     return [*own, shared, [*shared, 7], [*shared[:20], *own[1]]]
-
-
-def numbers(rollouts):
-    return [
-        (r.prompt_index, r.sample_index, r.token_ids, r.logprobs, r.finish_reason, r.extras)
-        for r in rollouts
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -111,23 +104,11 @@ def test_no_draft_can_be_seen(
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_gate_can_be_seen(target_path, drafts, draft, plain, dtype, seed):
-    """Steps that are not read leave holes."""
     engine = RolloutEngine.from_pretrained(
         target_path, "eagle", dtype=dtype, max_running=5,
         spec_options={"draft_path": str(drafts[draft])} | LEARNED,
     )  # fmt: skip
-    engine.worker.budget._gate = FlickeringGate(seed, within=seed == 2)
-    rollouts = engine.generate(prompts(), PARAMS["sampled"])
-    assert numbers(rollouts) == numbers(plain["sampled"])
-    assert engine.worker.counters()["draft/trees"] > 0
-    engine.worker.budget._gate = ShutGate()
-    extended = engine.worker.counters()["draft/extended"]
-    assert engine.worker.max_draft_tokens == 0
-    rollouts = engine.generate(prompts(), PARAMS["sampled"])
-    assert numbers(rollouts) == numbers(plain["sampled"])
-    # Of the prompts, cached but for their last tokens, and of nothing that was decoded.
-    read = engine.worker.counters()["draft/extended"] - extended
-    assert 0 < read <= len(rollouts)
+    check_gates(engine, prompts(), PARAMS["sampled"], numbers(plain["sampled"]), seed)
 
 
 def test_a_rollout_cut_anywhere_goes_on_as_if_it_had_not_been(
@@ -137,38 +118,14 @@ def test_a_rollout_cut_anywhere_goes_on_as_if_it_had_not_been(
         target_path, "eagle", dtype=dtype, max_running=4,
         spec_options={"draft_path": str(drafts[draft])} | FIXED,
     )  # fmt: skip
-    wanted = {}
-    for rollout in plain["sampled"][::3]:
-        for cut in {0, 1, len(rollout.token_ids) // 2, len(rollout.token_ids) - 1}:
-            request = engine.submit(
-                rollout.prompt_ids,
-                PARAMS["sampled"],
-                request_seed=rollout.seed,
-                partial_ids=rollout.token_ids[:cut],
-            )
-            wanted[request.request_id] = (rollout.token_ids[cut:], rollout.logprobs[cut:])
-    while engine.has_unfinished:
-        for rollout in engine.step():
-            assert (rollout.token_ids, rollout.logprobs) == wanted.pop(rollout.request_id)
-    assert not wanted
+    check_cuts(engine, plain["sampled"][::3], PARAMS["sampled"])
 
 
 def test_logits_that_are_no_distribution_end_a_request_alone(target_path, drafts):
-    """Where nothing was sampled nothing is behind the root, for the draft neither."""
     engine = RolloutEngine.from_pretrained(
         target_path, "eagle", spec_options={"draft_path": str(drafts["eagle3"])} | FIXED
     )
-    head = engine.worker.target.model.destinations()["lm_head.weight"]
-    values = head.read()
-    engine.submit(prompts()[1], PARAMS["greedy"])
-    for _ in range(3):
-        engine.step()
-    head.write(values * float("nan"))
-    (ended,) = engine.generate([prompts()[3]], PARAMS["greedy"])
-    assert ended.finish_reason == "error"
-    head.write(values)
-    assert engine.generate([prompts()[3]], PARAMS["greedy"])[0].finish_reason != "error"
-    engine.check_integrity()
+    check_no_distribution(engine, prompts()[1], prompts()[3], PARAMS["greedy"])
 
 
 @pytest.mark.parametrize(

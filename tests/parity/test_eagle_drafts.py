@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.errors import OutOfMemoryError
+from tests.helpers.draft_checks import check_disturbed, numbers
 from tests.helpers.draft_watch import DraftWatch
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
@@ -54,10 +52,6 @@ def make_engine(target_path, draft, *, spec_options=None, **options):
 def plain(target_path, *arguments):
     engine = RolloutEngine.from_pretrained(str(target_path), "none", num_threads=1)
     return numbers(engine.generate(*arguments))
-
-
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
 
 
 def check(engine):
@@ -117,10 +111,8 @@ def test_whatever_happens_between_and_within_steps(target_path, draft, seed, mon
     """Scarce slots, retractions, aborts, scoring, sleep, dropped prefixes, steps that fail."""
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.9, max_new_tokens=32, n=2, seed=seed)
-    every = [(index, sample) for index in range(len(prompts())) for sample in range(params.n)]
-    wanted = dict(zip(every, plain(target_path, prompts(), params), strict=True))
+    wanted = plain(target_path, prompts(), params)
     engine, watch = make_engine(target_path, draft, max_kv_tokens=64)
-    failed = 0
 
     def sometimes(*args):
         if random.random() < 0.1:
@@ -131,40 +123,7 @@ def test_whatever_happens_between_and_within_steps(target_path, draft, seed, mon
         engine.worker.target, "verify", lambda *args: (verify(*args), sometimes())[0]
     )
     monkeypatch.setattr(engine.worker.budget, "observe", sometimes)  # when all else is done
-    for index, sample in every:
-        prompt = prompts()[index]
-        engine.submit(prompt, params, prompt_index=index, sample_index=sample)
-    victim = engine.submit(prompts()[3], params, prompt_index=3, sample_index=7)
-    steps = 0
-    while engine.has_unfinished:
-        try:
-            ended = engine.step()
-        except RuntimeError:
-            failed += 1
-            continue
-        for rollout in ended:
-            if rollout.sample_index == 7:
-                continue
-            assert numbers([rollout]) == [wanted.pop((rollout.prompt_index, rollout.sample_index))]
-        check(engine)
-        steps += 1
-        match random.integers(0, 24):
-            case 0:
-                engine.flush_cache()
-            case 1:
-                engine.pause_generation("retract")
-                engine.continue_generation()
-            case 2:
-                with suppress(OutOfMemoryError):
-                    engine.score(prompts()[4], prompts()[2])
-            case 3:
-                engine.release_memory(["kv_cache"])
-                engine.resume_memory()
-            case 4 if steps > 10:
-                engine.abort(victim.request_id)
-    assert not wanted
-    assert failed
-    assert engine.metrics().preemptions > 0
+    check_disturbed(engine, prompts(), params, wanted, check, random)
     assert watch.nodes > 100
 
 

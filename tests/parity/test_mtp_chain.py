@@ -12,10 +12,10 @@ from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.loader import load_model
 from tests.helpers.dense_attention import logits_of
+from tests.helpers.draft_checks import check_cuts, check_gates, check_no_distribution, numbers
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import save_tiny_mtp
-from tests.parity.test_budget import FlickeringGate, ShutGate
-from tests.parity.test_eagle_chain import FIXED, LEARNED, PARAMS, numbers, prompts
+from tests.parity.test_eagle_chain import FIXED, LEARNED, PARAMS, prompts
 
 
 @pytest.fixture(
@@ -72,52 +72,18 @@ def test_no_chain_can_be_seen(chain, plain, options, spec_options):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_gate_can_be_seen(chain, plain, seed):
-    """Steps that are not read leave holes in every step of the chain."""
     engine = make_engine(chain, LEARNED, max_running=5)
-    engine.worker.budget._gate = FlickeringGate(seed, within=seed == 2)
-    rollouts = engine.generate(prompts(), PARAMS["sampled"])
-    assert numbers(rollouts) == numbers(plain["sampled"])
-    assert engine.worker.counters()["draft/trees"] > 0
-    engine.worker.budget._gate = ShutGate()
-    extended = engine.worker.counters()["draft/extended"]
-    rollouts = engine.generate(prompts(), PARAMS["sampled"])
-    assert numbers(rollouts) == numbers(plain["sampled"])
-    # Of the prompts, cached but for their last tokens, and of nothing that was decoded.
-    read = engine.worker.counters()["draft/extended"] - extended
-    assert 0 < read <= len(rollouts)
+    check_gates(engine, prompts(), PARAMS["sampled"], numbers(plain["sampled"]), seed)
 
 
 def test_a_rollout_cut_anywhere_goes_on_as_if_it_had_not_been(chain, plain):
     engine = make_engine(chain, FIXED, max_running=4)
-    wanted = {}
-    for rollout in plain["sampled"][::3]:
-        for cut in {0, 1, len(rollout.token_ids) // 2, len(rollout.token_ids) - 1}:
-            request = engine.submit(
-                rollout.prompt_ids,
-                PARAMS["sampled"],
-                request_seed=rollout.seed,
-                partial_ids=rollout.token_ids[:cut],
-            )
-            wanted[request.request_id] = (rollout.token_ids[cut:], rollout.logprobs[cut:])
-    while engine.has_unfinished:
-        for rollout in engine.step():
-            assert (rollout.token_ids, rollout.logprobs) == wanted.pop(rollout.request_id)
-    assert not wanted
+    check_cuts(engine, plain["sampled"][::3], PARAMS["sampled"])
 
 
 def test_logits_that_are_no_distribution_end_a_request_alone(chain):
     engine = make_engine(chain, FIXED)
-    head = engine.worker.target.model.destinations()["lm_head.weight"]
-    values = head.read()
-    engine.submit(prompts()[1], PARAMS["greedy"])
-    for _ in range(3):
-        engine.step()
-    head.write(values * float("nan"))
-    (ended,) = engine.generate([prompts()[3]], PARAMS["greedy"])
-    assert ended.finish_reason == "error"
-    head.write(values)
-    assert engine.generate([prompts()[3]], PARAMS["greedy"])[0].finish_reason != "error"
-    engine.check_integrity()
+    check_no_distribution(engine, prompts()[1], prompts()[3], PARAMS["greedy"])
 
 
 def test_what_is_emitted_follows_the_target(tmp_path):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.errors import OutOfMemoryError
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from rollout.overrides import engine_config
@@ -17,6 +14,7 @@ from spec_workers.multi_layer_eagle import MultiLayerEagleWorker
 from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
 from spec_workers.target import TargetWorker
 from tests.helpers.chain_watch import ChainWatch
+from tests.helpers.draft_checks import check_disturbed, numbers
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
@@ -79,10 +77,6 @@ def plain(target_path, *arguments):
     return numbers(engine.generate(*arguments))
 
 
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
-
-
 def check(engine):
     engine.check_integrity()
     for runner in engine.worker.drafter.runners:
@@ -119,10 +113,9 @@ def test_whatever_happens_between_and_within_steps(target_path, chain_paths, see
     the budget keeps from the chain."""
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.9, max_new_tokens=24, n=2, seed=seed)
-    every = [(index, sample) for index in range(len(prompts())) for sample in range(params.n)]
-    wanted = dict(zip(every, plain(target_path, prompts(), params), strict=True))
+    wanted = plain(target_path, prompts(), params)
     engine, watch = make_engine(target_path, chain_paths, max_kv_tokens=50)
-    worker, failed = engine.worker, 0
+    worker = engine.worker
     verify, observe = worker.target.verify, worker.observe
 
     def verify_sometimes(batch, trees):
@@ -139,39 +132,7 @@ def test_whatever_happens_between_and_within_steps(target_path, chain_paths, see
 
     monkeypatch.setattr(worker.target, "verify", verify_sometimes)
     monkeypatch.setattr(worker, "observe", observe_sometimes)
-    for index, sample in every:
-        engine.submit(prompts()[index], params, prompt_index=index, sample_index=sample)
-    victim = engine.submit(prompts()[3], params, prompt_index=3, sample_index=7)
-    steps = 0
-    while engine.has_unfinished:
-        try:
-            ended = engine.step()
-        except RuntimeError:
-            failed += 1
-            continue
-        for rollout in ended:
-            if rollout.sample_index == 7:
-                continue
-            assert numbers([rollout]) == [wanted.pop((rollout.prompt_index, rollout.sample_index))]
-        check(engine)
-        steps += 1
-        match random.integers(0, 24):
-            case 0:
-                engine.flush_cache()
-            case 1:
-                engine.pause_generation("retract")
-                engine.continue_generation()
-            case 2:
-                with suppress(OutOfMemoryError):
-                    engine.score(prompts()[4], prompts()[2])
-            case 3:
-                engine.release_memory(["kv_cache"])
-                engine.resume_memory()
-            case 4 if steps > 10:
-                engine.abort(victim.request_id)
-    assert not wanted
-    assert failed
-    assert engine.metrics().preemptions > 0
+    check_disturbed(engine, prompts(), params, wanted, check, random)
     assert min(watch.nodes[1:]) > 100
 
 

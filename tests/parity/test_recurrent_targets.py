@@ -9,9 +9,10 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.trainers import weight_source
+from tests.helpers.draft_checks import numbers
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
-from tests.parity.test_eagle_chain import FIXED, PARAMS, numbers, prompts
+from tests.parity.test_eagle_chain import FIXED, PARAMS, prompts
 
 OPTIONS = {"max_running": 3, "chunk_len": 7}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.config import SchedulerConfig
 from rollout.memory.cache import CacheMemory
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.waiting import MAX_OVERTAKEN
+from rollout.step_limits import StepLimits
 from rollout.types import EntryResult, FinishReason, Request, SamplingParams, StepResult
 
 SAMPLES = 8
@@ -31,8 +31,8 @@ class Epoch:
 
     def __init__(self, lengths_GS: np.ndarray, seats: int, lengths: LengthForecast) -> None:
         memory = CacheMemory(20_000, seats, 1000, prefix_cache=True)
-        config = SchedulerConfig(max_running=seats, max_step_tokens=64, chunk_len=32)
-        self.scheduler = Scheduler(config, memory, lambda: 0, lengths)
+        limits = StepLimits(max_running=seats, max_step_tokens=64, chunk_len=32)
+        self.scheduler = Scheduler(limits, memory, lambda: 0, lengths)
         self.lengths = {}
         self.overtaken = {}
         self.steps = 0

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.waiting import MAX_OVERTAKEN
+from rollout.step_limits import StepLimits
 from rollout.types import (
     Batch,
     EntryResult,
@@ -41,9 +41,9 @@ class Bench:
         prefix_cache: bool = True,
     ) -> None:
         self.memory = CacheMemory(slots, running, context, prefix_cache)
-        config = SchedulerConfig(max_running=running, max_step_tokens=step_tokens, chunk_len=chunk)
+        limits = StepLimits(max_running=running, max_step_tokens=step_tokens, chunk_len=chunk)
         self.lengths = LengthForecast()
-        self.scheduler = Scheduler(config, self.memory, lambda: drafts, self.lengths)
+        self.scheduler = Scheduler(limits, self.memory, lambda: drafts, self.lengths)
         self.submitted = 0
 
     def request(self, tokens: list[int], max_new_tokens: int = 100) -> Request:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.waiting import MAX_OVERTAKEN
+from rollout.step_limits import StepLimits
 from rollout.types import (
     Batch,
     EntryResult,
@@ -208,7 +208,7 @@ class Simulation:
         rng = self.rng = np.random.default_rng(seed)
         self.context = int(rng.integers(4, rng.choice([60, 150])))
         max_running = int(rng.integers(1, 8))
-        self.config = SchedulerConfig(
+        self.limits = StepLimits(
             max_running=max_running,
             max_step_tokens=max_running + int(rng.integers(0, 40)),
             chunk_len=int(rng.integers(1, 20)),
@@ -226,7 +226,7 @@ class Simulation:
         )
         self.most_drafts = int(rng.choice([0, 1, 3, 8, 80]))
         self.lengths = LengthForecast()
-        self.scheduler = Scheduler(self.config, self.memory, lambda: self.most_drafts, self.lengths)
+        self.scheduler = Scheduler(self.limits, self.memory, lambda: self.most_drafts, self.lengths)
         self.worker = FakeWorker(self.memory, rng)
         self.disturbed = rng.random() < 0.5  # aborts, weight updates, failing steps
         self.to_arrive = int(rng.integers(1, 40))
@@ -361,17 +361,17 @@ class Simulation:
 
     def check_batch(self, batch: Batch, before: tuple, waiting: tuple) -> None:
         busy = {entry.request for under_way, _ in self.under_way for entry in under_way.entries}
-        config, running = self.config, self.scheduler.running
+        limits, running = self.limits, self.scheduler.running
         requests = [entry.request for entry in batch.entries]
-        assert len(set(requests)) == len(requests) <= config.max_running
+        assert len(set(requests)) == len(requests) <= limits.max_running
         assert set(requests) <= set(running)
-        assert len(running) <= config.max_running
+        assert len(running) <= limits.max_running
         assert not busy & set(requests)
-        assert batch.num_run_tokens <= config.max_step_tokens
+        assert batch.num_run_tokens <= limits.max_step_tokens
         assert batch.num_run_tokens or busy or not running
         for entry in batch.entries:
             assert entry.start == entry.request.computed_len
-            assert 1 <= entry.run_len <= config.chunk_len
+            assert 1 <= entry.run_len <= limits.chunk_len
             assert entry.end <= len(entry.request.tokens)
             drafts = len(entry.draft_slots)
             assert entry.draft_slots.dtype == np.int32
@@ -388,7 +388,7 @@ class Simulation:
             mine = mine[: (len(before) + 1) // 2]
         assert {r for r in requests if r in before} <= set(mine), "not its turn"
         waits = [r for r in mine if r in running and r not in requests]
-        assert not waits or busy or batch.num_run_tokens == config.max_step_tokens
+        assert not waits or busy or batch.num_run_tokens == limits.max_step_tokens
         decodes = [r for r in mine if r in running and r.extend_len == 1 and r not in waits]
         assert requests[: len(decodes)] == decodes, "a decode did not go first"
         self.check_fairness(before, waiting)
@@ -453,7 +453,7 @@ def test_everyone_gets_exactly_what_they_would_get_alone(block: int):
             error.add_note(f"seed {seed}")
             raise
         for tracked in simulation.tracked.values():
-            most = MAX_OVERTAKEN + simulation.config.max_running
+            most = MAX_OVERTAKEN + simulation.limits.max_running
             assert len(tracked.overtaken_by) <= most, f"seed {seed}: starved"
 
 

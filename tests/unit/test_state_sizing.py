@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine
-from rollout.config import MemoryConfig, SchedulerConfig
+from rollout.config import MemoryConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.state_pool import StatePool
 from rollout.memory.state_sizing import state_sizes
@@ -17,8 +17,7 @@ SPEC = LinearAttentionSpec(
 
 
 def sizes(budget: int, **memory):
-    scheduler = SchedulerConfig(max_running=8)
-    return state_sizes(MemoryConfig(**memory), scheduler, slot_bytes=100, budget=budget)
+    return state_sizes(MemoryConfig(**memory), 8, slot_bytes=100, budget=budget)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError
+from rollout.step_limits import StepLimits
 
 
 def model_folder(model: Any) -> str:
@@ -57,7 +57,8 @@ def engine_overrides(
         "max_context_len": max_model_length,
     }
     if max_num_seqs is not None:
-        chosen["max_running"] = min(max_num_seqs, SchedulerConfig().max_running)
+        usual = StepLimits.usual(accelerator.device.type)
+        chosen["max_running"] = min(max_num_seqs, usual.max_running)
     return chosen | own
 
 

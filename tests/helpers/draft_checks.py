@@ -1,0 +1,128 @@
+"""What every neural draft must bear, whatever networks it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import OutOfMemoryError
+from rollout.types import Rollout
+from tests.helpers.gates import FlickeringGate, ShutGate
+
+
+def numbers(rollouts: Sequence[Rollout]) -> list[tuple[Any, ...]]:
+    return [
+        (r.prompt_index, r.sample_index, r.token_ids, r.logprobs, r.finish_reason, r.extras)
+        for r in rollouts
+    ]
+
+
+def check_disturbed(
+    engine: RolloutEngine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    wanted: Sequence[tuple[Any, ...]],
+    check: Callable[[RolloutEngine], None],
+    random: np.random.Generator,
+) -> None:
+    """Retractions, aborts, scoring, sleep and dropped prefixes between steps, of which some fail.
+
+    ``wanted``: `numbers` of all samples of all prompts.
+    """
+    every = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
+    missing = dict(zip(every, wanted, strict=True))
+    for index, sample in every:
+        engine.submit(prompts[index], params, prompt_index=index, sample_index=sample)
+    victim = engine.submit(prompts[3], params, prompt_index=3, sample_index=7)
+    steps = failed = 0
+    while engine.has_unfinished:
+        try:
+            ended = engine.step()
+        except RuntimeError:
+            failed += 1
+            continue
+        for rollout in ended:
+            if rollout.sample_index == 7:
+                continue
+            assert numbers([rollout]) == [missing.pop((rollout.prompt_index, rollout.sample_index))]
+        check(engine)
+        steps += 1
+        match random.integers(0, 24):
+            case 0:
+                engine.flush_cache()
+            case 1:
+                engine.pause_generation("retract")
+                engine.continue_generation()
+            case 2:
+                with suppress(OutOfMemoryError):
+                    engine.score(prompts[4], prompts[2])
+            case 3:
+                engine.release_memory(["kv_cache"])
+                engine.resume_memory()
+            case 4 if steps > 10:
+                engine.abort(victim.request_id)
+    assert not missing
+    assert failed
+    assert engine.metrics().preemptions > 0
+
+
+def check_cuts(engine: RolloutEngine, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
+    """A rollout cut anywhere goes on as if it had not been."""
+    wanted = {}
+    for rollout in rollouts:
+        for cut in {0, 1, len(rollout.token_ids) // 2, len(rollout.token_ids) - 1}:
+            request = engine.submit(
+                rollout.prompt_ids,
+                params,
+                request_seed=rollout.seed,
+                partial_ids=rollout.token_ids[:cut],
+            )
+            wanted[request.request_id] = (rollout.token_ids[cut:], rollout.logprobs[cut:])
+    while engine.has_unfinished:
+        for rollout in engine.step():
+            assert (rollout.token_ids, rollout.logprobs) == wanted.pop(rollout.request_id)
+    assert not wanted
+
+
+def check_gates(
+    engine: RolloutEngine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    wanted: Sequence[tuple[Any, ...]],
+    seed: int,
+) -> None:
+    """No gate can be seen, though steps that are not read leave holes."""
+    budget: Any = engine.worker.budget  # type: ignore[attr-defined]
+    budget._gate = FlickeringGate(seed, within=seed == 2)
+    assert numbers(engine.generate(prompts, params)) == wanted
+    assert engine.worker.counters()["draft/trees"] > 0
+    budget._gate = ShutGate()
+    extended = engine.worker.counters()["draft/extended"]
+    assert engine.worker.max_draft_tokens == 0
+    rollouts = engine.generate(prompts, params)
+    assert numbers(rollouts) == wanted
+    # Of the prompts, cached but for their last tokens, and of nothing that was decoded.
+    read = engine.worker.counters()["draft/extended"] - extended
+    assert 0 < read <= len(rollouts)
+
+
+def check_no_distribution(
+    engine: RolloutEngine, under_way: list[int], prompt: list[int], params: SamplingParams
+) -> None:
+    """Logits that are none end a request alone: where nothing was sampled nothing is behind the
+    root, for the draft neither."""
+    head = engine.worker.target.model.destinations()["lm_head.weight"]  # type: ignore[attr-defined]
+    values = head.read()
+    engine.submit(under_way, params)
+    for _ in range(3):
+        engine.step()
+    head.write(values * float("nan"))
+    (ended,) = engine.generate([prompt], params)
+    assert ended.finish_reason == "error"
+    head.write(values)
+    assert engine.generate([prompt], params)[0].finish_reason != "error"
+    engine.check_integrity()

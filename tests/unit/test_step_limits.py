@@ -1,0 +1,44 @@
+"""What a step takes on where nothing, or only a part, was configured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.config import MemoryConfig, SchedulerConfig
+from rollout.memory.sizing import num_kv_slots
+from rollout.models.spec import ModelSpec
+from rollout.step_limits import StepLimits
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "configured", "expected"),
+    [
+        (CPU, {}, (32, 512, 256)),
+        (GPU, {}, (256, 2048, 2048)),
+        (CPU, {"max_running": 600}, (600, 600, 256)),
+        (GPU, {"max_running": 8}, (8, 2048, 2048)),
+        (GPU, {"max_step_tokens": 100}, (100, 100, 100)),
+        (CPU, {"max_step_tokens": 100}, (32, 100, 100)),
+        (CPU, {"max_step_tokens": 100, "chunk_len": 300}, (32, 100, 300)),
+        (GPU, {"max_running": 3, "max_step_tokens": 7, "chunk_len": 5}, (3, 7, 5)),
+    ],
+)
+def test_what_is_configured_bounds_what_is_not(device, configured, expected) -> None:
+    limits = StepLimits.of(SchedulerConfig(**configured), device)
+    assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "most", "expected"),
+    [(CPU, None, 262_144), (GPU, None, 4_194_304), (CPU, 1_000_000, 1_000_000), (GPU, 50, 50)],
+)
+def test_the_kv_cache_is_bounded_by_what_the_device_can_use(
+    tiny_model_path, device, most, expected
+) -> None:
+    memory = MemoryConfig(max_kv_tokens=most)
+    spec = ModelSpec.read(tiny_model_path)
+    slots = num_kv_slots(memory, spec, torch.float32, device, 1 << 40)
+    assert slots == expected
