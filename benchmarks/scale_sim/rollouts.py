@@ -72,10 +72,10 @@ class Simulation:
         self._policy = policy
         self._rng = np.random.default_rng(seed)
         names = [f"replica-{index}" for index in range(num_replicas)]
-        self._router = Router(names, workload.seats)
+        self._router = Router(names)
         self._replicas: dict[str, SimulatedReplica] = {}
         for name in names:
-            self._router.join(name)
+            self._router.join(name, workload.seats)
             self._replicas[name] = SimulatedReplica(hardware, workload.seats, speculates=speculates)
         self._events: list[tuple[float, str, int]] = []  # (when, replica, its version), a heap
         self._now = 0.0

@@ -20,6 +20,7 @@ class OracleDrafter:
     sources = ("oracle",)
     features = Features()
     lockstep = False
+    is_settled = True
 
     def __init__(
         self, recorded: Mapping[tuple[int, int], Sequence[int]], *, depth: int, right: float
