@@ -39,6 +39,10 @@ def replay_sampled(model: Path) -> list[Row]:
     return replay_rows(SAMPLED.load(), SAMPLED.bar)
 
 
+def replay_given(trace: BarredTrace) -> list[Row]:
+    return replay_rows(trace.load(), trace.bar)
+
+
 def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
     """By name, in order; --only picks among the names."""
     found: dict[str, Callable[[], list[Row]]] = {}
@@ -46,9 +50,7 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
         found[work.name] = partial(decoding_rows, options.model, work, options.repeats)
     found[GRPO_STEP] = partial(grpo_rows, options.model, options.repeats)
     for given in options.trace:
-        found[f"replay of {given.path.stem}"] = lambda given=given: replay_rows(
-            given.load(), given.bar
-        )
+        found[f"replay of {given.path.stem}"] = partial(replay_given, given)
     if not options.trace:
         found["replay of synthetic"] = lambda: replay_rows(synthetic_trace(), None)
     found[f"replay of {SAMPLED.path.stem}"] = partial(replay_sampled, options.model)

@@ -77,7 +77,7 @@ def transformers_seconds(model: Any, rollouts: list[Rollout], temperature: float
     )
     lengths = torch.tensor([len(r.token_ids) for r in rollouts], device=device)
 
-    class EnoughTokens(StoppingCriteria):
+    class EnoughTokens(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return input_ids.shape[1] - width >= lengths
 

@@ -79,7 +79,7 @@ def _attention_case(load: Workload) -> Case:
     keys = load.start + (load.run_len + 1) / 2 + load.nodes / 2
     return Case(
         name=f"attention {load.name}",
-        ours=each(lambda q, kv: paged_attention(q, *kv, plan, D**-0.5), qs, pools),
+        ours=each(lambda q, kv: paged_attention(q, kv[0], kv[1], plan, D**-0.5), qs, pools),
         theirs=each(_sdpa(load), qs, pools) if has_equal else (),
         num_bytes=kv_bytes + 4 * load.rows * H * D,
         flop=4 * load.rows * keys * H * D,
@@ -128,10 +128,11 @@ def _row_cases(rows: int, weight: torch.Tensor, cos_sin: torch.Tensor) -> Iterat
         ours=each(lambda qkv: rotary_(qkv[0], qkv[1], positions, cos_sin), fused),
         num_bytes=4 * rows * (H + K) * D,
     )
-    pools, slots = normal(2, 65536, K, D), torch.randperm(65536, device="cuda")[:rows]
+    keys, values = normal(2, 65536, K, D)
+    slots = torch.randperm(65536, device="cuda")[:rows]
     yield Case(
         name=f"store_kv {rows} rows",
-        ours=each(lambda qkv: store_kv(qkv[1], qkv[2], *pools, slots), fused),
+        ours=each(lambda qkv: store_kv(qkv[1], qkv[2], keys, values, slots), fused),
         num_bytes=8 * rows * K * D,
     )
 

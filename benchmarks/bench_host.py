@@ -32,7 +32,14 @@ from table import Row, finish, parser, row
 from traces import Trace, load_traces
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.config import (
+    DType,
+    EngineConfig,
+    LoadFormat,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from rollout.sampling import tree_sampling
 from rollout.types import Batch, EntryResult, StepTimes
 from spec_workers import worker as worker_module
@@ -64,7 +71,7 @@ SETTLING = 40
 def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) -> RolloutEngine:
     config = EngineConfig(
         model=ModelConfig(
-            path=str(folder), device="cpu", dtype="float32", load_format=LoadFormat.dummy,
+            path=str(folder), device="cpu", dtype=DType.float32, load_format=LoadFormat.dummy,
             max_context_len=2 * length,
         ),
         memory=MemoryConfig(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_corpus import corpus_of
 from table import Row, finish, parser, row
 from workloads import OPEN_PROMPTS, REPETITIVE_PROMPTS, chat, reasoning_prompts
 
@@ -77,7 +78,7 @@ def measure(path: Path, work: Workload, repeats: int) -> list[Row]:
     for _ in range(repeats):
         seconds, expected = timed_pass(plain, work)
         without.append(seconds)
-        ngram.worker.corpus.reset()
+        corpus_of(ngram).reset()
         seconds, tokens = timed_pass(ngram, work)
         with_ngram.append(seconds)
         if tokens != expected:

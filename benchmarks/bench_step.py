@@ -99,7 +99,7 @@ class Timed:
 def measure(engine: RolloutEngine, batch: int, context: int) -> Timed:
     """The median of ``TIMED`` steps in which all decode."""
     rng = np.random.default_rng(1)
-    ids = [
+    requests = [
         engine.submit(
             rng.integers(0, engine.vocab_size, context - SETTLING - TIMED).tolist(),
             SamplingParams(max_new_tokens=4 * (SETTLING + TIMED), ignore_eos=True),
@@ -115,9 +115,11 @@ def measure(engine: RolloutEngine, batch: int, context: int) -> Timed:
         engine.step()
         times.append(time.perf_counter() - started)
     last = engine.last_step
-    for request in ids:
-        engine.abort(request)
+    for request in requests:
+        engine.abort(request.request_id)
     engine.step()
+    if last.sampling != batch or engine.has_unfinished:
+        raise RuntimeError(f"{last.sampling} requests were timed, and {batch} are meant")
     engine.flush_cache()
     return Timed(
         step_ms=1e3 * statistics.median(times[SETTLING:]),

@@ -81,7 +81,9 @@ class Held:
     """
 
     def __init__(self, sender: Sender | None) -> None:
-        self._files = [(Path("/proc/self/status"), ("RssAnon",))]
+        self._files: list[tuple[Path, tuple[str, ...]]] = [
+            (Path("/proc/self/status"), ("RssAnon",))
+        ]
         if sender is not None:
             of_sender = Path(f"/proc/{sender.process.pid}/status")
             self._files.append((of_sender, ("RssAnon", "RssShmem")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -62,4 +63,4 @@ def copies(num_bytes: float) -> int:
 
 
 def each(function: Callable[..., object], *columns: Sequence[object]) -> list[Call]:
-    return [lambda args=args: function(*args) for args in zip(*columns, strict=True)]
+    return [partial(function, *args) for args in zip(*columns, strict=True)]

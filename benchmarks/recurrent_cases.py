@@ -10,7 +10,7 @@ Legend: as in the ops.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from gpu_case import Case, copies, each, normal
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.delta_gates import delta_gates
 from rollout.ops.gated_delta_rule import gated_delta_rule
-from rollout.ops.gated_delta_rule.chunked import chunked_pieces, chunked_plan
+from rollout.ops.gated_delta_rule.chunked import ChunkedPlan, chunked_pieces, chunked_plan
 from rollout.ops.gated_delta_rule.fla import piece_kernel
 from rollout.ops.gated_rms_norm import gated_rms_norm
 from rollout.ops.sigmoid_gate import sigmoid_gate_
@@ -119,15 +119,20 @@ def _step_cases(
     size = (1 + requests + kept, shape.heads, shape.key_dim, shape.value_dim)
     states = [new(*size, dtype=torch.float32) for _ in range(count)]
 
-    def rule(inputs: tuple[torch.Tensor, ...], pool: torch.Tensor, chunks=None) -> torch.Tensor:
+    def rule(
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        pool: torch.Tensor,
+        chunks: ChunkedPlan | None = None,
+    ) -> torch.Tensor:
         return gated_delta_rule(*inputs, decay, beta, pool, plan, chunks)
 
-    work = {
-        "num_bytes": kept_bytes + row_bytes + 2 * rows * shape.heads * shape.value_dim,
-        "flop": 6 * rows * shape.heads * shape.key_dim * shape.value_dim,
-    }
-    ours = each(rule, qkv, states)
-    yield Case(name=f"gated_delta_rule {name}", ours=ours, **work)
+    plain = Case(
+        name=f"gated_delta_rule {name}",
+        ours=each(rule, qkv, states),
+        num_bytes=kept_bytes + row_bytes + 2 * rows * shape.heads * shape.value_dim,
+        flop=6 * rows * shape.heads * shape.key_dim * shape.value_dim,
+    )
+    yield plain
     kernels = {"chunks": chunked_pieces, "fla": piece_kernel(states[0], torch.bfloat16)}
     for kind, kernel in kernels.items():
         if kernel is None or (kind == "fla" and kernel is chunked_pieces):
@@ -135,7 +140,7 @@ def _step_cases(
         chunks = chunked_plan(host, torch.device(device), kernel)
         if chunks is not None:
             chunked = each(partial(rule, chunks=chunks), qkv, states)
-            yield Case(name=f"gated_delta_rule {name} in {kind}", ours=chunked, theirs=ours, **work)
+            yield replace(plain, name=f"{plain.name} in {kind}", ours=chunked, theirs=plain.ours)
 
 
 def _row_cases(shape: Shape, rows: int, device: str) -> Iterator[Case]:

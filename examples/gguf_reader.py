@@ -96,7 +96,7 @@ class GgufFile:
             yield name, block.read(self._bytes[start : start + num_bytes]).reshape(shape)
 
     def _scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self._bytes, self._at)
+        (value,) = struct.unpack_from("<" + code, self._bytes.data, self._at)
         self._at += struct.calcsize(code)
         return value
 

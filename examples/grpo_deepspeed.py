@@ -132,7 +132,9 @@ def roll_out(
 ) -> tuple[list[Rollout], list[float]]:
     """Rollouts and their rewards, those of one problem together."""
     rollouts = engine.generate([task.prompt(problem) for problem in problems], params)
-    return rollouts, [task.reward(each.text, problems[each.prompt_index]) for each in rollouts]
+    return rollouts, [
+        task.reward(each.text or "", problems[each.prompt_index]) for each in rollouts
+    ]
 
 
 def evaluate(engine: RolloutEngine, task: SumsTask, params: SamplingParams, count: int) -> Any:
@@ -228,15 +230,15 @@ def main() -> None:
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
-    world_size, leads = dist.get_world_size(), dist.get_rank() == 0
+    world_size = dist.get_world_size()
 
     trainer = make_trainer(args)
-    engine = make_engine(args) if leads else None
+    engine = make_engine(args) if dist.get_rank() == 0 else None  # others only train
     hook = RolloutHook(engine, trainer)
     params = SamplingParams(
         temperature=args.temperature, max_new_tokens=args.max_new_tokens, n=args.samples
     )
-    if leads:
+    if engine is not None:
         task = SumsTask(args.terms, args.shots)
         log = Log(args.output)
         log.write("start", world_size=world_size, **vars(args))
@@ -250,7 +252,7 @@ def main() -> None:
     for step in range(1, args.steps + 1):
         started, cpu_started, samples = time.perf_counter(), time.process_time(), []
         co_train_seconds = 0.0
-        if leads:
+        if engine is not None:
             problems = random.Random(f"{args.seed} {step}").sample(task.train, args.prompts)
             of_this_step = replace(params, seed=args.seed * 1_000_000 + step)
             rollouts, rewards = roll_out(engine, task, problems, of_this_step)
@@ -262,7 +264,7 @@ def main() -> None:
         gaps = [update(trainer, share, num_tokens, args) for _ in range(args.epochs)]
         trained = time.perf_counter()
         sync = hook.sync()
-        if leads:
+        if engine is not None:
             log.write(
                 "step",
                 step=step,
@@ -278,7 +280,7 @@ def main() -> None:
                 **({} if co_trainer is None else {"draft": co_trainer.counters()}),
             )
 
-    if leads:
+    if engine is not None:
         log.write("held out", step=args.steps, **evaluate(engine, task, params, args.held_out))
         if co_trainer is not None:
             log.write("drafts", **compare_drafts(engine, first_draft, task, params, args.held_out))

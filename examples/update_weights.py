@@ -6,6 +6,7 @@ python examples/update_weights.py [MODEL_FOLDER]
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from rollout import RolloutEngine, SamplingParams
@@ -24,7 +25,7 @@ def show() -> None:
 
 
 show()
-weights = {}
+weights: dict[str, torch.Tensor] = {}
 for file in sorted(Path(model).glob("*.safetensors")):
     weights |= load_file(file)
 # In place of a training step: the final norm, a little off.

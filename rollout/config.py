@@ -107,11 +107,11 @@ class Overlap(enum.StrEnum):
 class SchedulerConfig:
     """Defaults suit the device: see `StepLimits`."""
 
-    max_running: int | None = None  # requests decoded together: 32 on a CPU, 256 on a GPU
-    # Query tokens of one step, draft nodes not counted: 512 on a CPU, 2,048 on a GPU, and as many
-    # as may run.
+    max_running: int | None = None  # requests decoded together: 32 on a CPU, up to 256 on a GPU
+    # Query tokens of one step, draft nodes not counted: 512 on a CPU, up to 2,048 on a GPU, and as
+    # many as may run.
     max_step_tokens: int | None = None
-    chunk_len: int | None = None  # longest prefill chunk of one request in one step: 256 or 2,048
+    chunk_len: int | None = None  # longest prefill chunk of one request in one step
     overlap: Overlap = Overlap.auto
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ Everything else here is the way in and out.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         folder = config.model.tokenizer or config.model.path
         self.encoder = PromptEncoder.from_pretrained(folder, worker.vocab_size)
         self.scheduler = Scheduler(
-            StepLimits.of(config.scheduler, worker.model_device),
+            worker.limits,
             worker.memory,
             lambda: worker.max_draft_tokens,
             LengthForecast(),
@@ -99,7 +100,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     @classmethod
     def from_pretrained(
         cls,
-        path: str,
+        path: str | os.PathLike[str],
         spec: str = "ngram",
         *,
         spec_options: dict[str, Any] | None = None,
@@ -117,7 +118,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         UnsupportedModelError for an architecture or a field of its config not implemented.
         """
         factory = worker_factory(spec, **(spec_options or {}))
-        return cls.from_config(engine_config(path, overrides), factory)
+        return cls.from_config(engine_config(os.fspath(path), overrides), factory)
 
     @property
     def vocab_size(self) -> int:
@@ -131,7 +132,12 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     @property
     def max_running(self) -> int:
         """Requests that are decoded together."""
-        return self.scheduler.limits.max_running
+        return self.limits.max_running
+
+    @property
+    def limits(self) -> StepLimits:
+        """Of one step: what was configured, else what suits the device and the model."""
+        return self.scheduler.limits
 
     @property
     def max_context_len(self) -> int:

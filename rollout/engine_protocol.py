@@ -13,6 +13,7 @@ from rollout.draft_corpus import ExternalCorpus, Publishing
 from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, StepMetrics
 from rollout.engine_status import EngineStatus
+from rollout.step_limits import StepLimits
 from rollout.types import (
     MemoryTag,
     PauseMode,
@@ -47,6 +48,11 @@ class Engine(Protocol):
     @property
     def max_running(self) -> int:
         """Requests that are decoded together, on all replicas."""
+        ...
+
+    @property
+    def limits(self) -> StepLimits:
+        """Of one step of one replica."""
         ...
 
     @property

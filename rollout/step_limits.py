@@ -8,6 +8,9 @@ import torch
 
 from rollout.config import SchedulerConfig
 
+_LARGE_GPU = 64 << 30
+_RECURRENT = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
@@ -18,16 +21,27 @@ class StepLimits:
     chunk_len: int
 
     @staticmethod
-    def usual(device_type: str) -> StepLimits:
-        """Where nothing is configured. A GPU is idle with less, a CPU late with more."""
-        if device_type == "cpu":
+    def usual(device: torch.device, *, recurrent: bool = False) -> StepLimits:
+        """Where nothing is configured. A GPU is idle with less, a CPU late with more.
+
+        ``recurrent``: the model has recurrent layers, whose states take as much memory for each
+        request as thousands of cached tokens.
+        """
+        if device.type == "cpu":
             return StepLimits(max_running=32, max_step_tokens=512, chunk_len=256)
-        return StepLimits(max_running=256, max_step_tokens=2048, chunk_len=2048)
+        # Logits of all that run, and of their draft nodes, are reserved before KV is.
+        is_large = torch.cuda.mem_get_info(device)[1] >= _LARGE_GPU
+        running, tokens = (256, 2048) if is_large else (64, 1024)
+        return StepLimits(
+            max_running=min(running, _RECURRENT) if recurrent else running,
+            max_step_tokens=tokens,
+            chunk_len=tokens,
+        )
 
     @staticmethod
-    def of(config: SchedulerConfig, device: torch.device) -> StepLimits:
+    def of(config: SchedulerConfig, device: torch.device, *, recurrent: bool = False) -> StepLimits:
         """What is configured bounds what is not: each running request needs a token of the step."""
-        usual = StepLimits.usual(device.type)
+        usual = StepLimits.usual(device, recurrent=recurrent)
         running, tokens = config.max_running, config.max_step_tokens
         if running is None:
             running = usual.max_running if tokens is None else min(usual.max_running, tokens)

@@ -11,6 +11,7 @@ from rollout.draft_corpus import DraftCorpus
 from rollout.memory.cache import CacheMemory
 from rollout.parallel import ModelRanks
 from rollout.residency import Residency
+from rollout.step_limits import StepLimits
 from rollout.types import Batch, Request, StepResult, TokenExtras
 from rollout.weights.transaction import WeightTransaction
 
@@ -42,6 +43,11 @@ class Worker(Protocol):
 
     @property
     def model_device(self) -> torch.device: ...
+
+    @property
+    def limits(self) -> StepLimits:
+        """Of what the scheduler may give it in one step."""
+        ...
 
     @property
     def weights(self) -> WeightTransaction:

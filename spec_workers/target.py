@@ -90,7 +90,9 @@ class TargetWorker:
         )
         if config.model.load_format is LoadFormat.dummy:
             self.weights.tear(["target"], "model.load_format=dummy loads none")
-        limits = StepLimits.of(config.scheduler, device)
+        self.limits = limits = StepLimits.of(
+            config.scheduler, device, recurrent=spec.linear_attention is not None
+        )
         self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
         if config.exact:
@@ -98,9 +100,14 @@ class TargetWorker:
             exact_rows = make_row_invariant(self.model.linears(), most_rows)
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
         padding = PaddingSteps(self.model, features, exact=config.exact)
-        reserved = bytes_of_steps(config, padding, draft_nodes) if device.type == "cuda" else 0
+        reserved = (
+            bytes_of_steps(config.memory, limits, padding, draft_nodes)
+            if device.type == "cuda"
+            else 0
+        )
         memory = target_memory(
             config,
+            limits.max_running,
             self.model,
             self.ranks.all,
             draft_bytes=draft_bytes,

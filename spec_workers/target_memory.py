@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, MemoryConfig
 from rollout.errors import InvalidInputError
 from rollout.memory.activations import activation_bytes, warm_up
 from rollout.memory.cache import CacheMemory
@@ -46,6 +46,7 @@ class TargetMemory:
 
 def target_memory(
     config: EngineConfig,
+    max_running: int,
     model: CausalLM,
     ranks: RankGroup,
     *,
@@ -63,7 +64,6 @@ def target_memory(
     """
     spec, dtype, device = model.spec, model.dtype, model.device
     budget = min(ranks.numbers(memory_budget(config.memory, device, reserved_bytes)))
-    max_running = StepLimits.of(config.scheduler, device).max_running
     states, state_bytes = _states(config, max_running, spec, dtype, budget)
     routes = routes_spec(config, spec)
     routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
@@ -103,19 +103,20 @@ def target_memory(
     return TargetMemory(index=index, kv_pool=kv_pool, state_pool=state_pool)
 
 
-def bytes_of_steps(config: EngineConfig, steps: PaddingSteps, draft_nodes: int) -> int:
+def bytes_of_steps(
+    memory: MemoryConfig, limits: StepLimits, steps: PaddingSteps, draft_nodes: int
+) -> int:
     """What steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
 
     All that they run is compiled then. ``draft_nodes``: most of a request in one step.
     """
     device = steps.model.device
-    limits = StepLimits.of(config.scheduler, device)
     nodes = limits.max_running * draft_nodes
     rows = limits.max_step_tokens + nodes
     scored = min(limits.chunk_len, limits.max_step_tokens)
     sampled = max(limits.max_running + nodes, scored)
     warm_up(steps, rows=rows, sampled=sampled)
-    if config.memory.kv_bytes is not None:
+    if memory.kv_bytes is not None:
         return 0
     activations = activation_bytes(steps, rows=rows, sampled=sampled)
     log.info(
@@ -124,10 +125,10 @@ def bytes_of_steps(config: EngineConfig, steps: PaddingSteps, draft_nodes: int) 
         device,
         free_bytes(device) >> 20,
         activations >> 20,
-        config.memory.graph_bytes >> 20,
-        config.memory.kv_fraction * 100,
+        memory.graph_bytes >> 20,
+        memory.kv_fraction * 100,
     )
-    return activations + config.memory.graph_bytes
+    return activations + memory.graph_bytes
 
 
 def _states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from rollout.parallel import ModelRanks
 from rollout.residency import Residency
 from rollout.runner import Forwarded
 from rollout.sampling.tree_sampling import PendingSamples
+from rollout.step_limits import StepLimits
 from rollout.types import (
     Batch,
     DraftTrees,
@@ -109,6 +111,10 @@ class SpecWorker:
     @property
     def model_device(self) -> torch.device:
         return self.target.model.device
+
+    @property
+    def limits(self) -> StepLimits:
+        return self.target.limits
 
     @property
     def ranks(self) -> ModelRanks:
@@ -218,10 +224,13 @@ class SpecWorker:
         times = agreed_times(self.ranks.tensor, times)
         self._turn += 1
         self._finished_at = time.perf_counter()
-        learned = times if step.is_usual else replace(times, forward=0.0)
+        learned = replace(
+            times,
+            forward=times.forward if step.is_usual else math.nan,
+            draft=times.draft if step.drafting_is_usual else math.nan,
+        )
         self._learn()
-        if step.drafting_is_usual:
-            self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
+        self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
         if not self._learns_later:
             self._learn()
             times.draft += clock.lap()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine_corpus import corpus_of
 from table import Row, row
 from workloads import OPEN_PROMPTS, chat, reasoning_prompts
 
@@ -26,7 +28,7 @@ from rollout.types import Prompt
 @dataclass(kw_only=True, slots=True)
 class Workload:
     name: str
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     params: SamplingParams
     batch: int
     bar: float
@@ -78,9 +80,9 @@ def decoding_rows(model: Path, work: Workload, repeats: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus"
         _train(engines, model, work)
-        engines[BUDGET].worker.corpus.save(corpus)
+        corpus_of(engines[BUDGET]).save(corpus)
         for repeat in range(repeats):
-            engines[BUDGET].worker.corpus.load(corpus)
+            corpus_of(engines[BUDGET]).load(corpus)
             params = replace(work.params, seed=work.params.seed + repeat)
             passes = {
                 name: Pass(engines[name], work.prompts, params)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_corpus import forget
 from safetensors.torch import load_file
 
 from rollout import RolloutEngine, SamplingParams
@@ -40,8 +41,7 @@ def make_engine(
 def warm_up(engine: RolloutEngine, prompts: Sequence[Prompt]) -> None:
     """The first forwards of a shape are slow. What the corpus saw is forgotten again."""
     engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=24, seed=77))
-    if engine.worker.draft_corpus is not None:
-        engine.worker.corpus.reset()
+    forget(engine)
 
 
 def next_policy(engine: RolloutEngine, weights: dict[str, torch.Tensor], version: int) -> None:

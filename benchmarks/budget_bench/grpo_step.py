@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from engine_corpus import corpus_of
 from table import Row, row
 from workloads import chat
 
@@ -57,12 +58,12 @@ def grpo_rows(model: Path, repeats: int) -> list[Row]:
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus"
-        engines[BUDGET].worker.corpus.save(corpus)
+        corpus_of(engines[BUDGET]).save(corpus)
         for name in set(engines) - {BUDGET}:
             next_policy(engines[name], weights, _VERSION)
         for repeat in range(repeats):
             for name in set(engines) - {PLAIN}:
-                engines[name].worker.corpus.load(corpus)
+                corpus_of(engines[name]).load(corpus)
             params = replace(_PARAMS, seed=_PARAMS.seed + repeat)
             passes = {
                 name: Pass(engines[name], prompts, params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine_corpus import forget
 from table import Row, row
 
 from eagle_bench.entrants import EAGLE3, PLAIN, Folders, fixed, make_engine
@@ -35,8 +36,7 @@ def accept_length_rows(folders: Folders, prompts: Sequence[Prompt], max_tokens: 
     for entrant in folders.drafting:
         engine = make_engine(folders, entrant, BATCH, fixed(NUM_NODES))
         for name, params in settings.items():
-            if engine.worker.draft_corpus is not None:
-                engine.worker.corpus.reset()
+            forget(engine)
             engine.reset_metrics()
             if [r.token_ids for r in engine.generate(prompts, params)] != expected[name]:
                 raise RuntimeError(f"{entrant}, {name}: speculation changed the tokens")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_corpus import forget
+
 from rollout import RolloutEngine, SamplingParams
 from rollout.types import Prompt
 
@@ -69,5 +71,4 @@ def make_engine(
 def warm_up(engine: RolloutEngine, prompts: Sequence[Prompt]) -> None:
     """The first forwards of a shape are slow. What the corpus saw is forgotten again."""
     engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=24, seed=77))
-    if engine.worker.draft_corpus is not None:
-        engine.worker.corpus.reset()
+    forget(engine)

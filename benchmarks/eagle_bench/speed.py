@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from budget_bench.race import Pass, race, rotated, speedup
 from budget_bench.report import describe
+from engine_corpus import forget
 from table import Row, row
 
 from eagle_bench.entrants import PLAIN, Folders, make_engine, warm_up
@@ -48,8 +49,7 @@ def speed_rows(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         for engine in engines.values():
-            if engine.worker.draft_corpus is not None:
-                engine.worker.corpus.reset()
+            forget(engine)
         params = replace(setting.params, seed=setting.params.seed + repeat)
         passes = {name: Pass(engines[name], chosen, params) for name in rotated(names, repeat)}
         race(list(passes.values()))
@@ -59,9 +59,9 @@ def speed_rows(
     print(f"{setting.name}: {describe(metrics)}", flush=True)
     rows: list[Row] = []
     for name in folders.drafting:
-        own, ratio = metrics[name], speedup(seconds[PLAIN], seconds[name])
+        total, ratio = metrics[name], speedup(seconds[PLAIN], seconds[name])
         rows += [
             row(f"{setting.name}, speedup: {name}", ratio, "x", NEVER_SLOWER),
-            row(f"{setting.name}, drafting: {name}", own.draft_ms / own.total_ms, "of a step"),
+            row(f"{setting.name}, drafting: {name}", total.draft_ms / total.total_ms, "of a step"),
         ]
     return rows

@@ -64,7 +64,8 @@ class StandIn:
         target.runner.forward = self._noted  # type: ignore[method-assign]
         sampler: Any = device_sampler
         sampler._draw = self._draw
-        tree_accept.accept = self._accept
+        accepting: Any = tree_accept
+        accepting.accept = self._accept
 
     def _noted(self, batch: Batch, trees: DraftTrees, **options: Any) -> Forwarded:
         self._phases.enter(DEVICE)

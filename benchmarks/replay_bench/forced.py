@@ -5,11 +5,12 @@ of a row's position is made certain. What follows from the tokens, the accept le
 then real, and so is the time. The draft cannot be real over random weights: it is told the recorded
 token with a given probability, drawn anew at each position, and is as sure of a wrong one else.
 
-Legend: R sampled rows, D draft vocabulary.
+Legend: G trees, L levels, R rows of logits, D draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from traces import Trace
 
 from rollout.runner import Forwarded
 from rollout.types import Batch, DraftTrees, Request
-from spec_workers.neural.guesses import Guesser, Guesses
+from spec_workers.neural.device_guesses import DeviceGuessed, Tensors
+from spec_workers.neural.device_proposal import DeviceProposer, Wanted
+from spec_workers.neural.eagle_drafter import EagleDrafter
+from spec_workers.neural.guesses import Guesser, HostGuesses
 from spec_workers.target import TargetWorker
 
 _CERTAIN = 1e4
@@ -58,13 +62,24 @@ def force_target(target: TargetWorker, recording: Recording) -> None:
     target.verify = forced  # type: ignore[method-assign]
 
 
-def force_draft(guesser: Guesser, recording: Recording, hit_rate: float) -> None:
+def force_draft(drafter: EagleDrafter, recording: Recording, hit_rate: float) -> None:
     """From now on the draft is sure of a token, which is the recorded one in ``hit_rate`` of all
     positions."""
+
+    def said(request: Request, position: int) -> int:
+        hits = np.random.default_rng((request.request_id, position)).random() < hit_rate
+        return recording.at(request, position) if hits else 0
+
+    _force_host(drafter._guesser, said)
+    if drafter._proposer is not None:
+        _force_device(drafter._proposer, said)
+
+
+def _force_host(guesser: Guesser, said: Callable[[Request, int], int]) -> None:
     children = guesser.children
 
     def forced(
-        guesses: Guesses,
+        guesses: HostGuesses,
         logits_RD: torch.Tensor,
         trees_R: NDArray[np.int64],
         depths_R: NDArray[np.int64],
@@ -72,15 +87,34 @@ def force_draft(guesser: Guesser, recording: Recording, hit_rate: float) -> None
         tokens = []
         for tree, depth in zip(trees_R.tolist(), depths_R.tolist(), strict=True):
             entry = guesses.batch.entries[guesses.entries_G[tree]]
-            position = entry.end + depth
-            token = recording.at(entry.request, position)
-            hits = np.random.default_rng((entry.request.request_id, position)).random() < hit_rate
-            tokens.append(token if hits and token < logits_RD.shape[1] else 0)
+            tokens.append(said(entry.request, entry.end + depth) % logits_RD.shape[1])
         with torch.inference_mode():
             _make_certain(logits_RD, tokens)
         return children(guesses, logits_RD, trees_R, depths_R)
 
     guesser.children = forced  # type: ignore[method-assign]
+
+
+def _force_device(proposer: DeviceProposer, said: Callable[[Request, int], int]) -> None:
+    """What is said of all depths is sent along, for levels are launched without a read between."""
+    inputs, guesser = proposer._inputs, proposer._device_guesser
+    children = guesser.children
+
+    def with_said(wanted: Wanted, padding: int) -> dict[str, NDArray]:
+        said_GL = np.zeros((len(wanted.entries_G) + padding, proposer._num_steps), dtype=np.int64)
+        for tree, b in enumerate(wanted.entries_G):
+            entry = wanted.batch.entries[b]
+            for depth in range(proposer._num_steps):
+                said_GL[tree, depth] = said(entry.request, entry.end + depth)
+        return {"said": said_GL} | inputs(wanted, padding)
+
+    def forced(logits_RD: torch.Tensor, tensors: Tensors, depth: int) -> DeviceGuessed:
+        said_G = tensors["said"][:, depth] % logits_RD.shape[1]
+        said_R1 = said_G.repeat_interleave(len(logits_RD) // len(said_G))[:, None]
+        return children(logits_RD.scatter(1, said_R1, _CERTAIN), tensors, depth)
+
+    proposer._inputs = with_said  # type: ignore[method-assign]
+    guesser.children = forced  # type: ignore[assignment,method-assign]
 
 
 def _make_certain(logits_RV: torch.Tensor, tokens_R: list[int]) -> None:

@@ -84,7 +84,7 @@ def replay(
     recording = Recording(trace)
     force_target(worker.target, recording)
     if isinstance(drafter := getattr(worker, "drafter", None), EagleDrafter):
-        force_draft(drafter._guesser, recording, hit_rate)
+        force_draft(drafter, recording, hit_rate)
     result = Replayed()
     chosen = waves(trace, active, num_waves)
     _run(engine, trace, chosen[0][: min(8, len(chosen[0]))])  # kernels compile, pages are touched

@@ -33,7 +33,7 @@ def malformed_requests(model: Path, count: int, seed: int, threads: int) -> list
         seconds = time.perf_counter() - started
         while serving.loop.num_unfinished:
             time.sleep(0.01)
-        serving.loop.call(RolloutEngine.check_integrity).result(60)
+        serving.loop.call(lambda engine: engine.check_integrity()).result(60)
         used = serving.loop.call(lambda engine: engine.status().kv_used).result(60)
         left = serving.num_unfinished
     engine.close()

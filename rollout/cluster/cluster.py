@@ -82,7 +82,8 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         )
         self.vocab_size = vocab_size
         self.eos_token_ids = some.eos_token_ids
-        self.max_running = some.max_running * len(pool.names)
+        self.limits = some.limits
+        self.max_running = some.limits.max_running * len(pool.names)
         self.max_context_len = some.max_context_len
         self.max_sequence_len = min(each.max_sequence_len for each in self.facts.values())
 
@@ -190,7 +191,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
     def joined(self, name: str, facts: ReplicaFacts) -> None:
         """`Listener`'s."""
         self.facts.setdefault(name, facts)
-        self._router.join(name, facts.max_running)
+        self._router.join(name, facts.limits.max_running)
 
     def reported(self, name: str, report: Report) -> None:
         """`Listener`'s."""

@@ -33,7 +33,7 @@ class ReplicaHost:
         worker = engine.worker
         return ReplicaFacts(
             vocab_size=engine.vocab_size,
-            max_running=engine.max_running,
+            limits=engine.limits,
             max_context_len=engine.max_context_len,
             max_sequence_len=worker.memory.max_sequence_len,
             eos_token_ids=worker.eos_token_ids,

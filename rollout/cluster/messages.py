@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollout.cluster.totals import ClusterMetrics
 from rollout.engine_metrics import StepMetrics
 from rollout.engine_status import EngineStatus
+from rollout.step_limits import StepLimits
 from rollout.types import FinishReason, RequestStats, SamplingParams, TokenExtras
 
 
@@ -74,7 +75,7 @@ class ReplicaFacts:
     """What never changes in a replica's life; the same of all."""
 
     vocab_size: int
-    max_running: int
+    limits: StepLimits
     max_context_len: int
     max_sequence_len: int  # tokens of one request that its KV slots can hold
     eos_token_ids: tuple[int, ...]

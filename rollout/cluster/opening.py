@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -18,7 +19,7 @@ from rollout.specs import WorkerFactory, factory_of, worker_factory
 
 
 def open_pretrained(
-    path: str,
+    path: str | os.PathLike[str],
     spec: str = "ngram",
     *,
     spec_options: Mapping[str, Any] | None = None,
@@ -35,7 +36,9 @@ def open_pretrained(
     Raises what `open_engine` does.
     """
     factory = worker_factory(spec, **(spec_options or {}))
-    return open_with(engine_config(path, overrides), factory, _config(cluster, cluster_options))
+    return open_with(
+        engine_config(os.fspath(path), overrides), factory, _config(cluster, cluster_options)
+    )
 
 
 def open_engine(

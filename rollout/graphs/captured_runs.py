@@ -35,7 +35,8 @@ class CapturedRuns:
     again may lie elsewhere, so then all graphs go (`drop`).
 
     A shared pool's memory comes back only as a whole. So when graphs outgrow their bound, all are
-    dropped, and what still comes up is captured again, each time after twice as many uses.
+    dropped, and what still comes up is captured again, each time after twice as many uses. One that
+    exceeds the bound by itself is never captured again.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class CapturedRuns:
         self._on_drop = on_drop
         self._inputs = DeviceBuffer(input_bytes, device)
         self._graphs: dict[Hashable, _Graph] = {}
+        self.num_bytes = 0  # device memory they hold
         self._uses: Counter[Hashable] = Counter()
         self._uses_wanted = _FIRST_USES
         self._too_large: set[Hashable] = set()  # for the bound, each by itself: never captured
@@ -73,11 +75,6 @@ class CapturedRuns:
     def is_idle(self) -> bool:
         """Nothing is captured now, and no inputs are taken."""
         return self.is_paused or bool(self.failure)
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory the graphs hold."""
-        return sum(graph.captured.num_bytes for graph in self._graphs.values())
 
     @property
     def num_graphs(self) -> int:
@@ -120,6 +117,7 @@ class CapturedRuns:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # none is running
             self._graphs.clear()
+            self.num_bytes = 0
             self._on_drop()
             self._capture.reset()
         self._uses.clear()
@@ -145,6 +143,7 @@ class CapturedRuns:
             self.drop()
             return None
         self._graphs[key] = graph
+        self.num_bytes += graph.captured.num_bytes
         if graph.captured.num_bytes > self._max_bytes():
             self._too_large.add(key)
             self.drop()

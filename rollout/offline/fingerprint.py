@@ -18,6 +18,7 @@ from rollout.models.dtype import resolve_dtype
 from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.offline.config import RunConfig
+from rollout.step_limits import StepLimits
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _TOKENIZER_FILES = (
@@ -33,7 +34,8 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
     model = Path(config.model.path)
     tokenizer = Path(config.model.tokenizer or config.model.path)
     device = resolve_device(config.model.device)
-    stored = ModelSpec.read(model).dtype or Checkpoint(model).dtype
+    spec = ModelSpec.read(model)
+    stored = spec.dtype or Checkpoint(model).dtype
     fields: dict[str, Any] = {
         "model": _files_hash(model, ("config.json", "generation_config.json")),
         "model weights": _weights_hash(model),
@@ -53,7 +55,11 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
     if config.parallel.size > 1:  # sums over ranks have an order of their own
         fields["parallel"] = {"mode": config.parallel.mode.value, "size": config.parallel.size}
     if not config.exact:  # then these may be seen in the output
-        fields |= {"spec": config.spec, "scheduler": asdict(config.scheduler)}
+        limits = StepLimits.of(
+            config.scheduler, device, recurrent=spec.linear_attention is not None
+        )
+        scheduler = asdict(config.scheduler) | asdict(limits)
+        fields |= {"spec": config.spec, "scheduler": scheduler}
     fields |= {f"sampling.{name}": value for name, value in asdict(config.sampling).items()}
     return json.loads(json.dumps(fields))
 

@@ -44,7 +44,7 @@ class Serving:
         self.config = config.server
         self.encoder = engine.encoder
         self.vocab_size = engine.vocab_size
-        self.max_running = engine.max_running
+        self.max_running, self.limits = engine.max_running, engine.limits
         self.max_context_len = engine.max_context_len
         self.model_path = config.model.path
         self.model_name = self.config.model_name or Path(config.model.path).resolve().name

@@ -45,7 +45,9 @@ class DraftBudget(Protocol):
 
     def observe(
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
-    ) -> None: ...
+    ) -> None:
+        """Of a step that is done. ``times``: NaN for a phase that took what it will not again."""
+        ...
 
     def change_policy(self) -> None:
         """The target's weights changed."""

@@ -77,7 +77,7 @@ class CostCurve:
     ) -> None:
         """One forward took so long, ``steps`` after the one observed before it.
 
-        Times that are not positive are no times: ignored.
+        Times that are not positive, or not known (NaN), are ignored.
         """
         if not milliseconds > 0:
             return

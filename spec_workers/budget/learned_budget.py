@@ -5,6 +5,7 @@ Legend: B entries of a batch, N draft nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -250,6 +251,7 @@ class LearnedBudget:
         plain = float(prices.with_nodes_N1[0])
         dearer = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)
-        drafting = min(times.draft, _BELIEVED * usual) - self.cost.of_following(prices.width)
+        spent = usual if math.isnan(times.draft) else min(times.draft, _BELIEVED * usual)
+        drafting = spent - self.cost.of_following(prices.width)
         gained = spared - dearer - max(0.0, drafting)
         self._gate.observe(prices.width, gained, plain, prices.temperature)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,8 @@ class StepCost:
     ) -> None:
         """A step took so long, ``steps`` after the one observed before it.
 
-        ``proposed``: whether draft nodes were asked for.
+        ``proposed``: whether draft nodes were asked for. ``times``: NaN where one that comes again
+        is not known.
 
         Only steps without prefill tell anything: prefill rows have no logits, and neural drafts
         read each of them.
@@ -79,7 +81,8 @@ class StepCost:
             return
         self.curve.observe(rows, longest_context, times.forward, steps)
         self._sampling.observe(rows, times.sample)
-        (self._drafting if proposed else self._following).observe(width, times.draft)
+        if not math.isnan(times.draft):
+            (self._drafting if proposed else self._following).observe(width, times.draft)
 
     def learned(self) -> dict[str, Any]:
         """JSON-able, for `restore` and for people to look at."""

@@ -46,5 +46,6 @@ def draft_bytes(
         head_dim=draft.head_dim,
         dtype=resolve_dtype(config.model.dtype, stored, device),
     )
-    rows = StepLimits.of(config.scheduler, device).max_running + 1  # and one to score with
+    limits = StepLimits.of(config.scheduler, device, recurrent=target.linear_attention is not None)
+    rows = limits.max_running + 1  # and one to score with
     return DraftBytes(per_slot=num_pools * each, apart=rows * slots_per_request * each)

@@ -4,7 +4,7 @@ EAGLE (Li et al. 2024a), EAGLE-2 (Li et al. 2024b: dynamic trees), EAGLE-3 (Li e
 of the draft joins the hidden state of a position to the token behind it, and tells of the token
 after that. At known positions the hidden states are the target's; below, in the tree, the draft's.
 
-Legend: G entries whose trees grow, F rows of a level, T rows of the target, E hidden.
+Legend: B entries, G entries whose trees grow, F rows of a level, T rows of the target, E hidden.
 """
 
 from __future__ import annotations

@@ -89,6 +89,6 @@ class LevelPlans:
             q_offsets_B1=inputs[f"offsets_{new_levels}"],
             node_offsets_B1=inputs[f"offsets_{level}"],
             node_masks_N=nodes.masks_GN.flatten(),
-            node_slots_N=self.slots(level, inputs).flatten(),
+            node_slots_N=self.slots(level, inputs).flatten().contiguous(),  # a view of one column
             longest=min(longest, table.shape[1]),
         )

@@ -1,6 +1,6 @@
 """What neural drafts have in common: whose trees grow, how large, and where that runs.
 
-Legend: B entries, G entries whose trees grow, F rows of a level.
+Legend: B entries, G entries whose trees grow.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class TreeDrafter(ABC):
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
         self._graphs = graphs
         self._proposer: DeviceProposer | None = None  # set when the networks are there
+        self.is_settled = True
 
     @abstractmethod
     def _levels(self) -> Levels:
@@ -84,6 +85,7 @@ class TreeDrafter(ABC):
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None
     ) -> DraftTrees:
+        self.is_settled = True
         rooted_B = self._rooted(batch)
         growing = [
             b
@@ -101,14 +103,11 @@ class TreeDrafter(ABC):
             trees = self._grown(wanted)
         else:
             proposal = self._proposer.propose(wanted)
+            self.is_settled = self._proposer.is_settled
             trees = proposal.trees(wanted.sizes_G, source=0)
             self._counters["levels"] += proposal.num_levels
             self._counters["nodes"] += proposal.num_nodes
         return spread(trees, growing, len(batch.entries))
-
-    @property
-    def is_settled(self) -> bool:
-        return self._proposer is None or self._proposer.is_settled
 
     def counters(self) -> dict[str, float]:
         """Positions extended; trees grown, levels and nodes run for them. Over its life."""

@@ -8,10 +8,14 @@ import bench_replay
 import numpy as np
 import pytest
 import torch
+from replay_bench.forced import force_draft
 from replay_bench.roofline import Ceilings
 from replay_bench.run import replay, waves
 from replay_bench.shapes import Shape, write_config, write_draft
 from traces import Trace
+
+from rollout.graphs.captured_runs import CapturedRuns
+from tests.helpers.replaying import ReplayingCapture
 
 SHAPE = Shape(
     hidden_size=32, num_layers=7, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
@@ -55,6 +59,42 @@ def test_every_rollout_is_the_recorded_one(tmp_path, trace, spec) -> None:
         assert result.total.accept_length == 1
     else:
         assert result.total.accept_length > 1.5
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_a_draft_is_told_what_was_recorded_as_often_as_is_said(
+    tmp_path, trace, monkeypatch, on_device, topk
+) -> None:
+    """On a GPU all levels are launched, and captured, without a look at what came out."""
+
+    def force(drafter, *args) -> None:
+        if on_device:
+            drafter._graphs = CapturedRuns(
+                "proposals",
+                max_bytes=lambda: 1 << 20,
+                capture=ReplayingCapture(),
+                device=torch.device("cpu"),
+            )
+            drafter._proposer = drafter._device_proposer()
+        force_draft(drafter, *args)
+
+    monkeypatch.setattr("replay_bench.run.force_draft", force)
+    options = {
+        "draft_path": str(write_draft(tmp_path / "draft", SHAPE)), "num_draft_tokens": 6,
+        "topk": topk, "num_steps": 3, "budget": "fixed", "calibration_seconds": 0.0,
+    }  # fmt: skip
+    lengths = [
+        replay(
+            write_config(tmp_path / "model", SHAPE), SHAPE, trace,
+            spec="eagle", spec_options=options, active=4, num_waves=None, ceilings=CEILINGS,
+            hit_rate=hit_rate, overrides={"device": "cpu", "dtype": "float32", "kv_bytes": 1 << 22},
+        ).total.accept_length
+        for hit_rate in (0.0, 0.5, 1.0)
+    ]  # fmt: skip
+    assert lengths[0] < 1.2
+    assert 1.3 < lengths[1] < 2.5
+    assert lengths[2] > 2.7
 
 
 def test_what_is_not_recorded_is_an_error(tmp_path, trace, monkeypatch) -> None:

@@ -43,6 +43,7 @@ def drafts(tmp_path_factory, small_model_path) -> dict[str, tuple]:
     return {
         "eagle3": (small_model_path, "eagle", {"draft_path": str(eagle3), **own}),
         "mtp": (chain[0], "mtp", {"draft_path": str(chain[1]), "topk": 2}),
+        "chain": (chain[0], "mtp", {"draft_path": str(chain[1])}),
         "hybrid": (small_model_path, "hybrid", {"draft_path": str(eagle3), **own}),
     }
 
@@ -78,7 +79,7 @@ def plain(drafts, dtype_name):
 
 
 @pytest.mark.parametrize("graph_bytes", [0] if INTERPRETED else [0, 1 << 28])
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "hybrid"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "chain", "hybrid"])
 def test_drafts_cannot_be_seen(drafts, dtype_name, plain, name, graph_bytes) -> None:
     path, spec, options = drafts[name]
     engine = make_engine(path, spec, dtype_name, TREES | options, graph_bytes=graph_bytes)

@@ -47,7 +47,7 @@ def test_kv_takes_its_share_of_what_steps_and_graphs_leave(wide_model_path) -> N
     graph_bytes, fraction = 1 << 28, 0.5
     before = free_bytes()
     engine = make(
-        wide_model_path, kv_fraction=fraction, graph_bytes=graph_bytes, max_kv_tokens=None
+        wide_model_path, kv_fraction=fraction, graph_bytes=graph_bytes, max_kv_tokens=1 << 40
     )
     pool = engine.worker.target.kv_pool
     held = 2 * sum(keys.nbytes for keys in pool.keys)

@@ -34,7 +34,9 @@ def drafts(tmp_path_factory):
     return {
         "eagle": (target, "eagle", {"draft_path": str(copying)}),
         "eagle3": (target, "eagle", {"draft_path": str(eagle3), "num_steps": 3, "topk": 7}),
+        "eagle-chain": (target, "eagle", {"draft_path": str(copying), "topk": 1}),
         "mtp": (mtp_target, "mtp", {"draft_path": str(chain), "topk": 3}),
+        "mtp-chain": (mtp_target, "mtp", {"draft_path": str(chain), "topk": 1}),
         "hybrid": (target, "hybrid", {"draft_path": str(copying)}),
         "hybrid-mtp": (mtp_target, "hybrid", {"draft_path": str(chain), "topk": 2}),
     }
@@ -49,7 +51,9 @@ def plain(drafts):
     return found
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "hybrid", "hybrid-mtp"])
+@pytest.mark.parametrize(
+    "name", ["eagle", "eagle3", "eagle-chain", "mtp", "mtp-chain", "hybrid", "hybrid-mtp"]
+)
 @pytest.mark.parametrize(
     ("options", "spec_options"),
     [

@@ -191,6 +191,8 @@ def test_what_the_server_tells_of_itself(live, client, text_model_path):
     assert info["model_path"] == str(text_model_path)
     assert info["context_length"] == 512
     assert "api_key" not in info["server"]
+    assert info["max_running_requests"] == info["scheduler"]["max_running"] == 8
+    assert info["chunked_prefill_size"] == info["scheduler"]["chunk_len"] == 256
     model = client.get("/model_info").json()
     assert model == client.get("/get_model_info").json()
     assert model["architectures"] == ["LlamaForCausalLM"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
@@ -22,12 +24,12 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
         target, spec, spec_options=OPTIONS | {"draft_path": str(draft)}
     )
     worker = engine.worker
-    told, proposals = [], []
+    drafting, gated, proposals = [], [], []
     observe, propose = worker.budget.observe, worker.drafter.propose
 
-    def observed(batch, *arguments) -> None:
-        told.append(batch.step)
-        observe(batch, *arguments)
+    def observed(batch, verified, results, times) -> None:
+        drafting.append(times.draft)
+        observe(batch, verified, results, times)
 
     def proposed(*arguments):
         proposals.append(propose(*arguments))
@@ -35,8 +37,33 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
 
     monkeypatch.setattr(worker.budget, "observe", observed)
     monkeypatch.setattr(worker.drafter, "propose", proposed)
-    settled = property(lambda self: len(proposals) > unsettled)
-    monkeypatch.setattr(TreeDrafter, "is_settled", settled)
+
+    def is_settled(drafter) -> bool:
+        return not 3 <= len(proposals) < 3 + unsettled  # those that come first tell nothing yet
+
+    monkeypatch.setattr(
+        TreeDrafter, "is_settled", property(is_settled, lambda self, value: None), raising=False
+    )
+    if spec == "hybrid":  # whose gate asks, besides, what the draft takes beside the corpus
+        judge, learn = worker._gate.judge, worker._gate._drafting.observe
+
+        def judged(*arguments, is_usual) -> None:
+            gated.append([is_usual, 0])
+            judge(*arguments, is_usual=is_usual)
+
+        def learned(*arguments) -> None:
+            gated[-1][1] += 1
+            learn(*arguments)
+
+        monkeypatch.setattr(worker._gate, "judge", judged)
+        monkeypatch.setattr(worker._gate._drafting, "observe", learned)
     engine.generate([[5, 6, 7, 8]], PARAMS)
-    assert len(proposals) > 2
-    assert engine.metrics().steps - len(told) == unsettled
+    assert len(proposals) > 4
+    # All steps tell how drafts did, the first ones not what they cost.
+    assert len(drafting) == engine.metrics().steps
+    assert sum(map(math.isnan, drafting)) == unsettled
+    assert math.isfinite(worker.budget.cost.of_drafting(1))
+    if spec == "hybrid":
+        assert [is_usual for is_usual, _ in gated].count(False) == unsettled
+        assert all(is_usual for is_usual, count in gated if count)
+        assert any(count for _, count in gated)

@@ -250,6 +250,17 @@ def test_the_output_of_another_run_is_refused(
     assert run(with_output(other, overwrite=True)).status is JobStatus.COMPLETED
 
 
+def test_inexact_runs_are_told_apart_by_the_batches_they_have_not_by_how_that_was_said(
+    config: RunConfig,
+) -> None:
+    config = replace(config, exact=False, scheduler=SchedulerConfig())
+    run(config)
+    said = SchedulerConfig(max_running=32, max_step_tokens=512, chunk_len=256)
+    assert run(replace(config, scheduler=said)).status is JobStatus.NOTHING_TO_DO
+    with pytest.raises(OutputError, match="scheduler was .*'max_running': 32"):
+        run(replace(config, scheduler=SchedulerConfig(max_running=31)))
+
+
 def test_changed_prompts_or_weights_are_noticed(config: RunConfig, tmp_path: Path) -> None:
     run(config)
     write_rows(Path(config.data.path), [*PROMPTS, {"prompt": "one"}])

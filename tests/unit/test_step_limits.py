@@ -13,6 +13,11 @@ from rollout.step_limits import StepLimits
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def _large_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 79 << 30))
+
+
 @pytest.mark.parametrize(
     ("device", "configured", "expected"),
     [
@@ -29,6 +34,22 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_what_is_configured_bounds_what_is_not(device, configured, expected) -> None:
     limits = StepLimits.of(SchedulerConfig(**configured), device)
     assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == expected
+
+
+def test_a_gpu_with_less_memory_takes_on_less(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 47 << 30))
+    limits = StepLimits.of(SchedulerConfig(), GPU)
+    assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == (64, 1024, 1024)
+    assert StepLimits.of(SchedulerConfig(max_running=300), GPU).max_step_tokens == 1024
+
+
+@pytest.mark.parametrize(("device", "max_step_tokens"), [(CPU, 512), (GPU, 2048)])
+def test_states_of_recurrent_layers_bound_what_runs(device, max_step_tokens) -> None:
+    limits = StepLimits.of(SchedulerConfig(), device, recurrent=True)
+    assert (limits.max_running, limits.max_step_tokens) == (32, max_step_tokens)
+    assert (
+        StepLimits.of(SchedulerConfig(max_running=100), device, recurrent=True).max_running == 100
+    )
 
 
 @pytest.mark.parametrize(

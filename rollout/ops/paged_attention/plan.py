@@ -67,7 +67,7 @@ class AttentionPlan:
             dtype = torch.int64 if name == "node_masks_N" else torch.int32
             if tensor.dtype is not dtype:
                 raise InvalidInputError(f"AttentionPlan.{name}", tensor.dtype, f"must be {dtype}")
-            if tensor.numel() and tensor.stride(-1) != 1:
+            if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise InvalidInputError(
                     f"AttentionPlan.{name}", tensor.stride(), "must be adjacent in memory"
                 )

@@ -107,7 +107,7 @@ def _server_arguments(serving: Serving) -> dict[str, Any]:
         "context_length": serving.max_context_len,
         "random_seed": serving.seed,
         "max_running_requests": serving.max_running,
-        "chunked_prefill_size": config.scheduler.chunk_len,
+        "chunked_prefill_size": serving.limits.chunk_len,
         "tp_size": 1,
         "pp_size": 1,
         "ep_size": 1,
@@ -119,7 +119,7 @@ def _server_arguments(serving: Serving) -> dict[str, Any]:
         "spec": config.spec,
         "cluster": _as_dict(config.cluster),
         "memory": _as_dict(config.memory),
-        "scheduler": _as_dict(config.scheduler),
+        "scheduler": _as_dict(config.scheduler) | _as_dict(serving.limits),
         "exact": config.exact,
     }
 

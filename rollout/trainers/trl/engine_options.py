@@ -57,8 +57,9 @@ def engine_overrides(
         "max_context_len": max_model_length,
     }
     if max_num_seqs is not None:
-        usual = StepLimits.usual(accelerator.device.type)
-        chosen["max_running"] = min(max_num_seqs, usual.max_running)
+        usual = StepLimits.usual(accelerator.device)
+        if max_num_seqs < usual.max_running:
+            chosen["max_running"] = max_num_seqs
     return chosen | own
 
 
