@@ -37,7 +37,7 @@ class LevelPlans:
         nodes = self._runner.nodes_per_tree
         scratch = self._runner.kv.first_scratch + np.arange(len(rows_G) * nodes, dtype=np.int32)
         scratch_GN = np.pad(
-            scratch.reshape(-1, nodes), ((0, padding), (0, 0)), constant_values=NULL_SLOT
+            scratch.reshape(len(rows_G), nodes), ((0, padding), (0, 0)), constant_values=NULL_SLOT
         )
         real_G1 = np.minimum(np.arange(trees + 1), len(rows_G)) * self._topk
         return {

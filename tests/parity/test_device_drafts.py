@@ -12,6 +12,7 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.graphs.captured_runs import CapturedRuns
+from spec_workers.neural.device_proposal import DeviceProposer
 from tests.helpers.draft_checks import numbers
 from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
@@ -71,11 +72,7 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
     )
     drafter, compared, settled = engine.worker.drafter, [], []
     capture = ReplayingCapture()
-    drafter._graphs = CapturedRuns(
-        "proposals", max_bytes=lambda: 50_000, capture=capture, device=torch.device("cpu")
-    )
-    drafter._proposer = drafter._device_proposer()
-    propose = drafter._proposer.propose
+    propose = as_on_a_device(drafter, capture).propose
 
     def both(wanted):
         trees = drafter._grown(wanted)
@@ -107,6 +104,39 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
         num_shapes = len(drafter._proposer._shapes)
         assert num_shapes <= settled.count(False) <= 2 * num_shapes
         assert not settled[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("eagle", {"num_steps": 1}),
+        ("eagle-chain", {"num_steps": 1}),
+        ("eagle3", {"num_steps": 6, "topk": 10, "num_draft_tokens": 60}),
+        ("eagle3", {"num_draft_tokens": 1}),
+        ("mtp-chain", {"num_steps": 1}),
+        ("mtp-chain", {"num_steps": 2, "topk": 5}),
+        ("hybrid", {"num_steps": 1, "topk": 1}),
+    ],
+    ids=str,
+)
+def test_the_smallest_and_the_largest_trees(drafts, plain, name, own) -> None:
+    target, spec, options = drafts[name]
+    engine = RolloutEngine.from_pretrained(
+        target, spec, dtype="float32", max_running=5, spec_options=FIXED | options | own
+    )
+    as_on_a_device(engine.worker.drafter, ReplayingCapture())
+    rollouts = engine.generate(prompts(), PARAMS["greedy"])
+    assert numbers(rollouts) == plain[target]["greedy"]
+    assert sum(rollout.stats.drafted for rollout in rollouts) > 50
+    engine.check_integrity()
+
+
+def as_on_a_device(drafter, capture) -> DeviceProposer:
+    drafter._graphs = CapturedRuns(
+        "proposals", max_bytes=lambda: 50_000, capture=capture, device=torch.device("cpu")
+    )
+    drafter._proposer = drafter._device_proposer()
+    return drafter._proposer
 
 
 def poison_scratch(drafter) -> None:

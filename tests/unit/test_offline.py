@@ -257,7 +257,7 @@ def test_inexact_runs_are_told_apart_by_the_batches_they_have_not_by_how_that_wa
     run(config)
     said = SchedulerConfig(max_running=32, max_step_tokens=512, chunk_len=256)
     assert run(replace(config, scheduler=said)).status is JobStatus.NOTHING_TO_DO
-    with pytest.raises(OutputError, match="scheduler was .*'max_running': 32"):
+    with pytest.raises(OutputError, match=r"scheduler was .*'max_running': 32"):
         run(replace(config, scheduler=SchedulerConfig(max_running=31)))
 
 
