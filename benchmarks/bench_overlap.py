@@ -13,6 +13,7 @@ Without a GPU the shape is `tiny`, nothing is hidden and no bar applies.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -92,7 +93,10 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), shape)
-        found = {overlap: measure(Path(folder), overlap, options) for overlap in Overlap}
+        found = {}
+        for overlap in Overlap:
+            found[overlap] = measure(Path(folder), overlap, options)
+            gc.collect()  # or its weights and keys stay beside the next one's
     whole, halves = found[Overlap.never], found[Overlap.always]
     label = f"{name}, {options.batch} requests"
     judged = torch.device(options.device).type == "cuda"
