@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+FOLDER = Path(__file__).parent / "triton"
+
 
 @pytest.mark.timeout(280)
-def test_triton_ops_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_triton_ops_in_the_interpreter(name: str) -> None:
     pytest.importorskip("triton")
-    folder = Path(__file__).parent / "triton"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER / name)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
