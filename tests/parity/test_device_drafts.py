@@ -78,7 +78,7 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
         trees = drafter._grown(wanted)
         poison_scratch(drafter)
         proposal = propose(wanted)
-        settled.append(drafter.is_settled)
+        settled.append(drafter._proposer.is_settled)
         own = proposal.trees(wanted.sizes_G, source=0)
         check_trees(own)
         compared.append((own, trees))
