@@ -82,7 +82,7 @@ TEST_PROCESSES ?= 2
 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## the tests that need a CUDA device

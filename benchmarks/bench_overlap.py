@@ -1,9 +1,10 @@
 """What the host does for one half of the requests while the device computes the other.
 
-A model of random weights decodes `--batch` requests with NGRAM, twice: in the second pass the
-corpus knows every answer, and all that it proposes is verified. Proposing is hidden where it takes
-less than the forward that it runs beside. Halves that take turns (`scheduler.overlap=always`)
-race whole steps (`never`); what `auto` makes of it is printed beside them.
+A model of random weights decodes `--batch` requests with NGRAM, twice: in the second pass, which
+`exact=true` makes say the same, the corpus knows every answer, and all that it proposes is
+verified. Proposing is hidden where it takes less than the forward that it runs beside. Halves that
+take turns (`scheduler.overlap=always`) race whole steps (`never`); what `auto` makes of it is
+printed beside them.
 
     python benchmarks/bench_overlap.py --shape 8b --json overlap.json
 
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from replay_bench.shape_options import add_shape_options, chosen_shapes
 from replay_bench.shapes import Shape, send_random_weights, write_config
-from table import Row, finish, parser, row
+from table import Row, finishing, parser, row
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import Overlap
@@ -34,6 +35,7 @@ from rollout.overrides import engine_config
 from spec_workers.ngram import build
 
 _PROMPT = 32  # tokens
+_LEAST_ACCEPT_LENGTH = 4.0  # of answers that the corpus knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
     chosen = {
         "device": options.device, "load_format": "dummy", "max_running": options.batch,
         "max_step_tokens": 2048, "chunk_len": 2048, "overlap": overlap,
-        "max_context_len": _PROMPT + options.tokens, "exact": False,
+        "max_context_len": _PROMPT + options.tokens, "exact": True,
     }  # fmt: skip
     config = engine_config(str(folder), chosen)
     worker: Any = build(config, budget="fixed", calibration_seconds=0.0)
@@ -82,6 +84,11 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
     seconds = time.perf_counter() - started
     total = engine.metrics()
     engine.close()
+    if total.accept_length < _LEAST_ACCEPT_LENGTH:
+        raise RuntimeError(
+            f"overlap={overlap}: {total.accept_length:.2f} tokens a step of the second pass: "
+            "it did not repeat the first, so next to nothing was proposed"
+        )
     return Timed(
         tokens_per_second=total.generated_tokens / seconds,
         propose_ms=statistics.median(proposing) if proposing else 0.0,
@@ -124,10 +131,9 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     arguments.add_argument("--batch", type=int, default=256 if on_gpu else 32)
     arguments.add_argument("--tokens", type=int, default=192 if on_gpu else 24, help="of each")
     options = arguments.parse_args(arguments_given)
-    rows: list[Row] = []
-    for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
-        rows += shape_rows(name, shape, options)
-    finish(f"halves that take turns, on {options.device}", rows, options.json)
+    with finishing(f"halves that take turns, on {options.device}", options.json) as rows:
+        for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
+            rows += shape_rows(name, shape, options)
 
 
 if __name__ == "__main__":

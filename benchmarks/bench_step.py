@@ -26,7 +26,7 @@ import torch
 from replay_bench.roofline import Ceilings
 from replay_bench.shape_options import add_shape_options, chosen_shapes
 from replay_bench.shapes import Shape, send_random_weights, write_config
-from table import Row, finish, parser, row
+from table import Row, finishing, parser, row
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
@@ -39,6 +39,9 @@ SETTLING = 6
 """Steps before those that are timed: kernels compile, graphs are captured."""
 
 TIMED = 30
+
+STEP_TOKENS = 2048
+"""Of prompts, in one step."""
 
 BARS = {"8b": 0.7}
 """Least floor / time of a plain step."""
@@ -96,33 +99,45 @@ class Timed:
     kv_tokens: int
 
 
+def longest_response(batch: int, context: int) -> int:
+    """None may end while the prompts of the others are read."""
+    return 4 * (SETTLING + TIMED) + 2 * batch * context // STEP_TOKENS
+
+
+def _step_seconds(engine: RolloutEngine, batch: int) -> float:
+    started = time.perf_counter()
+    ended = engine.step()
+    seconds = time.perf_counter() - started
+    if ended or engine.last_step.running > batch:
+        reasons = [rollout.finish_reason.value for rollout in ended]
+        raise RuntimeError(f"of {batch} requests that were to run on, some ended: {reasons}")
+    return seconds
+
+
 def measure(engine: RolloutEngine, batch: int, context: int) -> Timed:
     """The median of ``TIMED`` steps in which all decode."""
     rng = np.random.default_rng(1)
+    most_tokens = longest_response(batch, context)
     requests = [
         engine.submit(
             rng.integers(0, engine.vocab_size, context - SETTLING - TIMED).tolist(),
-            SamplingParams(max_new_tokens=4 * (SETTLING + TIMED), ignore_eos=True),
+            SamplingParams(max_new_tokens=most_tokens, ignore_eos=True),
             prompt_index=index,
         )
         for index in range(batch)
     ]
-    while engine.last_step.sampling < batch or engine.last_step.running < batch:
-        engine.step()
-    times = []
+    times = [_step_seconds(engine, batch)]
+    while engine.last_step.sampling < batch:
+        times = [_step_seconds(engine, batch)]
     for _ in range(SETTLING + TIMED):
-        started = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - started)
+        times.append(_step_seconds(engine, batch))
     last = engine.last_step
     for request in requests:
         engine.abort(request.request_id)
     engine.step()
-    if last.sampling != batch or engine.has_unfinished:
-        raise RuntimeError(f"{last.sampling} requests were timed, and {batch} are meant")
     engine.flush_cache()
     return Timed(
-        step_ms=1e3 * statistics.median(times[SETTLING:]),
+        step_ms=1e3 * statistics.median(times[1 + SETTLING :]),
         rows=last.query_tokens,
         sampled=last.sampling + last.drafted,
         kv_tokens=last.kv_used,
@@ -133,11 +148,14 @@ def open_engine(
     folder: Path, options: argparse.Namespace, exact: bool, nodes: int
 ) -> RolloutEngine:
     most = max(options.batch)
-    kv_tokens = (most + 1) * (options.context + 8 * (SETTLING + TIMED)) + 64 * most
+    longest = options.context + 2 * longest_response(most, options.context)
+    kv_tokens = (most + 1) * longest + 64 * most
     config = EngineConfig(
         model=ModelConfig(path=str(folder), device=options.device, load_format=LoadFormat.dummy),
         memory=MemoryConfig(max_kv_tokens=kv_tokens, prefix_cache=False),
-        scheduler=SchedulerConfig(max_running=most, max_step_tokens=2048, chunk_len=2048),
+        scheduler=SchedulerConfig(
+            max_running=most, max_step_tokens=STEP_TOKENS, chunk_len=STEP_TOKENS
+        ),
         exact=exact,
     )
     worker = RandomTrees(TargetWorker(config), nodes)
@@ -192,10 +210,9 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         arguments.error(f"--context={options.context}: must be >= {2 * (SETTLING + TIMED)}")
     if not 1 <= options.nodes <= 63:
         arguments.error(f"--nodes={options.nodes}: must be in [1, 63]")
-    rows: list[Row] = []
-    for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
-        rows += shape_rows(name, shape, options)
-    finish(f"a step on {options.device}", rows, options.json)
+    with finishing(f"a step on {options.device}", options.json) as rows:
+        for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
+            rows += shape_rows(name, shape, options)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from replay_bench.roofline import Ceilings
 
-BANDWIDTH, FLOPS = 4.8e12, 990e12  # of an H200: bytes and bf16 operations per second
+from rollout.graphs.capture import CudaCapture
+
 COLD = 400e6  # bytes: several times the L2 cache
 
 Call = Callable[[], object]
@@ -26,23 +28,23 @@ class Case:
     flop: float = 0.0
     bar: float | None = None  # least floor / time
 
-    @property
-    def floor_us(self) -> float:
-        return max(self.num_bytes / BANDWIDTH, self.flop / FLOPS) * 1e6
+    def floor_us(self, ceilings: Ceilings) -> float:
+        bytes_seconds = self.num_bytes / ceilings.bytes_per_second
+        return 1e6 * max(bytes_seconds, self.flop / ceilings.flop_per_second)
 
 
 def microseconds(calls: Sequence[Call]) -> float:
-    """Of one call: the median over replays of a graph that makes them all."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in (*calls[:1], *calls):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    """Of one call: the median over replays of a graph that makes them all.
+
+    Raises RuntimeError for what cannot be captured, and TritonError for what cannot be compiled;
+    the next one can be timed all the same.
+    """
+
+    def run() -> None:
         for call in calls:
             call()
+
+    graph = CudaCapture(torch.device("cuda", torch.cuda.current_device()))(run)
     times = []
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

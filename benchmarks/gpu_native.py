@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "gpu-native"
-EXTENSIONS = {"rollout._cpu": ROOT / "rollout", "ngram_native._ext": ROOT / "ngram_native"}
+EXTENSIONS = {"ngram_native._ext": ROOT / "ngram_native", "rollout._cpu": ROOT / "rollout"}
 
 
 def missing() -> list[str]:
@@ -37,13 +37,21 @@ def main() -> None:
         f"-DPython_EXECUTABLE={sys.executable}",
     ]  # fmt: skip
     subprocess.run(configure, check=True)
-    subprocess.run(["cmake", "--build", str(BUILD), "--parallel"], check=True)
-    for name, folder in EXTENSIONS.items():
-        for built in BUILD.rglob(f"{name.split('.')[1]}*.so"):
-            shutil.copy2(built, folder)
+    failed = [name for name, folder in EXTENSIONS.items() if not _built(name, folder)]
+    if failed:
+        raise SystemExit(f"not built: {', '.join(failed)}")
+
+
+def _built(name: str, folder: Path) -> bool:
+    """Each by itself: without the other one much can be run."""
+    target = name.split(".")[1]
+    build = ["cmake", "--build", str(BUILD), "--parallel", "--target", target]
+    if subprocess.run(build, check=False).returncode:
+        return False
+    for built in BUILD.rglob(f"{target}*.so"):
+        shutil.copy2(built, folder)
     # In a process of its own: this one has looked and remembers that there was none.
-    load = "; ".join(f"import {name}" for name in EXTENSIONS)
-    subprocess.run([sys.executable, "-c", load], cwd=ROOT, check=True)
+    return not subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT).returncode
 
 
 if __name__ == "__main__":

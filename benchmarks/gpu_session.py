@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 _LEAST_SHARE = 0.5
 """Of a stage's limit that has to be left for it to be begun: most end well before theirs."""
+
+_LAST_WORDS_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +55,14 @@ def stages(traces: Sequence[Path]) -> list[Stage]:
     given = [part for trace in traces for part in ("--trace", str(trace))]
     tests = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
     replay = ("benchmarks/bench_replay.py", *given)
-    engine_tests = ("tests/gpu/test_cuda_graphs.py", "tests/device", "tests/gpu/test_memory.py")
+    engine_tests = ("tests/gpu/test_cuda_graphs.py", "tests/gpu/test_memory.py")
     step, ops = "benchmarks/bench_step.py", ("benchmarks/bench_gpu_ops.py", "--no-tests", "--ops")
     listed: list[tuple[str, tuple[str, ...], float]] = [
         ("native", ("benchmarks/gpu_native.py",), 180),
         ("ops-tests", (*tests, "-n", "6", "tests/ops/triton", "tests/unit/test_row_invariance.py"),
          280),
-        ("engine-tests", (*tests, *engine_tests), 280),
+        ("engine-tests", (*tests, *engine_tests), 200),
+        ("device-tests", (*tests, "-n", "4", "tests/device"), 200),
         ("step-demo", (step, "--shape", "demo"), 150),
         ("step-8b", (step, "--shape", "8b"), 280),
         ("overlap", ("benchmarks/bench_overlap.py", "--shape", "8b", "--shape", "demo"), 300),
@@ -114,6 +118,7 @@ def _run(stage: Stage, seconds: float, log: Any) -> Outcome:
             result = "ok" if status == 0 else f"failed: exit status {status}"
         except subprocess.TimeoutExpired:
             result = "over its limit"
+            _interrupt(process)
         finally:
             if process.poll() is None:  # with those it started: its group is its own
                 os.killpg(process.pid, signal.SIGKILL)
@@ -122,6 +127,13 @@ def _run(stage: Stage, seconds: float, log: Any) -> Outcome:
     return Outcome(
         name=stage.name, status=result, seconds=round(time.monotonic() - started, 1), rows=found
     )
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """What it has found so far is told when it is interrupted."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_LAST_WORDS_SECONDS)
 
 
 def main(arguments_given: Sequence[str] | None = None) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +42,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--json", type=Path, help="also write the rows to this file")
     return arguments
+
+
+@contextmanager
+def finishing(title: str, json_path: Path | None) -> Iterator[list[Row]]:
+    """A list for rows; what it holds is shown and written however the block ends."""
+    rows: list[Row] = []
+    try:
+        yield rows
+    finally:
+        finish(title, rows, json_path)
 
 
 def finish(title: str, rows: list[Row], json_path: Path | None) -> None:

@@ -10,7 +10,7 @@ Legend: G trees, L levels, R rows of logits, D draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,17 @@ from numpy.typing import NDArray
 from traces import Trace
 
 from rollout.runner import Forwarded
+from rollout.sampling.noise import uniforms
+from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.neural.device_guesses import DeviceGuessed, Tensors
 from spec_workers.neural.device_proposal import DeviceProposer, Wanted
 from spec_workers.neural.eagle_drafter import EagleDrafter
 from spec_workers.neural.guesses import Guesser, HostGuesses
 from spec_workers.target import TargetWorker
+
+Said = Callable[[Sequence[Request], NDArray[np.int64]], NDArray[np.int64]]
+"""Of requests and positions of theirs: the tokens that the draft is told."""
 
 _CERTAIN = 1e4
 """Beside logits of order ten, at any temperature up to about a hundred."""
@@ -56,7 +61,7 @@ def force_target(target: TargetWorker, recording: Recording) -> None:
                 first, last = int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])
                 depths = [0, *trees.depths_N[first:last].tolist()]
                 tokens += [recording.at(entry.request, entry.end + depth) for depth in depths]
-        _make_certain(forwarded.logits_RV, tokens)
+        _make_certain(forwarded.logits_RV, np.array(tokens, dtype=np.int64))
         return forwarded
 
     target.verify = forced  # type: ignore[method-assign]
@@ -66,16 +71,18 @@ def force_draft(drafter: EagleDrafter, recording: Recording, hit_rate: float) ->
     """From now on the draft is sure of a token, which is the recorded one in ``hit_rate`` of all
     positions."""
 
-    def said(request: Request, position: int) -> int:
-        hits = np.random.default_rng((request.request_id, position)).random() < hit_rate
-        return recording.at(request, position) if hits else 0
+    def said(requests: Sequence[Request], positions_R: NDArray[np.int64]) -> NDArray[np.int64]:
+        ids_R = np.array([request.request_id for request in requests], dtype=np.uint64)
+        places = zip(requests, positions_R.tolist(), strict=True)
+        recorded_R = np.array([recording.at(*place) for place in places], dtype=np.int64)
+        return np.where(uniforms(ids_R, positions_R) < hit_rate, recorded_R, 0)
 
     _force_host(drafter._guesser, said)
     if drafter._proposer is not None:
         _force_device(drafter._proposer, said)
 
 
-def _force_host(guesser: Guesser, said: Callable[[Request, int], int]) -> None:
+def _force_host(guesser: Guesser, said: Said) -> None:
     children = guesser.children
 
     def forced(
@@ -84,39 +91,42 @@ def _force_host(guesser: Guesser, said: Callable[[Request, int], int]) -> None:
         trees_R: NDArray[np.int64],
         depths_R: NDArray[np.int64],
     ) -> Any:
-        tokens = []
-        for tree, depth in zip(trees_R.tolist(), depths_R.tolist(), strict=True):
-            entry = guesses.batch.entries[guesses.entries_G[tree]]
-            tokens.append(said(entry.request, entry.end + depth) % logits_RD.shape[1])
+        entries = [guesses.batch.entries[guesses.entries_G[tree]] for tree in trees_R.tolist()]
+        ends_R = np.array([entry.end for entry in entries], dtype=np.int64)
+        said_R = said([entry.request for entry in entries], ends_R + depths_R)
         with torch.inference_mode():
-            _make_certain(logits_RD, tokens)
+            _make_certain(logits_RD, said_R % logits_RD.shape[1])
         return children(guesses, logits_RD, trees_R, depths_R)
 
     guesser.children = forced  # type: ignore[method-assign]
 
 
-def _force_device(proposer: DeviceProposer, said: Callable[[Request, int], int]) -> None:
+def _force_device(proposer: DeviceProposer, said: Said) -> None:
     """What is said of all depths is sent along, for levels are launched without a read between."""
     inputs, guesser = proposer._inputs, proposer._device_guesser
     children = guesser.children
 
     def with_said(wanted: Wanted, padding: int) -> dict[str, NDArray]:
-        said_GL = np.zeros((len(wanted.entries_G) + padding, proposer._num_steps), dtype=np.int64)
-        for tree, b in enumerate(wanted.entries_G):
-            entry = wanted.batch.entries[b]
-            for depth in range(proposer._num_steps):
-                said_GL[tree, depth] = said(entry.request, entry.end + depth)
+        entries = [wanted.batch.entries[b] for b in wanted.entries_G]
+        ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
+        said_GL = np.zeros((len(entries) + padding, proposer._num_steps), dtype=np.int64)
+        for depth in range(proposer._num_steps):
+            said_G = said([entry.request for entry in entries], ends_G + depth)
+            said_GL[: len(entries), depth] = said_G
         return {"said": said_GL} | inputs(wanted, padding)
 
     def forced(logits_RD: torch.Tensor, tensors: Tensors, depth: int) -> DeviceGuessed:
         said_G = tensors["said"][:, depth] % logits_RD.shape[1]
-        said_R1 = said_G.repeat_interleave(len(logits_RD) // len(said_G))[:, None]
+        said_R1 = said_G[:, None].expand(-1, len(logits_RD) // len(said_G)).reshape(-1, 1)
         return children(logits_RD.scatter(1, said_R1, _CERTAIN), tensors, depth)
 
     proposer._inputs = with_said  # type: ignore[method-assign]
     guesser.children = forced  # type: ignore[assignment,method-assign]
 
 
-def _make_certain(logits_RV: torch.Tensor, tokens_R: list[int]) -> None:
-    rows = torch.arange(len(tokens_R), device=logits_RV.device)
-    logits_RV[rows, torch.tensor(tokens_R, device=logits_RV.device)] = _CERTAIN
+def _make_certain(logits_RV: torch.Tensor, tokens_R: NDArray[np.int64]) -> None:
+    """Without waiting for what the device has still to do before."""
+    if not tokens_R.size:
+        return
+    sent = upload({"tokens": tokens_R}, logits_RV.device)
+    logits_RV.scatter_(1, sent["tokens"][:, None], _CERTAIN)

@@ -10,6 +10,9 @@ import torch
 from replay_bench.shapes import Shape
 
 _BFLOAT16 = 2
+_STATED = {"H200": (4.8e12, 990e12), "H100 80GB HBM3": (3.35e12, 990e12)}
+"""By a part of the device's name: bytes and dense bf16 operations per second."""
+
 _LONG_SECONDS = 0.005
 """A product of this length is measured well; larger ones would only take longer."""
 
@@ -24,11 +27,12 @@ class Ceilings:
 
     @staticmethod
     def of(device: torch.device) -> Ceilings:
-        """Of an H200 what its maker states; of any other GPU and of a CPU what was measured now,
-        by a copy and by products of squares."""
+        """Of an H200 and an H100 what their maker states; of any other GPU and of a CPU what was
+        measured now, by a copy and by products of squares."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        if "H200" in name:
-            return Ceilings(name=name, bytes_per_second=4.8e12, flop_per_second=990e12)
+        for part, (num_bytes, flop) in _STATED.items():
+            if part in name:
+                return Ceilings(name=name, bytes_per_second=num_bytes, flop_per_second=flop)
         return Ceilings(
             name=name, bytes_per_second=_measure_copy(device), flop_per_second=_measure(device)
         )
@@ -45,7 +49,9 @@ class Ceilings:
 
 
 def _measure_copy(device: torch.device) -> float:
-    source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    source = torch.empty(
+        1 << (31 if device.type == "cuda" else 28), dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
 
@@ -55,7 +61,7 @@ def _measure(device: torch.device) -> float:
     of 2,048 rows takes a CPU without bf16 instructions many seconds."""
     best = 0.0
     for rows in (256, 512, 1024, 2048, 4096, 8192):
-        left, right = (torch.ones(rows, rows, dtype=torch.bfloat16, device=device) for _ in "lr")
+        left, right = (torch.randn(rows, rows, device=device).bfloat16() for _ in "lr")
         seconds = _seconds(lambda left=left, right=right: left @ right, device)
         best = max(best, 2 * rows**3 / seconds)
         if seconds > _LONG_SECONDS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_corpus import forget
 from traces import Trace
 
 from replay_bench.forced import Recording, force_draft, force_target
@@ -46,6 +47,7 @@ class Replayed:
     by_wave: list[Spent] = field(default_factory=list)
     by_running: dict[str, Spent] = field(default_factory=dict)  # most requests running at once
     total: Spent = field(default_factory=Spent)
+    unsettled_seconds: float = 0.0  # of steps in which kernels compiled or graphs were captured
 
 
 def waves(trace: Trace, active: int, limit: int | None) -> list[list[int]]:
@@ -77,7 +79,7 @@ def replay(
     """
     engine = RolloutEngine.from_pretrained(
         str(folder), spec, spec_options=spec_options, load_format="dummy", max_running=active,
-        max_step_tokens=max(2048, active), chunk_len=2048, **overrides,
+        max_step_tokens=max(2048, active), chunk_len=2048, overlap="never", **overrides,
     )  # fmt: skip
     worker: Any = engine.worker
     send_random_weights(engine, worker.target.model.destinations())
@@ -87,10 +89,14 @@ def replay(
         force_draft(drafter, recording, hit_rate)
     result = Replayed()
     chosen = waves(trace, active, num_waves)
-    _run(engine, trace, chosen[0][: min(8, len(chosen[0]))])  # kernels compile, pages are touched
+    _run(engine, trace, chosen[0])  # kernels compile, graphs are captured
+    forget(engine)
+    engine.flush_cache()
     for number, wave in enumerate(chosen):
         spent = Spent()
         for step in steps(engine, trace, wave):
+            if not step.is_settled:
+                result.unsettled_seconds += step.seconds
             floor = ceilings.forward_ms(shape, step.rows, step.sampled, step.kv_tokens) / 1e3
             name = _running_name(step.running)
             for kept in (spent, result.total, result.by_running.setdefault(name, Spent())):
@@ -110,6 +116,7 @@ class Step:
     kv_tokens: int
     tokens: int
     forwards: int
+    is_settled: bool
 
 
 def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step]:
@@ -142,7 +149,15 @@ def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step
             kv_tokens=last.kv_used,
             tokens=last.generated_tokens,
             forwards=last.sampling,
+            is_settled=_is_settled(engine),
         )
+
+
+def _is_settled(engine: RolloutEngine) -> bool:
+    """Whether the last step took a time that comes again."""
+    worker: Any = engine.worker
+    graphs = worker.target.graphs
+    return worker.drafting_is_usual and (graphs is None or graphs.is_settled)
 
 
 def _run(engine: RolloutEngine, trace: Trace, wave: list[int]) -> None:

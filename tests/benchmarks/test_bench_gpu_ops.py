@@ -9,6 +9,9 @@ import bench_gpu_ops
 import pytest
 import tile_sweep
 import torch
+from replay_bench.roofline import Ceilings
+
+H200 = Ceilings(name="NVIDIA H200", bytes_per_second=4.8e12, flop_per_second=990e12)
 
 
 def test_without_a_gpu_nothing_is_judged(tmp_path, monkeypatch, capsys) -> None:
@@ -24,9 +27,9 @@ def test_without_a_gpu_nothing_is_judged(tmp_path, monkeypatch, capsys) -> None:
 
 def test_a_floor_is_the_larger_of_bytes_and_arithmetic() -> None:
     case = bench_gpu_ops.Case(name="", ours=(), num_bytes=4.8e6, flop=1.98e9)
-    assert case.floor_us == pytest.approx(2)
+    assert case.floor_us(H200) == pytest.approx(2)
     case = bench_gpu_ops.Case(name="", ours=(), num_bytes=14.4e6, flop=1.98e9)
-    assert case.floor_us == pytest.approx(3)
+    assert case.floor_us(H200) == pytest.approx(3)
 
 
 def test_a_step_is_all_layers_and_the_head() -> None:

@@ -12,6 +12,14 @@ from gpu_session import ROOT, Stage, run, stages
 
 ROWS = 'import sys; open(sys.argv[-1], \'w\').write(\'[{"name": "a", "ok": false}]\')'
 
+CUT = f"""
+import time
+try:
+    time.sleep(60)
+finally:
+    {ROWS}
+"""
+
 
 def test_what_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
     started = time.monotonic()
@@ -20,18 +28,19 @@ def test_what_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
             Stage(name="fails", command=("-c", "print('why'); raise SystemExit(3)"), seconds=20),
             Stage(name="hangs", command=("-c", "import time; time.sleep(60)"), seconds=1),
             Stage(name="long", command=("-c", ""), seconds=1000),
+            Stage(name="cut", command=("-c", CUT), seconds=2),
             Stage(name="rows", command=("-c", ROWS), seconds=20),
         ],
         tmp_path,
         seconds=40,
     )
     assert [outcome.status for outcome in outcomes] == [
-        "failed: exit status 3", "over its limit", "not begun", "ok",
+        "failed: exit status 3", "over its limit", "not begun", "over its limit", "ok",
     ]  # fmt: skip
     assert time.monotonic() - started < 30
     written = json.loads((tmp_path / "session.json").read_text())
-    assert [each["name"] for each in written] == ["fails", "hangs", "long", "rows"]
-    assert written[-1]["rows"] == [{"name": "a", "ok": False}]
+    assert [each["name"] for each in written] == ["fails", "hangs", "long", "cut", "rows"]
+    assert written[-1]["rows"] == written[-2]["rows"] == [{"name": "a", "ok": False}]
     assert "why" in (tmp_path / "session.log").read_text()
 
 
