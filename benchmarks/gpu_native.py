@@ -51,7 +51,8 @@ def _built(name: str, folder: Path) -> bool:
     for built in BUILD.rglob(f"{target}*.so"):
         shutil.copy2(built, folder)
     # In a process of its own: this one has looked and remembers that there was none.
-    return not subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT).returncode
+    load = [sys.executable, "-c", f"import {name}"]
+    return not subprocess.run(load, cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ which too little is left of --seconds is not begun; its name is printed, for the
 every stage everything is in two files: session.json, with each stage's outcome and the rows of its
 benchmark, and session.log, with all that was printed.
 
-It needs torch, Triton and pytest; the n-gram corpus is compiled first where it is not there.
+What it needs is in docs/gpu.md; the n-gram corpus is compiled first where it is not there.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def stages(traces: Sequence[Path]) -> list[Stage]:
         ("overlap", ("benchmarks/bench_overlap.py", "--shape", "8b", "--shape", "demo"), 300),
         ("ops", (*ops, "step"), 280),
         ("replay", (*replay, "--spec", "ngram", "--shape", "8b"), 500),
-        ("replay-hybrid", (*replay, "--spec", "hybrid", "--shape", "8b", "--steps", "2"), 300),
+        ("replay-hybrid", (*replay, "--spec", "hybrid", "--shape", "8b", "--steps", "2"), 400),
         ("recurrent", (*ops, "recurrent"), 150),
-        ("replay-32b", (*replay, "--spec", "ngram", "--shape", "32b", "--steps", "1"), 400),
+        ("replay-32b", (*replay, "--spec", "ngram", "--shape", "32b", "--steps", "1"), 550),
         ("generate", ("benchmarks/bench_generate.py", "--shape", "8b"), 400),
         ("examples", (*tests, "tests/gpu/test_examples.py"), 400),
     ]  # fmt: skip
@@ -111,6 +111,7 @@ def _run(stage: Stage, seconds: float, log: Any) -> Outcome:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_heed_interrupts,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         try:
@@ -120,13 +121,18 @@ def _run(stage: Stage, seconds: float, log: Any) -> Outcome:
             result = "over its limit"
             _interrupt(process)
         finally:
-            if process.poll() is None:  # with those it started: its group is its own
+            with suppress(ProcessLookupError):  # all it started too: its group is its own
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
         found = json.loads(rows.read_text()) if rows.exists() else []
     return Outcome(
         name=stage.name, status=result, seconds=round(time.monotonic() - started, 1), rows=found
     )
+
+
+def _heed_interrupts() -> None:
+    """What is started in the background inherits that they are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:

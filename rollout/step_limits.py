@@ -30,7 +30,7 @@ class StepLimits:
         if device.type == "cpu":
             return StepLimits(max_running=32, max_step_tokens=512, chunk_len=256)
         # Logits of all that run, and of their draft nodes, are reserved before KV is.
-        is_large = torch.cuda.mem_get_info(device)[1] >= _LARGE_GPU
+        is_large = torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
         running, tokens = (256, 2048) if is_large else (64, 1024)
         return StepLimits(
             max_running=min(running, _RECURRENT) if recurrent else running,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -90,9 +91,13 @@ class TargetWorker:
         )
         if config.model.load_format is LoadFormat.dummy:
             self.weights.tear(["target"], "model.load_format=dummy loads none")
-        self.limits = limits = StepLimits.of(
+        limits = StepLimits.of(
             config.scheduler, device, recurrent=spec.linear_attention is not None
         )
+        limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
+            **{name: min(self.ranks.all.numbers(each)) for name, each in asdict(limits).items()}
+        )
+        self.limits = limits
         self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
         if config.exact:

@@ -251,6 +251,8 @@ class LearnedBudget:
         plain = float(prices.with_nodes_N1[0])
         dearer = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)
+        if math.isnan(times.draft) and not usual:
+            return  # nobody knows yet what it takes
         spent = usual if math.isnan(times.draft) else min(times.draft, _BELIEVED * usual)
         drafting = spent - self.cost.of_following(prices.width)
         gained = spared - dearer - max(0.0, drafting)

@@ -12,6 +12,7 @@ from rollout.models.draft_model import DraftSpec
 from rollout.models.dtype import resolve_dtype
 from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
+from rollout.parallel import local_rank
 from rollout.step_limits import StepLimits
 
 
@@ -38,7 +39,7 @@ def draft_bytes(
 
     ``slots_per_request``: beside those at the target's slots, of all pools together.
     """
-    device = resolve_device(config.model.device)
+    device = resolve_device(config.model.device, local_rank(config.parallel))
     stored = target.dtype or Checkpoint(Path(config.model.path)).dtype
     each = KvPool.bytes_per_slot(
         num_layers=draft.num_layers,

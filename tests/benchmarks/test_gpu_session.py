@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import gpu_session
+import psutil
 from gpu_session import ROOT, Stage, run, stages
 
 ROWS = 'import sys; open(sys.argv[-1], \'w\').write(\'[{"name": "a", "ok": false}]\')'
 
 CUT = f"""
-import time
+import subprocess, sys, time
+with open(sys.argv[1], "w") as file:
+    file.write(str(subprocess.Popen(["sleep", "300"]).pid))
 try:
     time.sleep(60)
 finally:
@@ -28,11 +32,11 @@ def test_what_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
             Stage(name="fails", command=("-c", "print('why'); raise SystemExit(3)"), seconds=20),
             Stage(name="hangs", command=("-c", "import time; time.sleep(60)"), seconds=1),
             Stage(name="long", command=("-c", ""), seconds=1000),
-            Stage(name="cut", command=("-c", CUT), seconds=2),
+            Stage(name="cut", command=("-c", CUT, str(tmp_path / "pid")), seconds=6),
             Stage(name="rows", command=("-c", ROWS), seconds=20),
         ],
         tmp_path,
-        seconds=40,
+        seconds=60,
     )
     assert [outcome.status for outcome in outcomes] == [
         "failed: exit status 3", "over its limit", "not begun", "over its limit", "ok",
@@ -41,6 +45,8 @@ def test_what_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "session.json").read_text())
     assert [each["name"] for each in written] == ["fails", "hangs", "long", "cut", "rows"]
     assert written[-1]["rows"] == written[-2]["rows"] == [{"name": "a", "ok": False}]
+    with suppress(psutil.NoSuchProcess):  # what it started was ended with it
+        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
     assert "why" in (tmp_path / "session.log").read_text()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -405,6 +406,25 @@ def test_what_was_taken_for_hopeless_can_rise_again():
 
     assert corrected_after(token=3) < 0.1
     assert corrected_after(token=0) > 0.8
+
+
+def test_drafting_of_which_no_time_is_known_closes_nothing_and_is_not_free():
+    budget, batch = make_budget(), batch_of(1, waiting=1)
+    compiling = StepTimes(draft=math.nan)
+    for _ in range(20):
+        step(budget, batch, 0.9, accepted=1, times=compiling)
+    assert budget.is_open
+    json.dumps(budget.learned(), allow_nan=False)
+    gained = []
+    budget._gate.observe = lambda width, gain, *_: gained.append(gain)
+    step(budget, batch, 0.9, accepted=1, times=compiling)
+    assert gained == []  # nobody knows what it takes
+    for _ in range(3):
+        step(budget, batch, 0.9, accepted=1, times=StepTimes(draft=3.0))
+    step(budget, batch, 0.9, accepted=1, times=compiling)
+    assert len(gained) == 4
+    assert gained[-1] == pytest.approx(gained[-2], rel=0.5)
+    assert all(map(math.isfinite, gained))
 
 
 @pytest.mark.parametrize(("usual_ms", "stays_open"), [(3.0, True), (30.0, False)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +86,27 @@ def test_steps_with_prefill_tell_nothing():
         cost.observe(width=2, rows=90, longest_context=90, proposed=proposed, times=times,
                      decode_only=False, steps=1)  # fmt: skip
     assert cost.learned() == learned
+
+
+def test_of_a_phase_that_took_what_it_will_not_again_nothing_is_learned():
+    """Kernels were compiled, a graph was captured."""
+    cost, known = made(), made()
+    show(cost)
+    show(known)
+    times = StepTimes(forward=20.0, sample=1.0, draft=0.5)
+    for proposed in (False, True):
+        for each, draft in ((cost, math.nan), (known, 0.5)):
+            each.observe(width=2, rows=9, longest_context=90, proposed=proposed, steps=1,
+                         times=replace(times, draft=draft), decode_only=True)  # fmt: skip
+    learned, also = cost.learned(), known.learned()
+    json.dumps(learned, allow_nan=False)
+    assert learned["cost"] == also["cost"]
+    for part, is_alike in (("sampling", True), ("drafting", False), ("following", False)):
+        assert (learned["request_ms"][part] == also["request_ms"][part]) == is_alike
+    before = cost.learned()["cost"]
+    cost.observe(width=2, rows=9, longest_context=90, proposed=True, steps=1,
+                 times=replace(times, forward=math.nan), decode_only=True)  # fmt: skip
+    assert cost.learned()["cost"] == before
 
 
 def test_a_machine_that_changed_between_steps_looked_at_is_followed_sooner():

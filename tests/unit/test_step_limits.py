@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,9 +15,14 @@ from rollout.step_limits import StepLimits
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
+def set_memory(monkeypatch, gib: int) -> None:
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
 @pytest.fixture(autouse=True)
 def _large_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 79 << 30))
+    set_memory(monkeypatch, 79)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,7 @@ def test_what_is_configured_bounds_what_is_not(device, configured, expected) -> 
 
 
 def test_a_gpu_with_less_memory_takes_on_less(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 47 << 30))
+    set_memory(monkeypatch, 47)
     limits = StepLimits.of(SchedulerConfig(), GPU)
     assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == (64, 1024, 1024)
     assert StepLimits.of(SchedulerConfig(max_running=300), GPU).max_step_tokens == 1024
