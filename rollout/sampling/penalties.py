@@ -29,7 +29,7 @@ def apply_history_(logits_V: torch.Tensor, rows: SampleRows, row: int) -> None:
         ids = _ids(np.unique(np.array(request.tokens + drafted, dtype=np.int64)), logits_V)
         chosen = logits_V[ids]
         # By a number CUDA would multiply with its reciprocal, which rounds otherwise.
-        penalty = logits_V.new_full((), params.repetition_penalty)
+        penalty = logits_V.new_full((), float(params.repetition_penalty))
         _put_(logits_V, ids, torch.where(chosen > 0, chosen / penalty, chosen * penalty))
     if params.presence_penalty != 0 or params.frequency_penalty != 0:
         output = request.tokens[request.prompt_len - request.partial_len :] + drafted

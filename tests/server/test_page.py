@@ -13,7 +13,7 @@ from rollout import RolloutEngine
 from tests.helpers.browser import Tab, browser
 from tests.server.conftest import Live, OpenServer
 
-SHOWN = "document.querySelector('#running').textContent !== ''"
+SHOWN = "document.querySelector('#running')?.textContent"
 POLLS = "performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/status')).length"
 
 

@@ -327,6 +327,7 @@ def test_bad_sampling_params_name_the_field(field, value):
         {"repetition_penalty": 2**100},
         {"repetition_penalty": 1e-300},
         {"frequency_penalty": 3e38, "presence_penalty": -3e38},
+        {"frequency_penalty": 2**100, "presence_penalty": 2**100},
         {"logit_bias": {5: 2**100, 6: -3e38}},
         {"max_new_tokens": 10**400},
         {"top_logprobs": 100, "entropy": True, "raw_logprobs": True},
