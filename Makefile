@@ -15,7 +15,7 @@ CPP := $(wildcard rollout/csrc/*.h rollout/csrc/*.cpp ngram_native/csrc/*.h ngra
   tests/native/cpp/* tests/native/fuzz/* benchmarks/native/*)
 NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/csrc/* ngram_native/csrc/*)
 
-BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.25" ninja
+BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.26" ninja
 
 # Idle OpenMP threads yield the core after microseconds instead of milliseconds: on a machine that
 # does anything else as well, spinning ones cost a factor of ten and more.

@@ -13,12 +13,13 @@ import argparse
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from replay_bench.shapes import SHAPES, write_config
-from table import Row, finish, parser, row
+from table import Row, finishing, parser, row
 from workloads import OPEN_PROMPTS, chat, reasoning_prompts
 
 from rollout import Rollout, RolloutEngine, SamplingParams
@@ -160,7 +161,7 @@ def shaped(name: str, device: str, *, exact: bool) -> tuple[RolloutEngine, Any]:
     return engine, model
 
 
-def shaped_rows(options: argparse.Namespace) -> list[Row]:
+def shaped_rows(options: argparse.Namespace) -> Iterator[Row]:
     engine, model = shaped(options.shape, options.device, exact=not options.fast)
     randomness = random.Random(0)
     prompts = [
@@ -174,13 +175,47 @@ def shaped_rows(options: argparse.Namespace) -> list[Row]:
         for _ in prompts
     ]
     engine.generate(prompts[:2], SamplingParams(max_new_tokens=8, ignore_eos=True))  # warm
-    rows = []
     for size in (1, 8, 32, 64):
-        rows += compare(
+        yield from compare(
             f"{options.shape}, batch {size}", engine, model, prompts[:size], params[:size],
             batch_sizes=(size,), bar=None, repeats=options.repeats, continuous=options.continuous,
         )  # fmt: skip
-    return rows
+
+
+def model_rows(options: argparse.Namespace) -> Iterator[Row]:
+    started = time.perf_counter()
+    engine = RolloutEngine.from_pretrained(
+        options.model,
+        spec="none",
+        max_running=64,
+        device=options.device,
+        exact=not options.fast,
+    )
+    yield row("load the model", time.perf_counter() - started, "s")
+    dtype, device = engine.worker.model_dtype, engine.worker.model_device
+    model = load_transformers(options.model, dtype, device)
+    bars = {1: 1.3, 8: 1.3, 32: 1.5, 64: 2.0} if device.type == "cpu" and not options.fast else {}
+    open_prompts = [chat(text) for text in OPEN_PROMPTS]
+    tasks = reasoning_prompts(24)
+    engine.generate(open_prompts[:2], SamplingParams(max_new_tokens=8))  # warm
+
+    for size, prompts in ((1, tasks[:1]), (8, open_prompts), (32, open_prompts + tasks)):
+        params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=128, seed=1)
+        yield from compare(
+            f"batch {size}, {dtype}", engine, model, prompts, params,
+            batch_sizes=(size,), bar=bars.get(size), repeats=options.repeats,
+            continuous=options.continuous,
+        )  # fmt: skip
+    group = [*open_prompts[:4], *tasks[:4]]
+    params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=256, seed=2, n=8)
+    yield from compare(
+        f"8 prompts x 8 samples, {dtype}", engine, model, group, params,
+        batch_sizes=(8, 64), bar=bars.get(64), repeats=1, continuous=options.continuous,
+    )  # fmt: skip
+    metrics = engine.metrics()
+    yield row("engine time to first rollout", metrics.first_rollout_seconds or 0.0, "s")
+    peak = metrics.peak_memory_bytes / 2**20
+    yield row("peak memory, transformers' copy included", peak, "MiB")
 
 
 def main() -> None:
@@ -200,46 +235,9 @@ def main() -> None:
     arguments.add_argument("--shape", choices=SHAPES, help="random weights instead of --model")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    if options.shape:
-        finish(f"generate, {options.shape}, {options.device}", shaped_rows(options), options.json)
-        return
-
-    started = time.perf_counter()
-    engine = RolloutEngine.from_pretrained(
-        options.model,
-        spec="none",
-        max_running=64,
-        device=options.device,
-        exact=not options.fast,
-    )
-    loaded = time.perf_counter() - started
-    dtype, device = engine.worker.model_dtype, engine.worker.model_device
-    model = load_transformers(options.model, dtype, device)
-    bars = {1: 1.3, 8: 1.3, 32: 1.5, 64: 2.0} if device.type == "cpu" and not options.fast else {}
-    open_prompts = [chat(text) for text in OPEN_PROMPTS]
-    tasks = reasoning_prompts(24)
-    engine.generate(open_prompts[:2], SamplingParams(max_new_tokens=8))  # warm
-
-    rows = [row("load the model", loaded, "s")]
-    for size, prompts in ((1, tasks[:1]), (8, open_prompts), (32, open_prompts + tasks)):
-        params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=128, seed=1)
-        rows += compare(
-            f"batch {size}", engine, model, prompts, params,
-            batch_sizes=(size,), bar=bars.get(size), repeats=options.repeats,
-            continuous=options.continuous,
-        )  # fmt: skip
-    group = [*open_prompts[:4], *tasks[:4]]
-    params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=256, seed=2, n=8)
-    rows += compare(
-        "8 prompts x 8 samples", engine, model, group, params,
-        batch_sizes=(8, 64), bar=bars.get(64), repeats=1, continuous=options.continuous,
-    )  # fmt: skip
-    metrics = engine.metrics()
-    rows += [
-        row("engine time to first rollout", metrics.first_rollout_seconds or 0.0, "s"),
-        row("peak memory, transformers' copy included", metrics.peak_memory_bytes / 2**20, "MiB"),
-    ]
-    finish(f"generate, {dtype}, {options.device}, {options.threads} threads", rows, options.json)
+    chosen = f"generate, {options.shape or options.model.name}, {options.device}"
+    with finishing(f"{chosen}, {options.threads} threads", options.json) as rows:
+        rows.extend(shaped_rows(options) if options.shape else model_rows(options))
 
 
 if __name__ == "__main__":

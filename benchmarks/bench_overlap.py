@@ -18,7 +18,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,32 +97,29 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
     )
 
 
-def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), shape)
-        found = {}
-        for overlap in Overlap:
-            found[overlap] = measure(Path(folder), overlap, options)
-            gc.collect()  # or its weights and keys stay beside the next one's
-    whole, halves = found[Overlap.never], found[Overlap.always]
+def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
+    """Each as soon as it is measured."""
     label = f"{name}, {options.batch} requests"
     judged = torch.device(options.device).type == "cuda"
-    rows = [
-        row(f"{label}: NGRAM propose", whole.propose_ms, "ms"),
-        row(f"{label}: forward", whole.forward_ms, "ms"),
-        row(f"{label}: accept length", whole.accept_length, "tokens"),
-        row(f"{label}, a half: NGRAM propose", halves.propose_ms, "ms"),
-        row(f"{label}, a half: forward", halves.forward_ms, "ms"),
-        row(
-            f"{label}, a half: propose / forward (hidden below 1)",
-            halves.propose_ms / halves.forward_ms, "ratio", 1.0 if judged else None, at_most=True,
-        ),
-    ]  # fmt: skip
-    for overlap in (Overlap.always, Overlap.auto):
-        ratio = found[overlap].tokens_per_second / whole.tokens_per_second
-        bar = 0.98 if judged and overlap is Overlap.auto else None
-        rows.append(row(f"{label}: throughput of overlap={overlap} / never", ratio, "ratio", bar))
-    return rows
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), shape)
+        whole = measure(Path(folder), Overlap.never, options)
+        yield row(f"{label}: NGRAM propose", whole.propose_ms, "ms")
+        yield row(f"{label}: forward", whole.forward_ms, "ms")
+        yield row(f"{label}: accept length", whole.accept_length, "tokens")
+        for overlap in (Overlap.always, Overlap.auto):
+            gc.collect()  # or weights and keys stay beside the next one's
+            found = measure(Path(folder), overlap, options)
+            if overlap is Overlap.always:
+                yield row(f"{label}, a half: NGRAM propose", found.propose_ms, "ms")
+                yield row(f"{label}, a half: forward", found.forward_ms, "ms")
+                hidden = f"{label}, a half: propose / forward (hidden below 1)"
+                ratio, bar = found.propose_ms / found.forward_ms, 1.0 if judged else None
+                yield row(hidden, ratio, "ratio", bar, at_most=True)
+            ratio = found.tokens_per_second / whole.tokens_per_second
+            bar = 0.98 if judged and overlap is Overlap.auto else None
+            yield row(f"{label}: throughput of overlap={overlap} / never", ratio, "ratio", bar)
+    gc.collect()
 
 
 def main(arguments_given: Sequence[str] | None = None) -> None:
@@ -133,7 +130,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     options = arguments.parse_args(arguments_given)
     with finishing(f"halves that take turns, on {options.device}", options.json) as rows:
         for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
-            rows += shape_rows(name, shape, options)
+            rows.extend(shape_rows(name, shape, options))
 
 
 if __name__ == "__main__":

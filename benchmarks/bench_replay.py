@@ -18,6 +18,7 @@ import gc
 import math
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +38,34 @@ def spec_options(spec: str, nodes: int, draft: Path) -> dict[str, Any]:
     return options | ({"draft_path": str(draft)} if spec == "hybrid" else {})
 
 
-def compare(name: str, results: dict[str, Replayed], bars: bool) -> list[Row]:
+def times(label: str, result: Replayed) -> Iterator[Row]:
+    total = result.total
+    yield row(f"{label}: tokens", total.tokens / total.seconds, "tokens/s")
+    yield row(f"{label}: floor / time", total.floor_seconds / total.seconds, "ratio")
+    compiled = result.unsettled_seconds / total.seconds
+    yield row(f"{label}: steps that compiled or captured", compiled, "of the time")
+
+
+def compare(label: str, plain: Replayed, result: Replayed, bars: bool) -> Iterator[Row]:
     """``bars``: whether those of an H200 apply: 1.9x at 64 running, nowhere under 1.0x."""
-    plain = results["none"]
-    rows = []
-    for spec, result in results.items():
-        total = result.total
-        label = f"{name}, {spec}"
-        rows.append(row(f"{label}: tokens", total.tokens / total.seconds, "tokens/s"))
-        rows.append(row(f"{label}: floor / time", total.floor_seconds / total.seconds, "ratio"))
-        compiled = result.unsettled_seconds / total.seconds
-        rows.append(row(f"{label}: steps that compiled or captured", compiled, "of the time"))
-        if spec == "none":
-            continue
-        rows.append(row(f"{label}: accept length", total.accept_length, "tokens"))
-        speedup = plain.total.seconds / total.seconds
-        rows.append(row(f"{label}: speedup", speedup, "x", 1.9 if bars else None))
-        waves = zip(plain.by_wave, result.by_wave, strict=True)
-        worst = min(before.seconds / after.seconds for before, after in waves)
-        bar = 1.0 if bars else None
-        rows.append(row(f"{label}: worst step of the trace", worst, "x", bar))
-        for running, spent in sorted(
-            result.by_running.items(), key=lambda item: int(item[0].split()[0])
-        ):
-            before = plain.by_running.get(running)
-            if before is not None and spent.tokens and before.tokens:
-                ratio = before.seconds / before.tokens / (spent.seconds / spent.tokens)
-                rows.append(row(f"{label}: {running}, time per token", ratio, "x", bar))
-    return rows
+    yield row(f"{label}: accept length", result.total.accept_length, "tokens")
+    speedup = plain.total.seconds / result.total.seconds
+    yield row(f"{label}: speedup", speedup, "x", 1.9 if bars else None)
+    waves = zip(plain.by_wave, result.by_wave, strict=True)
+    worst = min(before.seconds / after.seconds for before, after in waves)
+    bar = 1.0 if bars else None
+    yield row(f"{label}: worst step of the trace", worst, "x", bar)
+    for running, spent in sorted(
+        result.by_running.items(), key=lambda item: int(item[0].split()[0])
+    ):
+        before = plain.by_running.get(running)
+        if before is not None and spent.tokens and before.tokens:
+            ratio = before.seconds / before.tokens / (spent.seconds / spent.tokens)
+            yield row(f"{label}: {running}, time per token", ratio, "x", bar)
 
 
-def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int) -> list[Row]:
+def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int) -> Iterator[Row]:
+    """Each row as soon as it is measured."""
     shape = SHAPES[shape_name]
     device = torch.device(options.device)
     largest = max(int(tokens.max()) for tokens in (*trace.prompts, *trace.responses))
@@ -77,7 +75,9 @@ def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int)
     overrides = {"device": options.device, "dtype": "bfloat16", "exact": not options.fast}
     # Nobody else is on the GPU; on a CPU half of its memory would be touched for nothing.
     overrides |= {"kv_bytes": 1 << 30} if device.type == "cpu" else {"kv_fraction": 0.9}
-    results: dict[str, Replayed] = {}
+    name = f"{trace.name}, {shape_name}, {active} active"
+    bars = shape_name == "8b" and active == 64 and "H200" in ceilings.name and bool(options.trace)
+    plain: Replayed | None = None
     with tempfile.TemporaryDirectory() as folder:
         model, draft = Path(folder) / "model", Path(folder) / "draft"
         write_config(model, shape)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int)
             write_draft(draft, shape)
         for spec in dict.fromkeys(["none", *options.spec]):
             started = time.perf_counter()
-            results[spec] = replay(
+            result = replay(
                 model,
                 shape,
                 trace,
@@ -103,9 +103,11 @@ def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int)
             print(
                 f"{shape_name} {active} {spec}: {time.perf_counter() - started:.0f} s", flush=True
             )
-    name = f"{trace.name}, {shape_name}, {active} active"
-    bars = shape_name == "8b" and active == 64 and "H200" in ceilings.name and bool(options.trace)
-    return compare(name, results, bars)
+            yield from times(f"{name}, {spec}", result)
+            if plain is None:
+                plain = result
+            else:
+                yield from compare(f"{name}, {spec}", plain, result, bars)
 
 
 def main() -> None:
@@ -132,7 +134,7 @@ def main() -> None:
         for trace in load_traces(options.trace):
             for shape in chosen_shapes(options, ["8b"]):
                 for active in options.active:
-                    rows += run(options, trace, shape, active)
+                    rows.extend(run(options, trace, shape, active))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,39 +164,37 @@ def open_engine(
     return engine
 
 
-def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
+def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
+    """Each as soon as it is measured."""
     ceilings = Ceilings.of(torch.device(options.device))
     judged = "H200" in ceilings.name
-    found: dict[tuple[bool, int, int], Timed] = {}
+    plain: dict[int, float] = {}  # exact, by batch: milliseconds
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), shape)
-        for exact in (True, False):
-            for nodes in (0, options.nodes) if exact else (0,):
-                engine = open_engine(Path(folder), options, exact, nodes)
-                for batch in options.batch:
-                    found[exact, nodes, batch] = measure(engine, batch, options.context)
-                engine.close()
-                del engine
-                gc.collect()  # or its weights and keys stay beside the next one's
-    rows = []
-    for (exact, nodes, batch), timed in found.items():
-        kind = f"{nodes} draft nodes each" if nodes else "exact" if exact else "fast"
-        label = f"{name}, batch {batch}, {kind}"
-        floor = ceilings.forward_ms(shape, timed.rows, timed.sampled, timed.kv_tokens)
-        limit = 1.2 if judged and name == "demo" and batch == 8 and not nodes and exact else None
-        rows.append(row(label, timed.step_ms, "ms", limit, at_most=True))
-        bar = BARS.get(name) if judged and not nodes and batch <= 32 else None
-        rows.append(row(f"{label}: floor / time", floor / timed.step_ms, "ratio", bar))
-    for batch in options.batch:
-        plain = found[True, 0, batch].step_ms
-        bar = 1.6 if judged and name == "8b" else None
-        ratio = plain / found[False, 0, batch].step_ms
-        rows.append(row(f"{name}, batch {batch}: exact / fast", ratio, "ratio", bar, at_most=True))
-        ratio = found[True, options.nodes, batch].step_ms / plain
-        bar = 1.15 if judged and name == "8b" and batch == 8 and options.nodes == 8 else None
-        label = f"{name}, batch {batch}: {options.nodes} draft nodes each / none"
-        rows.append(row(label, ratio, "ratio", bar, at_most=True))
-    return rows
+        for exact, nodes in ((True, 0), (True, options.nodes), (False, 0)):
+            engine = open_engine(Path(folder), options, exact, nodes)
+            for batch in options.batch:
+                timed = measure(engine, batch, options.context)
+                took, label = timed.step_ms, f"{name}, batch {batch}"
+                kind = f"{nodes} draft nodes each" if nodes else "exact" if exact else "fast"
+                bar = 1.2 if (judged, name, batch, kind) == (True, "demo", 8, "exact") else None
+                yield row(f"{label}, {kind}", took, "ms", bar, at_most=True)
+                floor = ceilings.forward_ms(shape, timed.rows, timed.sampled, timed.kv_tokens)
+                bar = BARS.get(name) if judged and not nodes and batch <= 32 else None
+                yield row(f"{label}, {kind}: floor / time", floor / took, "ratio", bar)
+                if exact and not nodes:
+                    plain[batch] = took
+                elif exact:
+                    bar = 1.15 if judged and (name, batch, nodes) == ("8b", 8, 8) else None
+                    ratio = took / plain[batch]
+                    yield row(f"{label}: {kind} / none", ratio, "ratio", bar, at_most=True)
+                else:
+                    bar = 1.6 if judged and name == "8b" else None
+                    ratio = plain[batch] / took
+                    yield row(f"{label}: exact / fast", ratio, "ratio", bar, at_most=True)
+            engine.close()
+            del engine
+            gc.collect()  # or its weights and keys stay beside the next one's
 
 
 def main(arguments_given: Sequence[str] | None = None) -> None:
@@ -212,7 +210,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         arguments.error(f"--nodes={options.nodes}: must be in [1, 63]")
     with finishing(f"a step on {options.device}", options.json) as rows:
         for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
-            rows += shape_rows(name, shape, options)
+            rows.extend(shape_rows(name, shape, options))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
     python benchmarks/gpu_session.py --output runs/gpu --seconds 580 --stages replay generate
 
 Each stage is a process of its own with a limit; one that fails or hangs costs no other. A stage for
-which too little is left of --seconds is not begun; its name is printed, for the next call. After
-every stage everything is in two files: session.json, with each stage's outcome and the rows of its
-benchmark, and session.log, with all that was printed.
+which too little is left of --seconds is not begun, and one may be cut short by it; their names are
+printed, for the next call. After every stage everything is in two files: session.json, with each
+stage's outcome and the rows of its benchmark, and session.log, with all that was printed. What
+earlier calls found stays in both until its stage is run again.
 
 What it needs is in docs/gpu.md; the n-gram corpus is compiled first where it is not there.
 """
@@ -33,6 +34,8 @@ _LEAST_SHARE = 0.5
 
 _LAST_WORDS_SECONDS = 10.0
 
+NOT_BEGUN, CUT_SHORT = "not begun", "cut short"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -45,7 +48,7 @@ class Stage:
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     name: str
-    status: str  # "ok", "failed: ...", "over its limit", "not begun"
+    status: str  # "ok", "failed: ...", "over its limit", "cut short", "not begun"
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -85,21 +88,31 @@ def run(chosen: Sequence[Stage], output: Path, seconds: float) -> list[Outcome]:
     output.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    with (output / "session.log").open("w") as log:
+    results = output / "session.json"
+    written = {each["name"]: each for each in _written(results)}
+    with (output / "session.log").open("a") as log:
         for stage in chosen:
             left = deadline - time.monotonic()
             if left < _LEAST_SHARE * stage.seconds:
-                outcomes.append(Outcome(name=stage.name, status="not begun"))
+                outcomes.append(Outcome(name=stage.name, status=NOT_BEGUN))
             else:
                 print(f"{stage.name} ...", flush=True)
-                outcomes.append(_run(stage, min(left, stage.seconds), log))
+                outcomes.append(_run(stage, left - _LAST_WORDS_SECONDS, log))
                 print(f"{stage.name}: {outcomes[-1].status}", flush=True)
-            text = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
-            (output / "session.json").write_text(text + "\n")
+            if stage.name not in written or outcomes[-1].status != NOT_BEGUN:
+                written[stage.name] = asdict(outcomes[-1])
+            results.write_text(json.dumps(list(written.values()), indent=1) + "\n")
     return outcomes
 
 
-def _run(stage: Stage, seconds: float, log: Any) -> Outcome:
+def _written(results: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads(results.read_text()) if results.exists() else []
+    except ValueError as error:  # never written over: it may be all there is of an hour on a GPU
+        raise SystemExit(f"{results}: {error}; move it away, or choose another --output") from error
+
+
+def _run(stage: Stage, left: float, log: Any) -> Outcome:
     log.write(f"\n=== {stage.name}\n")
     log.flush()
     started = time.monotonic()
@@ -115,10 +128,10 @@ def _run(stage: Stage, seconds: float, log: Any) -> Outcome:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         try:
-            status = process.wait(seconds)
+            status = process.wait(min(left, stage.seconds))
             result = "ok" if status == 0 else f"failed: exit status {status}"
         except subprocess.TimeoutExpired:
-            result = "over its limit"
+            result = "over its limit" if stage.seconds <= left else CUT_SHORT
             _interrupt(process)
         finally:
             with suppress(ProcessLookupError):  # all it started too: its group is its own
@@ -160,8 +173,8 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         print(f"{outcome.name:14} {outcome.seconds:6.0f} s  {outcome.status}, {len(missed)} missed")
         for row in missed:
             print(f"    {row['name']}: {row['value']} {row['unit']}, bar {row['bar']}")
-    if left := [outcome.name for outcome in outcomes if outcome.status == "not begun"]:
-        print("not begun: --stages", *left)
+    if left := [each.name for each in outcomes if each.status in (NOT_BEGUN, CUT_SHORT)]:
+        print("not begun or cut short: --stages", *left)
 
 
 if __name__ == "__main__":

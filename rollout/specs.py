@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
@@ -32,11 +34,19 @@ def worker_factory(spec: str, **options: Any) -> WorkerFactory:
 
     Raises InvalidInputError for an unknown name or option.
     """
-    folder = files("rollout.conf") / "spec"
+    folder = _conf() / "spec"
     known = {entry.name[:-5]: entry for entry in folder.iterdir() if entry.name.endswith(".yaml")}
     if spec not in known:
         raise InvalidInputError("spec", spec, f"one of {', '.join(sorted(known))}")
     return factory_of(yaml.safe_load(known[spec].read_text()) | options)
+
+
+def _conf() -> Traversable:
+    """conf/: a part of the package where it is installed, beside it in a bare source tree."""
+    try:
+        return files("rollout.conf")
+    except ModuleNotFoundError:
+        return Path(__file__).resolve().parents[1] / "conf"
 
 
 def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:

@@ -51,9 +51,11 @@ class CudaCapture:
         # Kernels are compiled and libraries make their workspaces before anything is recorded.
         side, usual = self._stream, torch.cuda.current_stream(self._device)
         side.wait_stream(usual)
-        with torch.cuda.stream(side):
-            run()
-        usual.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                run()
+        finally:  # what was launched before it failed still reads and writes
+            usual.wait_stream(side)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before = _Memory.of(self._device)

@@ -3,7 +3,7 @@
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
 Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
 the least number of rows from which all counts agree. On a GPU the products are ours, one order for
-any number of rows; that is asked all the same.
+any number of rows; that is asked all the same, of every tile that a step can run.
 
 Legend: M rows, I input features, O output features.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,13 +20,16 @@ from rollout.errors import ExactnessError
 from rollout.layers.linear import Linear
 from rollout.ops import gpu
 
+if TYPE_CHECKING:
+    from rollout.ops.matmul.triton import Tile
+
 LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
 _ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257)
 _ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
 _AFFORDABLE = 2**30  # multiply-adds of one product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
-_MOST_ON_A_GPU = 1024  # more have the same tiles, and outputs of gigabytes
+_MOST_ON_A_GPU = 300  # more than a tile has; their own would have outputs of gigabytes
 
 
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
@@ -93,6 +97,11 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
     if linear.device.type == "cpu" and not linear.is_packed:
         # Plain products choose kernels by alignment too, which a probe sees only now and then.
         least = max(least, LARGEST_PADDING)
+    if linear.device.type == "cuda" and (tiles := _differing_tiles(probe, x_MI, y_MO, max_rows)):
+        raise ExactnessError(
+            f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
+            f"{linear.dtype} on {linear.device} differ between {tiles} and others; set exact=false"
+        )
     if least > LARGEST_PADDING:
         raise ExactnessError(
             f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
@@ -100,6 +109,21 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
             "; set exact=false"
         )
     return least
+
+
+def _differing_tiles(
+    probe: Linear, x_MI: torch.Tensor, y_MO: torch.Tensor, max_rows: int
+) -> list[Tile]:
+    """Those that give other rows than ``y_MO``, among all that up to ``max_rows`` rows run."""
+    from rollout.ops.matmul.triton import tiled_matmul, tiles_up_to
+
+    weight_OI = probe.weight_rows(0, probe.out_features).read()
+    processors = gpu.multiprocessors(probe.device)
+    return [
+        tile
+        for tile in tiles_up_to(probe.dtype, max_rows, probe.out_features, processors)
+        if not torch.equal(tiled_matmul(x_MI, weight_OI, probe.bias_O, tile), y_MO)
+    ]
 
 
 def _signature(linear: Linear) -> tuple[object, ...]:

@@ -138,6 +138,8 @@ class DeviceProposer:
         self._levels.apply(tensors, wanted.rows_G)
         if self._graphs is None or placed is None:
             grown = self._grow(tensors, shape)
+            # Kernel by kernel, which is not how its like will run.
+            self.is_settled &= self._graphs is None or self._graphs.is_idle
         else:
             grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
             self.is_settled &= self._graphs.is_settled

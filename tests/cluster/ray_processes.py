@@ -13,7 +13,8 @@ def replica_processes(driver: int | None = None) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(driver).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::ReplicaActor"):
+            # Asked once: of one that has just died nothing is left the second time.
+            if "".join(process.cmdline()[:1]).startswith("ray::ReplicaActor"):
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)
 

@@ -17,7 +17,7 @@ from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
-from rollout.specs import factory_of
+from rollout.specs import factory_of, worker_factory
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -154,3 +154,17 @@ def test_every_key_of_the_schema_is_in_the_composed_configuration() -> None:
     missing = OmegaConf.missing_keys(config)
     assert missing == set()
     assert set(config) == set(RunConfig.__dataclass_fields__)
+
+
+def test_a_source_tree_that_is_not_installed_has_its_specs(monkeypatch) -> None:
+    """conf/ is a part of the package only where that is installed."""
+
+    def files(package: str) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}")
+
+    installed = worker_factory("ngram")
+    monkeypatch.setattr("rollout.specs.files", files)
+    bare = worker_factory("ngram")
+    assert (bare.func, bare.keywords) == (installed.func, installed.keywords)
+    with pytest.raises(InvalidInputError, match="none"):
+        worker_factory("nothing")

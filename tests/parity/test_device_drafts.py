@@ -131,9 +131,36 @@ def test_the_smallest_and_the_largest_trees(drafts, plain, name, own) -> None:
     engine.check_integrity()
 
 
-def as_on_a_device(drafter, capture) -> DeviceProposer:
+def test_a_proposal_that_no_graph_can_take_teaches_no_cost(drafts) -> None:
+    target, spec, options = drafts["eagle"]
+    engine = RolloutEngine.from_pretrained(
+        target, spec, dtype="float32", max_running=5, spec_options=FIXED | options
+    )
+    proposer = as_on_a_device(engine.worker.drafter, ReplayingCapture(), input_bytes=16)
+    settled, propose = [], proposer.propose
+
+    def noted(wanted):
+        proposal = propose(wanted)
+        settled.append(proposer.is_settled)
+        return proposal
+
+    proposer.propose = noted
+    engine.generate(prompts(), PARAMS["greedy"])
+    assert len(settled) > 5
+    assert not any(settled)
+    proposer._graphs.is_paused = True  # and for as long as it is, all are launched one by one
+    engine.flush_cache()
+    engine.generate(prompts(), PARAMS["greedy"])
+    assert any(settled)
+
+
+def as_on_a_device(drafter, capture, **options) -> DeviceProposer:
     drafter._graphs = CapturedRuns(
-        "proposals", max_bytes=lambda: 50_000, capture=capture, device=torch.device("cpu")
+        "proposals",
+        max_bytes=lambda: 50_000,
+        capture=capture,
+        device=torch.device("cpu"),
+        **options,
     )
     drafter._proposer = drafter._device_proposer()
     return drafter._proposer

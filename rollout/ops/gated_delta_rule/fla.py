@@ -5,6 +5,7 @@ Written for version 0.6 and not run on a GPU yet. A package that gives other num
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from rollout.ops.gated_delta_rule.chunked import (
     chunked_plan,
 )
 from rollout.ops.state_plan import StatePlan
+
+log = logging.getLogger(__name__)
 
 _TOLERANCE = 0.02  # of the largest number: its products are of 16-bit numbers
 
@@ -33,9 +36,14 @@ def piece_kernel(states_SGKV: torch.Tensor, dtype: torch.dtype) -> PieceKernel |
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:
         return chunked_pieces
+    if dtype is torch.float32:  # their products are of 16-bit numbers
+        return chunked_pieces
     theirs = fla_pieces(chunk_gated_delta_rule)
-    takes = dtype is not torch.float32  # their products are of 16-bit numbers
-    return theirs if takes and agrees(theirs, states_SGKV, dtype) else chunked_pieces
+    try:
+        return theirs if agrees(theirs, states_SGKV, dtype) else chunked_pieces
+    except Exception as error:  # of whatever version it is, ours does as well
+        log.warning("flash-linear-attention is there and is not used: %r", error)
+        return chunked_pieces
 
 
 def fla_pieces(chunk_gated_delta_rule: Callable[..., Any]) -> PieceKernel:

@@ -94,6 +94,13 @@ def tile_for(dtype: torch.dtype, rows: int, outputs: int, processors: int) -> Ti
     return next((tile for tile in some if tile.fills(rows, outputs, processors)), some[-1])
 
 
+def tiles_up_to(dtype: torch.dtype, rows: int, outputs: int, processors: int) -> list[Tile]:
+    """Those that products of so many rows or fewer run. Which it is changes after multiples of 16
+    rows only."""
+    counts = range(1, rows + 1, 16)
+    return list(dict.fromkeys(tile_for(dtype, count, outputs, processors) for count in counts))
+
+
 def matmul(
     x_MI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -7,8 +7,11 @@ import os
 import pytest
 import torch
 
+from rollout.layers.linear import Linear
+from rollout.layers.row_invariance import _differing_tiles
+from rollout.ops.gpu import multiprocessors
 from rollout.ops.matmul import reference
-from rollout.ops.matmul.triton import matmul, tile_for, tiled_matmul, tiles
+from rollout.ops.matmul.triton import matmul, tile_for, tiled_matmul, tiles, tiles_up_to
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -100,3 +103,20 @@ def test_nothing_to_multiply(dtype, device) -> None:
     x, weight, bias = operands(2, 5, 9, dtype, device)
     assert matmul(x[:0], weight, bias).shape == (0, 5)
     assert matmul(x, weight[:0], bias[:0]).shape == (2, 0)
+
+
+def test_a_tile_that_adds_otherwise_is_named(dtype, device, monkeypatch) -> None:
+    """With small whole numbers, which every order adds up alike."""
+    generator = torch.Generator().manual_seed(4)
+    x, weight = (torch.randint(-3, 4, (n, 24), generator=generator) for n in (70, 40))
+    linear = Linear(24, 40, dtype=dtype, device=device, packing=False)
+    linear.weight_rows(0, 40).write(weight)
+    x, y = x.to(device, dtype), (x @ weight.T).to(device, dtype)
+    assert not _differing_tiles(linear, x, y, 70)
+    wrong = tiles_up_to(dtype, 70, 40, multiprocessors(device))[-1]
+
+    def sabotaged(x, weight, bias, tile):
+        return tiled_matmul(x, weight, bias, tile) + (tile == wrong)
+
+    monkeypatch.setattr("rollout.ops.matmul.triton.tiled_matmul", sabotaged)
+    assert _differing_tiles(linear, x, y, 70) == [wrong]
