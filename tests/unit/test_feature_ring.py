@@ -201,8 +201,9 @@ def test_a_reader_never_sees_a_torn_sequence_while_another_process_writes():
 def test_a_writer_that_is_killed_leaves_whole_sequences():
     process, name = start_writer(2, 10_000_000)
     try:
-        reader = FeatureReader.open(name)
-        while not reader.take():
+        reader, numbers = FeatureReader.open(name), [-1]
+        while numbers[-1] < 100:
+            numbers += [whole(each) for each in reader.take()]
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
