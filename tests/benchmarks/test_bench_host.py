@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from host_bench import phases as phases_module
 from host_bench.phases import Phases
 from host_bench.seats import seats
 from traces import synthetic_trace
@@ -34,13 +34,16 @@ def test_it_runs_and_says_what_was_recorded(tmp_path) -> None:
         assert (rows[f"{label}: tokens of a request"] > 1) == drafts
 
 
-def test_a_phase_inside_another_is_not_the_outer_ones() -> None:
+def test_a_phase_inside_another_is_not_the_outer_ones(monkeypatch) -> None:
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(phases_module, "time", clock)
+
     def inner() -> None:
-        time.sleep(0.02)
+        clock.now += 0.02
 
     def outer() -> None:
         called.inner()
-        time.sleep(0.01)
+        clock.now += 0.01
 
     called = SimpleNamespace(inner=inner, outer=outer)
     phases = Phases("rest")
@@ -48,8 +51,8 @@ def test_a_phase_inside_another_is_not_the_outer_ones() -> None:
     phases.time_calls(called, "outer", "outer")
     called.outer()
     taken = phases.take()
-    assert taken["inner"] >= 0.02
-    assert 0.01 <= taken["outer"] < taken["inner"] + 0.01
+    assert taken["inner"] == pytest.approx(0.02)
+    assert taken["outer"] == pytest.approx(0.01)
     phases.stop()
     assert called.inner is inner
     called.inner()

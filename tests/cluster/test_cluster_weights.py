@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -452,10 +453,12 @@ def test_a_newcomer_that_begins_to_join_anew_is_not_brought_the_same_twice(make,
     cluster.update_weights_from_tensor(tensors[0])
     kill(cluster, pool, "replica-0")
     born = len(pool.lives)
-    asked = []
+    asked, opened = [], threading.Event()
+    Interceptor(pool.living["replica-1"], "read_weights", lambda n: opened.wait(60) and None)
     while "replica-0" not in cluster.members.joined:
         if not asked and cluster.weight_bringer.is_busy:
             asked.append(cluster.weight_bringer.try_again())
+            opened.set()
         cluster.members.attend(0.01)
     assert asked
     assert len(pool.lives) == born  # none was refused and started anew

@@ -22,7 +22,7 @@ from tests.cluster.workload import drain, ngram, submit_all
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("own_ray")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_ray")]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def cluster(own_ray, config) -> Iterator[RolloutCluster]:
     yield cluster
     left = replica_processes()
     cluster.close()
-    wait_until_gone(left, 10)
+    wait_until_gone(left, 60)
 
 
 def test_weights_come_by_every_way_and_to_who_is_replaced(cluster, tmp_path):
@@ -64,7 +64,7 @@ def test_weights_come_by_every_way_and_to_who_is_replaced(cluster, tmp_path):
     replica_processes()[0].kill()
     submit_all(cluster)
     assert drain(cluster) == before  # on the one that is left, and on the one that came
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not cluster.members.all_joined or len(cluster.members.on_all("status")) < 2:
         cluster.step()
         assert time.monotonic() < deadline

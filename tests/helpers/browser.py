@@ -51,7 +51,7 @@ class Tab:
     def text(self, selector: str) -> str:
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
-    def wait_for(self, condition: str, seconds: float = 20.0) -> Any:
+    def wait_for(self, condition: str, seconds: float = 60.0) -> Any:
         """Until the expression is true. Its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(condition)):

@@ -10,9 +10,8 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import MemoryConfig, ModelConfig, ParallelConfig, ParallelMode
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
+from rollout.offline.output import RolloutOutput
 from rollout.specs import worker_factory
 from rollout.types import SamplingParams
 
@@ -36,10 +36,16 @@ def config_of(model: str, data: str, output: str, size: int) -> RunConfig:
     )
 
 
-def stop_after(rollouts: int, output: Path) -> None:
-    while not output.exists() or output.read_bytes().count(b"\n") < rollouts:
-        time.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGTERM)
+def stop_after(rollouts: int) -> None:
+    """This process is told to stop as soon as it has written so many."""
+    append = RolloutOutput.append
+
+    def counted(output: RolloutOutput, *row: Any) -> None:
+        append(output, *row)
+        if output.num_done == rollouts:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    RolloutOutput.append = counted
 
 
 def main(written: Path) -> None:
@@ -48,7 +54,7 @@ def main(written: Path) -> None:
     model, data, output = json.loads(os.environ["JOB_RANKS"])
     config = config_of(model, data, output, int(os.environ["WORLD_SIZE"]))
     if os.environ["RANK"] == "0":
-        threading.Thread(target=stop_after, args=(3, Path(output)), daemon=True).start()
+        stop_after(3)
     statuses = []
     with Path(os.devnull).open("w") as sink:
         for _ in range(3):

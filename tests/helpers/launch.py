@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.ports import free_port
 
 _ROOT = Path(__file__).parents[2]
 
@@ -22,9 +23,7 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> 
     Returns what each wrote to its file, as JSON. A rank that fails, or all of them taking longer
     than ``timeout`` seconds, is an AssertionError with what they printed; none is left running.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     outputs = [folder / f"{module}-{ranks}-{rank}.json" for rank in range(ranks)]
     logs = [output.with_suffix(".log") for output in outputs]
     processes = []

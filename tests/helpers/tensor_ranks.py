@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from rollout.errors import RolloutError
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
+from tests.helpers.ports import free_port
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
 
 RANK = int(os.environ["RANK"])
@@ -101,12 +101,6 @@ def sent(engine: RolloutEngine, folder: str) -> None:
     )
     if RANK == 0:
         sender.join(30.0)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def updates(folder: str, other: str) -> tuple[dict, dict]:

@@ -27,7 +27,7 @@ from rollout.weights.manifest import Manifest
 from rollout.weights.shared_memory import SharedMemorySender
 
 BUCKET_BYTES = 8192
-SECONDS = 20.0
+SECONDS = 60.0
 DIES_AFTER = int(os.environ.get("DIES_AFTER", "-1"))  # tensors
 
 
@@ -85,6 +85,7 @@ def receive(port: int, rank: int, size: int) -> None:
 
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
+    say(up=True)  # what follows has its time limits, imports have none
     numbers = [int(each) if each.isdigit() else each for each in arguments]
     try:
         {"share": share, "send": send, "receive": receive}[what](*numbers)

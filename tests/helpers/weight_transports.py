@@ -23,7 +23,7 @@ Tensors = Mapping[str, torch.Tensor]
 Update = Callable[..., None]  # (tensors, **options): one whole update
 
 BUCKET_BYTES = 8192  # several buckets, and tensors larger than one
-SECONDS = 20.0
+SECONDS = 60.0
 TRANSPORTS = (
     "collection",
     "generator",

@@ -163,7 +163,7 @@ def test_a_step_that_fails_can_be_run_again(tiny_model_path, plain, monkeypatch)
 
 
 def test_calibration_leaves_nothing_behind(tiny_model_path):
-    engine = make_engine(tiny_model_path, calibration_seconds=0.05)
+    engine = make_engine(tiny_model_path, calibration_seconds=60)  # 64 forwards at most
     assert engine.worker.budget.cost.is_known
     usage = engine.worker.memory.usage
     assert usage.used == usage.cached == 0

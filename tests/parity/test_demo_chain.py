@@ -45,7 +45,11 @@ def test_the_model_answers(plain):
     "options",
     [
         {"spec": "none", "max_running": 3, "chunk_len": 5},
-        {"spec": "ngram", "max_running": 8, "spec_options": {"min_probability": 0.0}},
+        {
+            "spec": "ngram",
+            "max_running": 8,
+            "spec_options": {"min_probability": 0.0, "budget": "fixed"},
+        },
     ],
     ids=["company and chunks", "ngram"],
 )

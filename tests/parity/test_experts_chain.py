@@ -118,7 +118,7 @@ def test_no_draft_can_be_seen(folder, dtype, plain, chain):
 def test_ngram_cannot_be_seen(family, folder, dtype, plain):
     if family != "qwen3_moe":
         pytest.skip("once is enough")
-    options = {"num_draft_tokens": 8, "min_probability": 0.0}
+    options = {"num_draft_tokens": 8, "min_probability": 0.0, "budget": "fixed"}
     engine = engine_of(folder, dtype, spec="ngram", max_running=4, spec_options=options)
     compare(engine, plain)
     second = compare(engine, plain)
@@ -138,8 +138,9 @@ def test_eagle_cannot_be_seen(folder, dtype, plain, family, tmp_path):
         pytest.skip("once is enough")
     draft = save_tiny_eagle3(tmp_path, folder)
     engine = engine_of(
-        folder, dtype, spec="eagle", max_running=4, spec_options={"draft_path": str(draft)}
-    )
+        folder, dtype, spec="eagle", max_running=4,
+        spec_options={"draft_path": str(draft), "budget": "fixed"},
+    )  # fmt: skip
     rollouts = compare(engine, plain)
     assert sum(r.stats.drafted for r in rollouts) > 0
 

@@ -32,6 +32,7 @@ FIXED = {"budget": "fixed", "min_probability": 0.0}
 SPECS = {
     "none": {},
     "ngram": {"num_draft_tokens": 12, "min_probability": 0.0, "calibration_seconds": 0},
+    "ngram, fixed": FIXED | {"num_draft_tokens": 12},
     "eagle": FIXED | {"topk": 4, "num_draft_tokens": 12},
     "mtp": FIXED | {"topk": 3, "num_steps": 3, "num_draft_tokens": 9},
     "hybrid": FIXED | {"calibration_seconds": 0},
@@ -79,7 +80,7 @@ def make_engine(target, spec, draft=None, **options) -> RolloutEngine:
     path, dtype = target
     spec_options = SPECS[spec] | ({"draft_path": draft} if draft else {})
     return RolloutEngine.from_pretrained(
-        path, spec, dtype=dtype, spec_options=spec_options, **options
+        path, spec.partition(",")[0], dtype=dtype, spec_options=spec_options, **options
     )
 
 
@@ -152,7 +153,7 @@ def test_no_tree_can_be_seen_in_the_other_family(tmp_path):
     compare_trees(target, plain, "sampled", 0.6, options)
 
 
-@pytest.mark.parametrize("spec", ["ngram", "eagle", "mtp", "hybrid"])
+@pytest.mark.parametrize("spec", ["ngram", "ngram, fixed", "eagle", "mtp", "hybrid"])
 @pytest.mark.parametrize("options", [{"max_running": 3, "chunk_len": 7}, SCARCE], ids=str)
 def test_no_worker_can_be_seen(target, eagle3, plain, spec, options):
     draft = eagle3 if spec in ("eagle", "hybrid") else None
@@ -160,7 +161,7 @@ def test_no_worker_can_be_seen(target, eagle3, plain, spec, options):
     watch = BranchWatch(engine)
     for name in ("greedy", "sampled", "sampled"):  # a corpus knows the last ones
         rollouts = compare(engine, plain, name)
-    if options is not SCARCE:
+    if options is not SCARCE and spec != "ngram":  # whose budget may find that nothing pays
         assert watch.branched > 0
         assert watch.later_children > 0
         assert sum(r.stats.accepted for r in rollouts) > 0

@@ -80,13 +80,14 @@ def test_sixty_clients_some_slow_and_some_gone(live, text_model_path):
     offline = RolloutEngine.from_pretrained(text_model_path, spec="none")
     for number, stream in enumerate(streams):
         assert stream.error is None
-        if number in leaving:
+        if len(stream.sizes) == leaving.get(number):  # else it was told all before it could leave
             assert stream.rollout is None
             continue
         (expected,) = offline.generate([prompt(number)], params(number, tokens[number]))
         assert stream.rollout["output_ids"] == expected.token_ids, number
         assert logprobs(stream.rollout) == expected.logprobs
         assert stream.sizes == sorted(stream.sizes)
+    assert sum(stream.rollout is None for stream in streams) >= 5
     # A client whose turn comes late may be sent all of its short answer at once; hardly all are.
     assert sum(len(stream.sizes) > 1 for stream in streams) > 10
 

@@ -106,7 +106,19 @@ def test_a_client_that_left(client, server):
         assert time.monotonic() < deadline
 
 
-def test_a_sample_that_was_aborted(client):
+def slow_down(engine) -> None:
+    """A request takes seconds, however long it takes to look at it."""
+    begin_step = engine.worker.begin_step
+
+    def begin_late(batch):
+        time.sleep(0.02)
+        return begin_step(batch)
+
+    engine.worker.begin_step = begin_late
+
+
+def test_a_sample_that_was_aborted(client, server):
+    server.serving.loop.call(slow_down).result(TIMEOUT)
     with ThreadPoolExecutor(1) as threads:
         long = threads.submit(generate, client, max_new_tokens=500)
         while not fresh(client)["requests_running", ()]:

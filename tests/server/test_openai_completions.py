@@ -129,7 +129,11 @@ def test_without_a_seed_every_call_is_another(live: Live) -> None:
     client = client_of(live)
     texts = {
         client.completions.create(
-            model=live.serving.model_name, prompt=IDS, max_tokens=24, temperature=1.0
+            model=live.serving.model_name,
+            prompt=IDS,
+            max_tokens=24,
+            temperature=1.0,
+            extra_body={"ignore_eos": True},
         )
         .choices[0]
         .text

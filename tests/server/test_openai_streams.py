@@ -216,8 +216,9 @@ def stream_until_the_engine_breaks(model: Path) -> None:
 
     with run_server(model, {"spec": "none"}, {}) as live:
         stream = client_of(live).completions.create(
-            model=live.serving.model_name, prompt="x", max_tokens=500, stream=True
-        )
+            model=live.serving.model_name, prompt="x", max_tokens=500, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
         next(stream)
         live.serving.loop.call(break_down).result(TIMEOUT)
         list(stream)

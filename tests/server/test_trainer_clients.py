@@ -14,7 +14,8 @@ import httpx
 import pytest
 import torch
 
-from tests.helpers.torch_trainer import TorchTrainer, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.torch_trainer import TorchTrainer
 from tests.server.conftest import TIMEOUT, Live, run_server
 from tests.server.policies import PROMPT, SAMPLING, Policy, announced, policy, read_policy
 

@@ -24,6 +24,7 @@ from rollout.trainers.openrlhf.weight_group import (
     PyNcclCommunicator,
     StatelessProcessGroup,
 )
+from tests.helpers.held_engine import HeldEngine
 from tests.helpers.text_model import save_text_model
 
 PARAMS = VllmSamplingParams(max_tokens=12, min_tokens=1, logprobs=1, skip_special_tokens=False)
@@ -197,15 +198,15 @@ def test_an_update_is_one_version(actor, monkeypatch, weights):
 
 
 def test_a_trainer_that_dies_leaves_an_engine_that_refuses(model, monkeypatch, weights):
-    actor = make_actor(model, sync_timeout=1.0)
+    actor = make_actor(model, sync_timeout=3.0)
     names = list(weights)
 
     async def run():
-        trainer = Trainer(actor, monkeypatch, 1.0)
+        trainer = Trainer(actor, monkeypatch, 20)
         await trainer.send(names[0], weights[names[0]])
         waiting = asyncio.ensure_future(responses(actor))
-        with pytest.raises(WeightUpdateError, match="came for 1 seconds"):
-            await asyncio.wait_for(waiting, 20)
+        with pytest.raises(WeightUpdateError, match="came for 3 seconds"):
+            await asyncio.wait_for(waiting, 60)
         with pytest.raises(WeightUpdateError, match="torn"):
             await responses(actor)
         await trainer.send_all(weights)  # a full update heals
@@ -228,14 +229,19 @@ def test_a_parameter_without_a_place_fails_the_update(actor, monkeypatch, weight
 def test_a_pause_keeps_requests_and_an_update_splits_them(actor, monkeypatch, weights):
     long = VllmSamplingParams(max_tokens=40, min_tokens=40, logprobs=1, ignore_eos=True)
 
+    held = HeldEngine(3)  # by then 35 of 40 tokens at most
+
     async def run():
         trainer = Trainer(actor, monkeypatch, 20)
+        await actor._call(held.hold)
         running = asyncio.ensure_future(
             actor.generate_responses("say one", None, long, 64, None, 2)
         )
-        while not actor.get_num_unfinished_requests():
-            await asyncio.sleep(0.001)
-        await actor.pause_generation()
+        assert await asyncio.to_thread(held.waits.wait, 60)
+        pausing = asyncio.ensure_future(actor.pause_generation())
+        await asyncio.sleep(0)  # it is asked for, and comes before the next step
+        held.go_on.set()
+        await pausing
         await trainer.send_all(weights)
         assert actor.get_num_unfinished_requests() == 2
         await actor.resume_generation()

@@ -35,6 +35,7 @@ from rollout.overrides import engine_config
 from rollout.specs import worker_factory
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
 from tests.cluster.thread_pool import ThreadPool
+from tests.helpers.held_engine import HeldEngine
 from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import WordReward, conversations, small_engine, spec_options
 
@@ -208,15 +209,24 @@ def test_environments_are_the_trainers_own(model: Path, loop: EngineLoop, tmp_pa
     assert sample.metrics["rewards/Echo"] == 0.5
 
 
-def test_rollouts_in_flight_go_on_under_the_new_weights(model: Path, loop: EngineLoop) -> None:
+def test_rollouts_in_flight_go_on_under_the_new_weights(
+    model: Path, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfer = WeightTransfer(loop)
     params = SamplingParams(max_new_tokens=100, ignore_eos=True)
     weights = loop.call(_weights).result()
+    held, call = HeldEngine(4), loop.call  # by then 52 of 100 tokens at most
+
+    def call_and_go_on(function: Any) -> Any:
+        future = call(function)
+        held.go_on.set()  # the loop comes to it before its next step
+        return future
+
+    call(held.hold).result()
     tickets = [loop.submit([7, 8], params, sample_index=index) for index in range(4)]
-    deadline = time.monotonic() + 60
-    while loop.call(lambda engine: engine.metrics().steps).result() < 8:
-        assert time.monotonic() < deadline
+    assert held.waits.wait(60)
     transfer.init_weight_transfer()
+    monkeypatch.setattr(loop, "call", call_and_go_on)
     transfer.pause()
     assert loop.call(lambda engine: engine.is_paused).result()
     transfer.send_weights(iter(weights))
@@ -336,7 +346,9 @@ def test_seeds_are_those_of_row_sample_and_turn(
         submit = loop.submit
 
         def watch(prompt_ids: list[int], *rest: Any, request_seed: int) -> Any:
-            drawn[tuple(prompt_ids[:4])].add(request_seed)
+            seeds = drawn[tuple(prompt_ids[:4])]
+            if len(seeds) < 8:  # the next epoch draws others
+                seeds.add(request_seed)
             return submit(prompt_ids, *rest, request_seed=request_seed)
 
         worker = RolloutWorker(

@@ -85,7 +85,7 @@ def accept_length(engine: RolloutEngine) -> float:
 
 
 def wait_for_round(process: CoTrainingProcess):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         done = process.poll()
         if done is not None and done.judgement.verdict is not Verdict.NOT_JUDGED:
@@ -353,7 +353,6 @@ def test_a_draft_is_never_judged_twice_without_training_between(candidate_of):
 # In a process of its own
 
 
-@pytest.mark.timeout(120)
 def test_another_process_trains_and_may_die(engine, setting, tmp_path, caplog):
     with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
         assert wait_for_round(process).swap is SwapResult.SWAPPED
@@ -393,13 +392,12 @@ def test_another_process_trains_and_may_die(engine, setting, tmp_path, caplog):
     assert engine.can_run
 
 
-@pytest.mark.timeout(120)
 def test_a_process_that_dies_over_a_swap_leaves_the_old_draft(engine):
     """It is killed when its weights are announced and not yet taken; its memory is removed."""
     digest = engine.weights_digest("draft")
     with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
         process.poll()
-        answers, deadline = [], time.monotonic() + 60
+        answers, deadline = [], time.monotonic() + 120
         while not any(each.get("weights") for each in answers):
             assert time.monotonic() < deadline
             answers += process._answers()
@@ -411,7 +409,7 @@ def test_a_process_that_dies_over_a_swap_leaves_the_old_draft(engine):
         process._process.kill()
         process._process.wait()
         (announced,) = [each for each in answers if each.get("weights")]
-        Path("/dev/shm", announced["weights"]["segment"]).unlink()
+        Path("/dev/shm", announced["weights"]["segment"]).unlink(missing_ok=True)
         process._answers = lambda: [announced]
         process._awaited = 1
         assert process.poll() is None

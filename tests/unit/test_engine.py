@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -87,7 +89,7 @@ def test_a_refused_update_leaves_running_requests_alone(engine):
 
 def test_an_update_may_keep_the_kv_of_running_requests_but_no_cached_prefix(engine):
     engine.generate(PROMPTS, PARAMS)
-    engine.submit(PROMPTS[1], PARAMS)
+    engine.submit(PROMPTS[1], replace(PARAMS, max_new_tokens=60))  # more than three steps emit
     for _ in range(3):
         engine.step()
     engine.update_weights_from_tensor(random_weights(engine, 1), flush_cache=False)

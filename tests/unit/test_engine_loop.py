@@ -161,9 +161,14 @@ def test_calls_run_in_order_between_steps_on_one_thread(loop):
 
 def test_calls_that_take_long_take_turns_with_steps(loop):
     """A hundred long calls delay a request by one for each step, not by all of them at once."""
-    ticket = loop.submit(PROMPT, LONG)
-    step_until(loop, lambda engine: engine.metrics().generated_tokens > 0)
-    gate, slow = Gate(loop), []
+    begun, asked, slow = threading.Event(), threading.Event(), []
+
+    def on_tokens(request, first) -> None:  # holds the loop in the first step that emits
+        begun.set()
+        assert asked.wait(TIMEOUT)
+
+    ticket = loop.submit(PROMPT, LONG, on_tokens=on_tokens)
+    assert begun.wait(TIMEOUT)
 
     def call(engine: RolloutEngine) -> None:
         slow.append(engine.metrics().generated_tokens)
@@ -173,7 +178,7 @@ def test_calls_that_take_long_take_turns_with_steps(loop):
     others = [loop.submit([9, 10 + i], SHORT) for i in range(3)]
     # Requests are taken as soon as no call is before them, however many there are.
     known = loop.call(lambda engine: [ticket.request_id for ticket in others])
-    gate.open()
+    asked.set()
     wait(calls)
     assert slow == sorted(set(slow))  # tokens came between any two
     assert None not in known.result(TIMEOUT)

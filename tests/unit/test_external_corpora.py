@@ -93,7 +93,8 @@ def test_documents_tokens_and_files_speed_up_the_same_rollouts(model: str, tmp_p
         assert engine.metrics().accept_length > cold.metrics().accept_length + 1
 
 
-def test_appearing_and_vanishing_half_way_cannot_be_seen(engine: RolloutEngine, model: str) -> None:
+def test_appearing_and_vanishing_half_way_cannot_be_seen(model: str) -> None:
+    engine = make_engine(model, budget="fixed", calibration_seconds=0)
     plain = make_engine(model, "none").generate(PROMPTS, PARAMS)
     chunks = [r.prompt_ids + r.token_ids for r in plain]
     requests = [
@@ -106,10 +107,11 @@ def test_appearing_and_vanishing_half_way_cannot_be_seen(engine: RolloutEngine, 
     def step() -> None:
         ended.update({r.request_id: r for r in engine.step()})
 
-    step()
-    engine.add_external_corpus("answers", token_chunks=chunks)
-    while states(engine) != {"answers": "published"}:
+    for _ in range(3):
         step()
+    engine.add_external_corpus("answers", token_chunks=chunks)
+    engine.wait_for_external_corpora(30)  # between two steps: how many it would take is chance
+    assert states(engine) == {"answers": "published"}
     assert not ended
     accepted = engine.metrics().accepted
     step()

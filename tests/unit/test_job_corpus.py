@@ -18,6 +18,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.offline import DataConfig, JobResult, JobStatus, OutputConfig, RunConfig, run_job
 from rollout.offline.fingerprint import fingerprint
+from rollout.offline.job_corpus import JobCorpus
 from rollout.specs import worker_factory
 from tests.helpers.text_model import save_text_model
 
@@ -241,13 +242,28 @@ def test_no_corpus_where_none_is_wanted_or_there_is_none(
     assert not corpus_file(plain).exists()
 
 
+def wait_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job this short may end before its external corpora have loaded: it waits for them."""
+    finish = JobCorpus.finish
+
+    def waiting(corpus: JobCorpus) -> list[tuple[str, str]]:
+        corpus._engine.wait_for_external_corpora(timeout=30)
+        return finish(corpus)
+
+    monkeypatch.setattr(JobCorpus, "finish", waiting)
+
+
 def test_external_corpora_are_reported(
-    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: RunConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO")
     (tmp_path / "code.jsonl").write_text('"one two three"\n' * 3)
     (tmp_path / "notes.jsonl").write_text("3\n")
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("code", "notes")}
+    wait_for_loads(monkeypatch)
     result = run(config, external_corpora=files)
     assert result.status is JobStatus.COMPLETED
     assert caplog.text.count("drafting from code too: 9 tokens") == 1
@@ -273,6 +289,7 @@ def test_external_corpora_of_a_resumed_job(
     stopped(config, monkeypatch)
     corpus.save_corpus(corpus_file(config))
     notes.write_text("3\n")
+    wait_for_loads(monkeypatch)
     result = run(config, **options)
     assert line(result).startswith("warm, 210,000 tokens; ")
     assert "notes.jsonl:1=3: must be a JSON string" in line(result, "corpus notes")

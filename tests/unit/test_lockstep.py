@@ -49,7 +49,7 @@ def test_ranks_with_and_without_requests(target_path, tmp_path, monkeypatch):
         for each in requests
     ]
     monkeypatch.setenv("LOCKSTEP_CASES", json.dumps(cases))
-    ranks = launch("tests.helpers.lockstep_ranks", tmp_path, ranks=2, timeout=90.0)
+    ranks = launch("tests.helpers.lockstep_ranks", tmp_path, ranks=2, timeout=240.0)
     for case, first, second in zip(cases, *ranks, strict=True):
         entered = GROWN + TARGET + EXTENDED["mtp" if case["spec"] == "mtp" else "eagle"]
         assert first["same_tokens"]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -465,7 +464,7 @@ def test_columns_that_make_no_parquet_are_named_before_any_work(
 
 
 def test_a_signal_stops_between_steps_and_the_job_goes_on(
-    config: RunConfig, tmp_path: Path
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = with_output(config, path=str(tmp_path / "whole.jsonl"))
     run(whole)
@@ -473,10 +472,9 @@ def test_a_signal_stops_between_steps_and_the_job_goes_on(
     path = Path(config.output.path or "")
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
-        first_row = threading.Thread(target=signal_when_growing, args=(path, number))
-        first_row.start()
-        result = run(config)
-        first_row.join()
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutEngine, "step", signalled_step(path, number))
+            result = run(config)
         if result.status is JobStatus.STOPPED:
             stops += 1
             assert result.signal is number
@@ -486,11 +484,18 @@ def test_a_signal_stops_between_steps_and_the_job_goes_on(
     assert output_rows(config) == output_rows(whole)
 
 
-def signal_when_growing(path: Path, number: signal.Signals) -> None:
+def signalled_step(path: Path, number: signal.Signals):
+    """A step in which the signal comes, once, when the output has grown."""
+    real_step, sent = RolloutEngine.step, []
     before = path.stat().st_size if path.exists() else 0
-    while not path.exists() or path.stat().st_size == before:
-        pass
-    os.kill(os.getpid(), number)
+
+    def step(engine: RolloutEngine) -> list[Rollout]:
+        if not sent and path.exists() and path.stat().st_size > before:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return real_step(engine)
+
+    return step
 
 
 def test_an_engine_that_fails_loses_nothing_finished(

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 
@@ -129,15 +127,22 @@ def test_shapes_are_tried_once_each(monkeypatch):
     assert minimum_rows([], 32) == 1
 
 
-def test_a_small_model_takes_well_under_a_second():
+def test_a_small_model_takes_well_under_a_second(monkeypatch):
+    """Of a core that does 1e10 multiply-adds in one: time itself would be the machine's."""
+    products, call = [], Linear.__call__
+
+    def counted(self, x):
+        products.append(x.shape[0] * self.in_features * self.out_features)
+        return call(self, x)
+
+    monkeypatch.setattr(Linear, "__call__", counted)
     shapes = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
     dtype = torch.bfloat16 if packs(torch.bfloat16) else torch.float32
     linears = [random_linear(*shape, dtype) for shape in shapes] * 30
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for a busy core spin, and count as work
     try:
-        start = time.process_time()
         minimum_rows(linears, 512)
-        assert time.process_time() - start < 1.0
+        assert 0 < sum(products) < 1e10
     finally:
         torch.set_num_threads(threads)

@@ -160,7 +160,7 @@ def test_a_killed_writer_leaves_no_lock_behind(tmp_path: Path) -> None:
     held = context.Event()
     process = context.Process(target=hold_lock_until_killed, args=(tmp_path / "out.jsonl", held))
     process.start()
-    assert held.wait(30)
+    assert held.wait(120)
     with (
         pytest.raises(OutputError, match=f"process {process.pid}"),
         OutputLock(tmp_path / "out.jsonl"),

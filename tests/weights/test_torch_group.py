@@ -9,7 +9,8 @@ import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.groups import WeightGroups
-from tests.helpers.torch_trainer import SECONDS, TorchTrainer, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.torch_trainer import SECONDS, TorchTrainer
 
 
 def announced(tensors):

@@ -6,6 +6,7 @@ Proved by hashing every tensor, by every transport; and a full update heals what
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,7 +200,8 @@ def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
     _, new, other = policies
     bad = dict(other.tensors)
     wrong_shape(bad)
-    requests = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
+    params = replace(PARAMS, max_new_tokens=60)  # more than three steps emit, however they draft
+    requests = [engine.submit(prompt, params) for prompt in PROMPTS]
     ended = {}
     with opened(kind, engine, tmp_path / "new") as update:
         for tensors in (new.tensors, bad, other.tensors):
@@ -212,15 +214,14 @@ def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
                 update(tensors)
             except RolloutError:
                 assert tensors is bad
-    early = set(ended)  # drafts may finish one before the last update
-    assert len(early) < len(requests), "they must still be running"
+    assert not ended, "they must still be running"
     while engine.has_unfinished:
         ended |= {rollout.request_id: rollout for rollout in engine.step()}
     assert set(ended) == {request.request_id for request in requests}
     last = engine.weight_version
     for rollout in ended.values():
-        assert len(rollout.token_ids) == PARAMS.max_new_tokens
+        assert len(rollout.token_ids) == params.max_new_tokens
         assert rollout.weight_versions == sorted(rollout.weight_versions)
         assert set(rollout.weight_versions) <= {0, 1, last}
-        assert rollout.request_id in early or rollout.weight_versions[-1] == last
+        assert rollout.weight_versions[-1] == last
     assert_serves(engine, other)

@@ -27,8 +27,8 @@ from areal.infra.remote_inf_engine import _init_weights_update_group_remote
 from areal.utils import name_resolve, names
 
 from rollout import RolloutEngine, SamplingParams
+from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_text_model
-from tests.helpers.torch_trainer import free_port
 from tests.server.conftest import TIMEOUT, Live, run_server
 from tests.server.policies import PROMPT, Policy, policy
 
