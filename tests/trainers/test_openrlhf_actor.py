@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import threading
 
@@ -25,6 +24,7 @@ from rollout.trainers.openrlhf.weight_group import (
     StatelessProcessGroup,
 )
 from tests.helpers.held_engine import HeldEngine
+from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_text_model
 
 PARAMS = VllmSamplingParams(max_tokens=12, min_tokens=1, logprobs=1, skip_special_tokens=False)
@@ -73,10 +73,7 @@ class Trainer:
     def __init__(self, actor, monkeypatch, timeout):
         monkeypatch.setenv(BACKEND_VARIABLE, "gloo")
         monkeypatch.setenv(TIMEOUT_VARIABLE, str(timeout))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        made = {}
+        port, made = free_port(), {}
 
         def join(rank):
             place = StatelessProcessGroup.create("127.0.0.1", port, rank, 2)

@@ -374,5 +374,5 @@ def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
             file.write(line.replace('"step": 0', f'"step": {step}') + "\n")
     before = time.process_time()
     report = write_report(path)
-    assert time.process_time() - before < 120
+    assert time.process_time() - before < 30
     assert report.page.stat().st_size < 3_000_000

@@ -127,8 +127,8 @@ def test_shapes_are_tried_once_each(monkeypatch):
     assert minimum_rows([], 32) == 1
 
 
-def test_a_small_model_takes_well_under_a_second(monkeypatch):
-    """Of a core that does 1e10 multiply-adds in one: time itself would be the machine's."""
+def test_a_small_model_is_asked_little(monkeypatch):
+    """Under a second of a core that does 1e10 multiply-adds in one: time would be the machine's."""
     products, call = [], Linear.__call__
 
     def counted(self, x):
