@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_model import save_tiny_llama
 
 DEMO_MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
@@ -23,3 +24,9 @@ def demo_model_path() -> Path:
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama of 97 tokens whose text repeats itself soon."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a tokenizer and a chat template."""
+    return save_text_model(tmp_path_factory.mktemp("text-model"))

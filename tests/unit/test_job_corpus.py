@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -12,44 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.offline import DataConfig, JobResult, JobStatus, OutputConfig, RunConfig, run_job
+from rollout.offline import JobResult, JobStatus, RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.specs import worker_factory
-from tests.helpers.text_model import save_text_model
+from tests.helpers import small_jobs
+from tests.helpers.small_jobs import output_rows, small_job
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, n=3, seed=5, ignore_eos=True)
 SPEC = {"budget": "fixed", "corpus_bytes": 1 << 20}
 
 
-@pytest.fixture(scope="module")
-def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_text_model(tmp_path_factory.mktemp("text-model"))
-
-
 @pytest.fixture
 def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
-    prompts = tmp_path / "prompts.jsonl"
     texts = ["three four five", "nine", "one two", "two one", "six seven eight"]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return RunConfig(
-        model=ModelConfig(path=str(text_model_path), dtype=DType.float32),
-        data=DataConfig(path=str(prompts)),
-        sampling=PARAMS,
-        output=OutputConfig(path=str(tmp_path / "rollouts.jsonl")),
-        memory=MemoryConfig(max_kv_tokens=512),
-        scheduler=SchedulerConfig(max_running=4, max_step_tokens=16, chunk_len=8),
-        num_threads=1,
-    )
+    return small_job(text_model_path, tmp_path, [{"prompt": text} for text in texts], PARAMS)
 
 
 def run(config: RunConfig, spec: str = "ngram", **options: Any) -> JobResult:
-    factory = worker_factory(spec, **(SPEC | options if spec == "ngram" else {}))
-    return run_job(config, factory, Console(file=io.StringIO()))
+    return small_jobs.run(config, spec, **(SPEC | options if spec == "ngram" else {}))
 
 
 def stopped(config: RunConfig, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> JobResult:
@@ -76,11 +58,6 @@ def named(config: RunConfig, name: str, **changes: Any) -> RunConfig:
 
 def corpus_file(config: RunConfig) -> Path:
     return Path(f"{config.output.path}.corpus")
-
-
-def output_rows(config: RunConfig) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in Path(config.output.path or "").read_text().splitlines()]
-    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
 
 
 def line(result: JobResult, name: str = "corpus") -> str:

@@ -22,11 +22,9 @@ from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.metrics import JsonlLog, MetricsError
 from rollout.offline import (
     DataConfig,
-    JobResult,
     JobStatus,
     LogConfig,
     OnError,
-    OutputConfig,
     OutputError,
     RunConfig,
     run_job,
@@ -34,6 +32,7 @@ from rollout.offline import (
 from rollout.offline.lock import OutputLock
 from rollout.specs import worker_factory
 from rollout.types import FinishReason, Rollout
+from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_moe import save_tiny_moe
 
@@ -47,44 +46,9 @@ PROMPTS: list[dict[str, Any]] = [
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=12, n=3, seed=5)
 
 
-@pytest.fixture(scope="module")
-def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_text_model(tmp_path_factory.mktemp("text-model"))
-
-
 @pytest.fixture
 def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(path=str(text_model_path), dtype=DType.float32),
-        data=DataConfig(path=write_rows(tmp_path / "prompts.jsonl", PROMPTS)),
-        sampling=PARAMS,
-        output=OutputConfig(path=str(tmp_path / "rollouts.jsonl")),
-        memory=MemoryConfig(max_kv_tokens=512),
-        scheduler=SchedulerConfig(max_running=4, max_step_tokens=16, chunk_len=8),
-        num_threads=1,
-    )
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def run(config: RunConfig, spec: str = "none") -> JobResult:
-    return run_job(config, worker_factory(spec), Console(file=io.StringIO()))
-
-
-def output_rows(config: RunConfig) -> list[dict[str, Any]]:
-    path = Path(config.output.path or "")
-    if path.suffix == ".parquet":
-        rows = pq.read_table(path).to_pylist()
-    else:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
-
-
-def with_output(config: RunConfig, **changes: Any) -> RunConfig:
-    return replace(config, output=replace(config.output, **changes))
+    return small_job(text_model_path, tmp_path, PROMPTS, PARAMS)
 
 
 def direct_rollouts(config: RunConfig) -> list[Rollout]:

@@ -1,0 +1,55 @@
+"""Dataset jobs on a tiny model that ends within a second."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from rollout import SamplingParams
+from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.offline import DataConfig, JobResult, OutputConfig, RunConfig, run_job
+from rollout.specs import worker_factory
+
+
+def small_job(
+    model: Path, folder: Path, prompts: list[dict[str, Any]], params: SamplingParams
+) -> RunConfig:
+    """From ``folder``/prompts.jsonl, written here, to ``folder``/rollouts.jsonl."""
+    return RunConfig(
+        model=ModelConfig(path=str(model), dtype=DType.float32),
+        data=DataConfig(path=write_rows(folder / "prompts.jsonl", prompts)),
+        sampling=params,
+        output=OutputConfig(path=str(folder / "rollouts.jsonl")),
+        memory=MemoryConfig(max_kv_tokens=512),
+        scheduler=SchedulerConfig(max_running=4, max_step_tokens=16, chunk_len=8),
+        num_threads=1,
+    )
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(config: RunConfig, spec: str = "none", **options: Any) -> JobResult:
+    return run_job(config, worker_factory(spec, **options), Console(file=io.StringIO()))
+
+
+def output_rows(config: RunConfig) -> list[dict[str, Any]]:
+    """In order of prompt and sample."""
+    path = Path(config.output.path or "")
+    if path.suffix == ".parquet":
+        rows = pq.read_table(path).to_pylist()
+    else:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+
+
+def with_output(config: RunConfig, **changes: Any) -> RunConfig:
+    return replace(config, output=replace(config.output, **changes))
