@@ -3,7 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+
+def scratch_file(path: Path) -> Path:
+    """Where `whole_file` writes."""
+    return path.with_name(path.name + ".tmp")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which gets its name when the block ends well and else is removed."""
+    scratch = scratch_file(path)
+    try:
+        with scratch.open("wb") as file:
+            yield file
+        replace_durably(scratch, path)
+    except BaseException:
+        with suppress(OSError):  # the first error says more
+            scratch.unlink(missing_ok=True)
+        raise
 
 
 def replace_durably(scratch: Path, path: Path) -> None:

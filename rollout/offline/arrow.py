@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollout.durable import sync_folder
+from rollout.durable import whole_file
 from rollout.errors import InvalidInputError
 from rollout.offline.sink import OutputError
 
@@ -45,9 +44,8 @@ class ColumnTypes:
         if len(self._rows) == _ROWS_PER_GROUP:
             self._merge()
 
-    def declare(self, prompts: Path, names: dict[str, str]) -> None:
-        """Take the types from a Parquet file; ``names`` maps a column here to the one there."""
-        there = self._pq.read_schema(prompts)
+    def declare(self, there: Any, names: dict[str, str]) -> None:
+        """Take the types from the schema ``there``; ``names`` maps a column here to one there."""
         self._schema = self._pa.schema(
             [there.field(old).with_name(new) for new, old in names.items()]
         )
@@ -106,18 +104,11 @@ def rollout_schema(columns: list[str], carried: Any) -> Any:
 def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: Any) -> None:
     """Write all rows, whole or not at all: a reader never sees a part of the file."""
     pa, pq = import_pyarrow("output.path", path)
-    scratch = path.with_name(path.name + ".tmp")
     try:
-        with scratch.open("wb") as file:
-            with pq.ParquetWriter(file, schema) as writer:
-                for group in _groups(iter(rows)):
-                    writer.write_table(pa.Table.from_pylist(group, schema=schema))
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.rename(path)
-        sync_folder(path.parent)
+        with whole_file(path) as file, pq.ParquetWriter(file, schema) as writer:
+            for group in _groups(iter(rows)):
+                writer.write_table(pa.Table.from_pylist(group, schema=schema))
     except (OSError, pa.ArrowException) as error:
-        scratch.unlink(missing_ok=True)
         raise OutputError(
             f"{path} cannot be written: {error}. The rollouts are safe beside it; when the cause "
             "is gone run the same command again"
@@ -125,11 +116,14 @@ def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: Any) -> No
 
 
 def read_json_rows(path: Path, offsets: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """The JSON line that begins at each offset."""
+    """The JSON line that begins at each offset. Raises OutputError where it is none any more."""
     with path.open("rb") as file:
         for offset in offsets:
             file.seek(offset)
-            yield json.loads(file.readline())
+            try:
+                yield json.loads(file.readline())
+            except ValueError as error:
+                raise OutputError(f"{path} was changed at byte {offset}: {error}") from None
 
 
 def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -13,6 +13,7 @@ from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline.arrow import ColumnTypes
 from rollout.offline.config import OnError
 from rollout.offline.prompts import BrokenRow, PromptFile, PromptRow, carried
+from rollout.offline.rows import to_json_line
 from rollout.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -67,12 +68,26 @@ def check_rows(
             sources |= {"prompt": row.prompt_column} | {name: name for name in row.extras}
             if not file.is_parquet:
                 types.add(carried(row))
+        else:
+            _check_json(file, row)
     _handle(broken, checked, on_error)
     if types is not None:
         if file.is_parquet:
-            types.declare(file.path, sources)
+            types.declare(file.arrow_schema(), sources)
         checked.carried_schema = types.schema()
     return checked
+
+
+def _check_json(file: PromptFile, row: PromptRow) -> None:
+    for name, value in carried(row).items():
+        try:
+            to_json_line({name: value})
+        except (TypeError, RecursionError) as error:
+            raise InvalidInputError(
+                "data.path",
+                str(file.path),
+                f"{row.where}, column {name!r}: {error}; leave it out with data.columns",
+            ) from None
 
 
 def check_tokens(

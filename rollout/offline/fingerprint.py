@@ -29,8 +29,8 @@ _TOKENIZER_FILES = (
 )
 
 
-def fingerprint(config: RunConfig) -> dict[str, Any]:
-    """Field -> value or hash, as JSON gives it back."""
+def fingerprint(config: RunConfig, prompts: str) -> dict[str, Any]:
+    """Field -> value or hash, as JSON gives it back. ``prompts`` is the hash of their file."""
     model = Path(config.model.path)
     tokenizer = Path(config.model.tokenizer or config.model.path)
     device = resolve_device(config.model.device)
@@ -45,7 +45,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
         "model.device": device.type,
         "model.max_context_len": config.model.max_context_len,
         "exact": config.exact,
-        "data (the prompts themselves)": _hash_file(Path(config.data.path)),
+        "data (the prompts themselves)": prompts,
         "data.prompt_column": config.data.prompt_column,
         "data.columns": config.data.columns,
         "data.limit": config.data.limit,
@@ -67,12 +67,14 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
 def differences(there: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One phrase per field that differs."""
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    return [
-        f"{name} differs"
-        if " " in name or name == "model"  # hashes say nothing to a reader
-        else f"{name} was {there.get(name)!r} and is {now.get(name)!r}"
-        for name in names
-    ]
+    return [_difference(name, there.get(name), now.get(name)) for name in names]
+
+
+def _difference(name: str, there: Any, now: Any) -> str:
+    if isinstance(now, str) and (" " in name or name == "model"):  # hashes say nothing to a reader
+        return f"{name} differs"
+    shown = name if name.isprintable() else repr(name)  # whoever wrote the record wrote it too
+    return f"{shown} was {there!r} and is {now!r}"
 
 
 def _hash_file(path: Path) -> str:

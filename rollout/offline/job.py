@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rollout.cluster.opening import open_with
 from rollout.engine_protocol import Engine
-from rollout.errors import InvalidInputError, RolloutError
+from rollout.errors import RolloutError
 from rollout.leading import OpenEngine, lead_or_follow
 from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
 from rollout.offline.config import RunConfig
@@ -29,6 +29,7 @@ from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.lock import OutputLock
 from rollout.offline.output import RolloutOutput
+from rollout.offline.paths import JobPaths
 from rollout.offline.progress import Progress, loading_model, open_progress
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
@@ -81,18 +82,20 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
 
 
 def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
-    if config.output.path is None:
-        raise InvalidInputError("output.path", None, "must name a .jsonl or .parquet file")
-    path = Path(config.output.path)
-    if path.resolve() == Path(config.data.path).resolve():
-        raise InvalidInputError("output.path", config.output.path, "is data.path: give another")
-    columns = rollout_columns(config.output, config.sampling)
-    prompts = check_rows(PromptFile(config.data), config.data.on_error, path, columns)
-    with OutputLock(path), ExitStack() as at_end:
-        output = RolloutOutput(path, config.output, config.sampling, fingerprint(config))
+    paths = JobPaths(config)
+    paths.check()
+    path = paths.output
+    with ExitStack() as at_end:
+        file = at_end.enter_context(PromptFile(config.data, _existing(path.parent)))
+        columns = rollout_columns(config.output, config.sampling)
+        prompts = check_rows(file, config.data.on_error, path, columns)
+        at_end.enter_context(OutputLock(path))
+        output = RolloutOutput(
+            paths, config.output, config.sampling, fingerprint(config, file.sha256)
+        )
         if output.completion is not None:
             log.info("%s is complete with %d rollouts: nothing to do. Generate it anew with "
-                     "output.overwrite=true", path, output.completion["rollouts"])  # fmt: skip
+                     "output.overwrite=true", path, output.completion.rollouts)  # fmt: skip
             return JobResult(JobStatus.NOTHING_TO_DO, path)
         started = time.perf_counter()
         with loading_model(console, config.model.path) as told:
@@ -100,8 +103,9 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         at_end.callback(engine.close)
         check_tokens(prompts, engine, config.sampling, config.data.on_error)
         load_seconds = time.perf_counter() - started
-        output.open(prompts.num_rows)
-        corpus = JobCorpus(engine, output.corpus_path, config.output.corpus_seconds)
+        at_end.callback(output.close)
+        output.open(prompts)
+        corpus = JobCorpus(engine, paths, config.output.corpus_seconds)
         corpus.restore()
         total = prompts.num_prompts * config.sampling.n
         if output.num_done:
@@ -113,27 +117,29 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             skipped_prompts=len(prompts.skipped),
             replicas=config.cluster.replicas,
         )
-        try:
-            with (
-                StopSignals() as stop,
-                RunLog(config, engine) as run_log,
-                open_progress(console, total, output.num_done, config.log.seconds) as progress,
-            ):
-                job = _Job(config, engine, prompts, output, corpus, summary)
-                job.generate(stop, run_log, progress)
-                if job.failed:
-                    raise RolloutError(
-                        f"{len(job.failed)} rollouts failed, the first at {job.failed[0]}; the "
-                        f"others are in {path}"
-                    )
-            if stop.received is None:
-                output.finish(prompts.file, prompts.carried_schema, len(prompts.skipped))
-        finally:
-            output.close()
+        with (
+            StopSignals() as stop,
+            RunLog(config, engine) as run_log,
+            open_progress(console, total, output.num_done, config.log.seconds) as progress,
+        ):
+            job = _Job(config, engine, prompts, output, corpus, summary)
+            job.generate(stop, run_log, progress)
+            if job.failed:
+                raise RolloutError(
+                    f"{len(job.failed)} rollouts failed, the first at {job.failed[0]}; the "
+                    f"others are in {path}"
+                )
+        if stop.received is None:
+            output.finish(prompts)
         summary.print(console)
     if stop.received is not None:
         return JobResult(JobStatus.STOPPED, path, summary, stop.received)
     return JobResult(JobStatus.COMPLETED, path, summary)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest there is of those it would be made in."""
+    return next(each for each in (folder, *folder.parents) if each.is_dir())
 
 
 class _Job:

@@ -6,15 +6,13 @@ job goes on without.
 
 from __future__ import annotations
 
-import glob
 import logging
 import time
-from pathlib import Path
 
 from rollout.draft_corpus import ExternalState
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
-from rollout.learned_file import learned_file
+from rollout.offline.paths import JobPaths
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +22,15 @@ _WATCH_SECONDS = 1.0
 class JobCorpus:
     """Of an engine whose worker has none, this does nothing.
 
-    Under the output's lock: half-written files beside ``path`` are of jobs that died.
+    Under the output's lock: half-written files beside the corpus are of jobs that died.
     """
 
-    def __init__(self, engine: Engine, path: Path, seconds: float) -> None:
+    def __init__(self, engine: Engine, paths: JobPaths, seconds: float) -> None:
         """``seconds`` between two saves; 0: the file is neither read nor written."""
         self._engine = engine
         self._has_corpus = engine.corpus_tokens is not None
-        self._path = path
+        self._paths = paths
+        self._path = paths.corpus
         self._seconds = seconds
         self._keeps = self._has_corpus and seconds > 0  # a file
         self._start = "cold"
@@ -47,9 +46,11 @@ class JobCorpus:
         """
         if not self._keeps:
             return
-        for name in (self._path.name, learned_file(self._path).name):
-            for scratch in self._path.parent.glob(f"{glob.escape(name)}.saving.*"):
+        for scratch in self._paths.half_saved():
+            try:
                 scratch.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s was left by a job that died and stays: %s", scratch, error)
         if not self._path.exists():
             if self._num_tokens:  # so that the same command finds it, whatever it overwrote
                 self._save()

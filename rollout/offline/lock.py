@@ -11,6 +11,10 @@ from typing import Self
 from rollout.offline.sink import OutputError
 
 
+def lock_file(output: Path) -> Path:
+    return output.with_name(output.name + ".lock")
+
+
 class OutputLock:
     """Holds `<output>.lock` for as long as the context lasts; the system frees it with the process.
 
@@ -20,7 +24,7 @@ class OutputLock:
 
     def __init__(self, output: Path) -> None:
         self._output = output
-        self._path = output.with_name(output.name + ".lock")
+        self._path = lock_file(output)
         self._file = -1
 
     def __enter__(self) -> Self:
@@ -35,11 +39,13 @@ class OutputLock:
         return self
 
     def _acquired(self) -> bool:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.open(
+            self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+        )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(self._file, 20, 0).decode() or "unknown"
+            owner = os.pread(self._file, 20, 0).decode(errors="replace") or "unknown"
             os.close(self._file)
             raise OutputError(
                 f"{self._output} is being written by another job (process {owner}): wait for it, "

@@ -1,21 +1,24 @@
 """Reads prompts: JSONL or Parquet, one row per prompt.
 
 A prompt is text (taken as it stands), chat messages or token ids. Rows are read one after the
-other, as often as needed; the file is never held in memory.
+other, as often as needed, from a copy on disk; the file is never held in memory.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rollout.errors import InvalidInputError
 from rollout.offline.arrow import import_pyarrow
 from rollout.offline.config import DataConfig
+from rollout.offline.snapshot import Snapshot
 from rollout.types import Prompt
 
 PROMPT_COLUMNS = (
@@ -51,13 +54,30 @@ def carried(row: PromptRow) -> dict[str, Any]:
 
 
 class PromptFile:
-    """A file of prompts. Raises InvalidInputError when it cannot be opened."""
+    """The prompts that a file holds when this is made; later changes of the file are not seen.
 
-    def __init__(self, config: DataConfig) -> None:
+    A context, which ends with the copy. Raises InvalidInputError for a file that cannot be read.
+    """
+
+    def __init__(self, config: DataConfig, folder: Path) -> None:
+        """``folder`` has room for the copy."""
         self.path = Path(config.path)
         self._config = config
         if not self.path.is_file():
             raise InvalidInputError("data.path", config.path, "there is no such file")
+        self._snapshot = Snapshot("data.path", self.path, folder)
+        self.sha256 = self._snapshot.sha256
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._snapshot.close()
 
     @property
     def is_parquet(self) -> bool:
@@ -74,22 +94,44 @@ class PromptFile:
                 yield BrokenRow(index, where, str(error))
 
     def _jsonl_rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
-        with self.path.open("rb") as file:
+        with self._snapshot.open() as file:
             for number, line in enumerate(file, start=1):
                 text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if text.strip():
                     yield f"line {number}", text
 
     def _parquet_rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+        number = 0
+        with self._parquet() as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+
+    def arrow_schema(self) -> Any:
+        """The columns' Arrow types, where the file is Parquet."""
+        with self._parquet() as file:
+            return file.schema_arrow
+
+    @contextmanager
+    def _parquet(self) -> Iterator[Any]:
+        """The file opened. What goes wrong while it is read is an InvalidInputError."""
         pa, pq = import_pyarrow("data.path", self._config.path)
         try:
-            with pq.ParquetFile(self.path) as file:
-                number = 0
-                for batch in file.iter_batches(batch_size=1024):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield f"row {number}", row
-        except (pa.ArrowInvalid, OSError) as error:
+            with (
+                self._snapshot.open() as content,
+                pq.ParquetFile(content, page_checksum_verification=True) as file,
+            ):
+                names = file.schema_arrow.names
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise InvalidInputError(
+                        "data.path", self._config.path, f"has columns twice: {', '.join(twice)}"
+                    )
+                yield file
+        except InvalidInputError:
+            raise
+        # Damaged text, dates beyond Python's, time zones that this machine does not know.
+        except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
             raise InvalidInputError(
                 "data.path", self._config.path, f"cannot be read as Parquet: {error}"
             ) from None

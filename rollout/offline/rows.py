@@ -6,11 +6,13 @@ import base64
 import datetime
 import decimal
 import json
+import uuid
 from typing import Any
 
 from rollout.offline.config import OutputConfig
-from rollout.types import Rollout, SamplingParams
+from rollout.types import FinishReason, Rollout, SamplingParams
 
+_PER_TOKEN = ("logprobs", "weight_versions", "raw_logprobs", "sampling_logprobs", "entropies")
 _EXTRAS = ("raw_logprobs", "sampling_logprobs", "top_logprobs", "entropies")
 
 
@@ -63,6 +65,54 @@ def _value(rollout: Rollout, name: str) -> Any:
             return getattr(rollout, name)
 
 
+def row_fault(row: dict[str, Any], columns: list[str]) -> str | None:
+    """Why a row that was read back is none that `rollout_row` made; None where it may be one."""
+    for name in columns:
+        if name not in row:
+            return f"has no {name}"
+        if not _is_value(name, row[name]):
+            return f"has a {name} that no rollout has"
+    num_tokens = len(row["token_ids"])
+    for name in _PER_TOKEN:
+        if name in columns and len(row[name]) != num_tokens:
+            return f"has {num_tokens} token_ids and {len(row[name])} {name}"
+    return None
+
+
+def _is_value(name: str, value: Any) -> bool:
+    match name:
+        case "prompt_index" | "sample_index":
+            return _is_count(value, 1 << 63)
+        case "seed":
+            return _is_count(value, 1 << 64)
+        case "token_ids" | "prompt_ids":
+            return isinstance(value, list) and all(_is_count(token, 1 << 31) for token in value)
+        case "weight_versions":
+            return isinstance(value, list) and all(_is_count(version, 1 << 63) for version in value)
+        case "logprobs" | "raw_logprobs" | "sampling_logprobs" | "entropies":
+            return isinstance(value, list) and all(type(x) in (float, int) for x in value)
+        case "text":
+            return value is None or (isinstance(value, str) and _is_utf8(value))
+        case "finish_reason":
+            return value in list(FinishReason)
+        case "stats":
+            return isinstance(value, dict)
+        case _:
+            return isinstance(value, list)
+
+
+def _is_count(value: Any, end: int) -> bool:
+    return type(value) is int and 0 <= value < end  # bool is an int too
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
 def to_json_line(row: dict[str, Any]) -> bytes:
     """One line, newline included. Values that only Parquet knows become text."""
     return json.dumps(row, ensure_ascii=False, default=_as_text).encode() + b"\n"
@@ -72,7 +122,7 @@ def _as_text(value: object) -> str:
     match value:
         case datetime.date() | datetime.time():  # a datetime is a date
             return value.isoformat()
-        case datetime.timedelta() | decimal.Decimal():
+        case datetime.timedelta() | decimal.Decimal() | uuid.UUID():
             return str(value)
         case bytes():
             return base64.b64encode(value).decode()

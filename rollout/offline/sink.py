@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout.durable import sync_folder
+from rollout.durable import sync_folder, whole_file
 from rollout.errors import RolloutError
 
 
@@ -101,16 +101,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a small file so that it is there whole or, if anything fails, as it was."""
-    scratch = path.with_name(path.name + ".tmp")
     try:
-        with scratch.open("wb") as file:
+        with whole_file(path) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.rename(path)
-        sync_folder(path.parent)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise _cannot_write(path, error) from None
 
 

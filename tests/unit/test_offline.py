@@ -185,9 +185,12 @@ def test_rows_of_no_such_prompt_and_rows_twice_are_refused(config: RunConfig) ->
     run(config)
     path = Path(config.output.path or "")
     lines = path.read_text().splitlines(keepends=True)
-    for wrong in (lines[0], lines[0].replace('"sample_index": ', '"sample_index": 9')):
+    for wrong, reason in (
+        (lines[0], "is there twice"),
+        (lines[0].replace('"sample_index": ', '"sample_index": 9'), "is no rollout of this run"),
+    ):
         path.write_text("".join([*lines, wrong]))
-        with pytest.raises(OutputError, match="is no rollout of this run or is there twice"):
+        with pytest.raises(OutputError, match=f"{reason}: take that line out"):
             run(config)
     expected = output_rows(with_output(config, path=write_rows(path.with_name("x.jsonl"), [])))
     assert expected == []

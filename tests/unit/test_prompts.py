@@ -20,7 +20,8 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def read(path: Path, **options: Any) -> list[PromptRow | BrokenRow]:
-    return list(PromptFile(DataConfig(path=str(path), **options)).rows())
+    with PromptFile(DataConfig(path=str(path), **options), path.parent) as file:
+        return list(file.rows())
 
 
 def write_lines(folder: Path, *lines: str | bytes) -> Path:
@@ -127,7 +128,7 @@ def test_parquet_beyond_one_batch(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInputError, match=r"data.path='nowhere.jsonl': there is no such"):
-        PromptFile(DataConfig(path="nowhere.jsonl"))
+        PromptFile(DataConfig(path="nowhere.jsonl"), tmp_path)
     with pytest.raises(InvalidInputError, match=r"must end in .jsonl or .parquet"):
         DataConfig(path="prompts.csv")
     torn = tmp_path / "torn.parquet"

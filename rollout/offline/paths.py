@@ -1,0 +1,151 @@
+"""Every path of a job: what it reads, and what it writes, renames or removes.
+
+<output>                 JSONL: the rollouts so far. Parquet: there only when complete
+<output>.partial.jsonl   Parquet only: the rollouts so far, until they are compacted
+<output>.run.json        what decides the content, and whether it is complete
+<output>.corpus          what the next drafts are made from; decides nothing, see job_corpus.py
+<output>.lock            who writes them
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollout.durable import scratch_file
+from rollout.errors import InvalidInputError
+from rollout.learned_file import learned_file
+from rollout.offline.config import RunConfig
+from rollout.offline.lock import lock_file
+
+_MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+
+
+class JobPaths:
+    """Where a link is given as the output, the file that it stands for is the output.
+
+    So two jobs that are given one file by two names see each other's lock.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises InvalidInputError without an output."""
+        if config.output.path is None:
+            raise InvalidInputError("output.path", None, "must name a .jsonl or .parquet file")
+        self._config = config
+        given = Path(config.output.path)
+        self.output = Path(os.path.realpath(given)) if given.is_symlink() else given
+        if self.output.suffix != given.suffix:
+            raise InvalidInputError(
+                "output.path", str(given), f"is a link to {self.output}: must end as that does"
+            )
+        self.is_parquet = given.suffix == ".parquet"
+        self.journal = self._beside(".partial.jsonl") if self.is_parquet else self.output
+        self.record = self._beside(".run.json")
+        self.corpus = self._beside(".corpus")
+        self.learned = learned_file(self.corpus)
+
+    def half_saved(self) -> list[Path]:
+        """What jobs that died while they saved their corpus have left."""
+        return [path for path in self.output.parent.iterdir() if self._is_half_saved(path)]
+
+    def check(self) -> None:
+        """Raise InvalidInputError where the job would destroy what it reads, or write a file twice.
+
+        Files are compared by what their names stand for: links, hard ones too, are seen through.
+        """
+        log = self._config.log
+        for field, given, kind, is_other in (
+            ("output.path", self._config.output.path, "a file", _is_no_file),
+            ("log.jsonl", log.jsonl, "a file", Path.is_dir),
+            ("log.tensorboard", log.tensorboard, "a folder", Path.is_file),
+        ):
+            if given is not None and is_other(Path(given)):
+                raise InvalidInputError(field, given, f"must name {kind}, and is none")
+        written: dict[object, tuple[str, str, Path]] = {}
+        for field, given, path in self._written():
+            if found := written.get(_identity(path)):
+                raise InvalidInputError(
+                    field, given, f"is {found[2]}, which {found[0]} writes: give another"
+                )
+            written[_identity(path)] = (field, given, path)
+        for read, path in self._read():
+            if found := written.get(_identity(path)):
+                field, given, there = found
+                own = "" if str(there) == given else f"the job writes {there} too, which "
+                raise InvalidInputError(field, given, f"{own}is {read}: give another")
+            if self._is_half_saved(path) or self._is_half_saved(Path(os.path.realpath(path))):
+                raise InvalidInputError(
+                    read, str(path), f"has a name that {self.output} may have for itself: rename it"
+                )
+
+    def _beside(self, suffix: str) -> Path:
+        return self.output.with_name(self.output.name + suffix)
+
+    def _is_half_saved(self, path: Path) -> bool:
+        names = (f"{saved.name}.saving." for saved in (self.corpus, self.learned))
+        return path.name.startswith(tuple(names)) and _is_same(path.parent, self.output.parent)
+
+    @property
+    def _own(self) -> list[Path]:
+        """Files named after the output."""
+        files = [self.record, scratch_file(self.record), self.corpus, self.learned]
+        if self.is_parquet:
+            files += [self.journal, scratch_file(self.output)]
+        return [*files, lock_file(self.output)]
+
+    def _written(self) -> Iterator[tuple[str, str, Path]]:
+        """The field a path comes from, its value, and the path."""
+        given = str(self._config.output.path)
+        yield "output.path", given, self.output
+        for path in self._own:
+            yield "output.path", given, path
+        log = self._config.log
+        for field, value in (("log.jsonl", log.jsonl), ("log.tensorboard", log.tensorboard)):
+            if value is not None:
+                yield field, value, Path(value)
+
+    def _read(self) -> Iterator[tuple[str, Path]]:
+        """The field that names each file; of a model's folder, what models are made of."""
+        yield "data.path", Path(self._config.data.path)
+        model, spec = self._config.model, self._config.spec
+        folders = {
+            "model.path": model.path,
+            "model.tokenizer": model.tokenizer,
+            "spec.draft_path": spec.get("draft_path"),
+        }
+        for field, folder in folders.items():
+            if isinstance(folder, str):
+                for path in self._model_files(Path(folder)):
+                    yield f"read from {field}", path
+        external = spec.get("external_corpora")
+        if isinstance(external, dict):
+            for name, file in external.items():
+                yield f"spec.external_corpora.{name}", Path(str(file))
+        corpus = spec.get("corpus_path")
+        if isinstance(corpus, str) and not _is_same(Path(corpus), self.corpus):
+            yield "spec.corpus_path", Path(corpus)  # its own is read before it is replaced
+            yield "spec.corpus_path", learned_file(corpus)
+
+    def _model_files(self, folder: Path) -> Iterator[Path]:
+        own = {path.name for path in self._own} if _is_same(folder, self.output.parent) else ()
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.suffix in _MODEL_SUFFIXES and path.name not in own:
+                yield path
+
+
+def _is_no_file(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return _identity(path) == _identity(other)
+
+
+def _identity(path: Path) -> object:
+    """Equal for two names of one file."""
+    try:
+        there = path.stat()
+    except (OSError, ValueError):
+        return os.path.realpath(path)
+    return there.st_dev, there.st_ino
