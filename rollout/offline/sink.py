@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class JsonlSink:
         self.end = end
         self._sync_seconds = sync_seconds
         self._synced_at = time.monotonic()
+        self._failed = False
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             os.ftruncate(self._file, end)
@@ -39,31 +41,53 @@ class JsonlSink:
             raise _cannot_write(path, error) from None
 
     def append(self, line: bytes) -> int:
-        """Write one line, newline included; the offset it begins at."""
+        """Write one line, newline included; the offset it begins at.
+
+        Raises OutputError, and does nothing, where others have changed or moved the file.
+        """
+        self._require_unchanged()
         start, rest = self.end, memoryview(line)
         try:
             while rest:
                 rest = rest[os.pwrite(self._file, rest, start + len(line) - len(rest)) :]
             self.end += len(line)
             if time.monotonic() - self._synced_at >= self._sync_seconds:
-                self.sync()
+                self._sync()
         except OSError as error:
-            os.ftruncate(self._file, self.end)
+            self._failed = True
+            with suppress(OSError):  # then whoever goes on cuts the torn line off
+                os.ftruncate(self._file, self.end)
             raise _cannot_write(self.path, error) from None
         return start
 
-    def sync(self) -> None:
+    def close(self) -> None:
+        """Raises OutputError where lines may be lost, unless append() has said so."""
         try:
-            os.fsync(self._file)
+            if not self._failed:
+                self._sync()
+                self._require_unchanged()
         except OSError as error:
             raise _cannot_write(self.path, error) from None
-        self._synced_at = time.monotonic()
-
-    def close(self) -> None:
-        try:
-            self.sync()
         finally:
             os.close(self._file)
+
+    def _sync(self) -> None:
+        os.fsync(self._file)
+        self._synced_at = time.monotonic()
+
+    def _require_unchanged(self) -> None:
+        try:
+            own, named = os.fstat(self._file), self.path.stat()
+        except OSError:  # nothing has that name any more
+            is_own = False
+        else:
+            is_own = os.path.samestat(own, named) and own.st_size == self.end
+        if not is_own:
+            self._failed = True
+            raise OutputError(
+                f"{self.path} was changed or moved by another process while it was written: put "
+                "it back, or choose another output.path, and run the same command again"
+            )
 
 
 def whole_rows(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -94,7 +118,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
