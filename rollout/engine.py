@@ -88,7 +88,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
         self._unstarted = self._configured_documents()
-        self._begin(None if worker.draft_corpus is None else worker.draft_corpus.begun_with)
+        self._begin_cold_or_configured()
 
     @classmethod
     def from_config(

@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout.corpus_delta import CorpusDelta
@@ -190,8 +191,10 @@ class CorpusCalls(ABC):
         """
         corpus = self._corpus()
         self._settle()
+        file = learned_file(path)
+        learned = _whole_learned(file)
         corpus.load(path)
-        self._begin(path)
+        self._begin(learned, file)
 
     def take_configured_corpora(self) -> dict[str, str]:
         """Name -> JSONL file of those not begun to load: the caller adds them from now on."""
@@ -222,18 +225,15 @@ class CorpusCalls(ABC):
         """What steps cost and drafts are worth, JSON-able: the cost curve, calibration, ..."""
         return {"budget": self.worker.learned()}
 
-    def _begin(self, path: str | os.PathLike[str] | None) -> None:
-        """Go on from what is beside the corpus's file, as far as it is of this machine and model.
-
-        ``path``: None for a cold start.
-        """
+    def _begin_cold_or_configured(self) -> None:
+        """Go on from what is beside the file the corpus was made from, if it was."""
+        corpus = self.worker.draft_corpus
+        path = None if corpus is None else corpus.begun_with
         file = None if path is None else learned_file(path)
-        learned: dict[str, Any] = {}
-        if file is not None:
-            try:
-                learned = load_learned(file)
-            except (OSError, ValueError) as error:
-                log.warning("%s is not used: %s", file, error)
+        self._begin({} if file is None else _whole_learned(file), file)
+
+    def _begin(self, learned: dict[str, Any], file: Path | None) -> None:
+        """Go on from what ``file`` held, as far as it is of this machine and model."""
         if "lengths" in learned:
             try:
                 self.scheduler.lengths.restore(learned["lengths"])
@@ -281,6 +281,15 @@ class CorpusCalls(ABC):
         if own.state is ExternalState.FAILED:
             corpus.remove_external(name)
             raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
+
+
+def _whole_learned(file: Path) -> dict[str, Any]:
+    """What it holds; nothing, and a warning, where it is damaged."""
+    try:
+        return load_learned(file)
+    except (OSError, ValueError) as error:
+        log.warning("%s is not used: %s", file, error)
+        return {}
 
 
 def publishing_of(publish: Publishing | str) -> Publishing:
