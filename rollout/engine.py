@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.call_guard import CallGuard, exclusive
 from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
@@ -57,10 +58,13 @@ class _UnderWay:
 class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     """Generates rollouts of one model.
 
-    Not thread-safe: one thread calls it, as trainers and servers do from their own loop.
+    One thread at a time calls it: a call while another thread is in one raises EngineStateError and
+    does nothing. `EngineLoop` is for many threads. Counters (`metrics`, `last_step`), `why_not` and
+    other properties may be read at any time.
     """
 
     def __init__(self, config: EngineConfig, worker: Worker) -> None:
+        self.calls = CallGuard()
         self.config = config
         self.worker = worker
         folder = config.model.tokenizer or config.model.path
@@ -88,7 +92,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         self._ended: list[Rollout] = []  # the next step hands them out
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
         self._unstarted = self._configured_documents()
-        self._begin(None if worker.draft_corpus is None else worker.draft_corpus.begun_with)
+        self._begin_cold_or_configured()
 
     @classmethod
     def from_config(
@@ -156,10 +160,12 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
     # One step at a time, for servers
 
+    @exclusive
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Raise what `submit` would; computes nothing. Returns the prompt's length in tokens."""
         return self._requests.make(self.encoder.encode(prompt), params).prompt_len
 
+    @exclusive
     def submit(
         self,
         prompt: Prompt,
@@ -195,6 +201,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     def has_unfinished(self) -> bool:
         return bool(self._ended) or self.scheduler.has_unfinished
 
+    @exclusive
     def step(self) -> list[Rollout]:
         """Run one step; the rollouts that ended in it or since the last one, as they ended.
 
@@ -212,6 +219,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
             self._run_step()
         return self.take_ended()
 
+    @exclusive
     def take_ended(self) -> list[Rollout]:
         """Those that ended since the last step, as aborted ones do. Runs nothing."""
         ended, self._ended = self._ended, []
@@ -223,6 +231,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         self.load_configured_corpora()
         started = time.perf_counter()
         halved = self.worker.overlaps and self._halving.wants(self.scheduler.num_running)
+        self.calls.begin_step()
         try:
             while len(self._under_way) < 1 + halved and self._begin_step(halved):
                 pass
@@ -230,6 +239,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         except BaseException:
             self._under_way.clear()  # they can be run again, as the one that failed
             raise
+        finally:
+            self.calls.end_step()
 
     def _begin_step(self, halved: bool) -> bool:
         """False: nothing can run before what is under way has ended."""
@@ -270,12 +281,15 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
     def _settle(self) -> None:
         """Finish what is under way: before anything it goes by is changed."""
+        self.calls.begin_step()
         try:
             while self._under_way:
                 self._finish_step(time.perf_counter(), settled=True)
         except BaseException:
             self._under_way.clear()
             raise
+        finally:
+            self.calls.end_step()
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
@@ -296,6 +310,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
             inbox = self._claimed.pop(rollout.request_id, None)
             (self._ended if inbox is None else inbox).append(rollout)
 
+    @exclusive
     def abort(self, request_id: int) -> None:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
         if not self.scheduler.has(request_id):
@@ -316,6 +331,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     def last_step(self) -> StepMetrics:
         return self._recorder.last
 
+    @exclusive
     def status(self) -> EngineStatus:
         """What it is doing now. Costs well under a millisecond."""
         corpus = self.worker.draft_corpus
@@ -336,10 +352,12 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
             corpus_tokens=self.corpus_tokens,
         )
 
+    @exclusive
     def flush_cache(self) -> None:
         """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""
         self._leave_old_weights(retract=True, abort=False)
 
+    @exclusive
     def close(self) -> None:
         """Let go of what others have a share in; it generates as before.
 
@@ -351,6 +369,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         self.weight_handles.release()
         self.worker.ranks.close()
 
+    @exclusive
     def check_integrity(self) -> None:
         """Raises IntegrityError when a pool's books do not balance."""
         self.worker.memory.check_integrity()

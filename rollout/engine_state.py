@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+from rollout.call_guard import CallGuard, exclusive
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.scheduler import Scheduler
 from rollout.types import MemoryTag, PauseMode
@@ -15,11 +16,13 @@ from rollout.worker import Worker
 class StateCalls(ABC):
     """A part of RolloutEngine."""
 
+    calls: CallGuard
     worker: Worker
     scheduler: Scheduler
     weight_handles: HandleReceiver
     is_paused: bool
 
+    @exclusive
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         """Run nothing until `continue_generation`. Between two steps; again is the same as once.
 
@@ -41,6 +44,7 @@ class StateCalls(ABC):
             self.scheduler.retract_all()
         self.is_paused = True
 
+    @exclusive
     def continue_generation(self) -> None:
         self.is_paused = False
 
@@ -48,6 +52,7 @@ class StateCalls(ABC):
     def released_tags(self) -> frozenset[MemoryTag]:
         return self.worker.residency.released
 
+    @exclusive
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]:
@@ -80,6 +85,7 @@ class StateCalls(ABC):
         freed = residency.release(wanted, keep_weights)
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 
+    @exclusive
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
         """Take back what `release_memory` gave; by default all of it.
 

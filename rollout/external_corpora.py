@@ -8,8 +8,10 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from rollout.call_guard import CallGuard, exclusive
 from rollout.corpus_delta import CorpusDelta
 from rollout.corpus_documents import FileDocuments, documents_from
 from rollout.draft_corpus import (
@@ -37,11 +39,13 @@ class CorpusCalls(ABC):
     call but `close` raises InvalidInputError.
     """
 
+    calls: CallGuard
     worker: Worker
     encoder: PromptEncoder
     scheduler: Scheduler
     _unstarted: dict[str, FileDocuments]  # configured, and not begun to load
 
+    @exclusive
     def add_external_corpus(
         self,
         name: str | None = None,
@@ -87,12 +91,14 @@ class CorpusCalls(ABC):
             self._require_loaded(corpus, name)
         return name
 
+    @exclusive
     def remove_external_corpus(self, name: str) -> None:
         """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
         corpus = self._external()
         self._require_known(corpus, name)
         corpus.remove_external(name)
 
+    @exclusive
     def publish_external_corpus(self, name: str) -> None:
         """Draft from it from the next step on; nothing where that is so already.
 
@@ -102,6 +108,7 @@ class CorpusCalls(ABC):
         self._require_known(corpus, name)
         corpus.publish_external(name)
 
+    @exclusive
     def external_corpora(self) -> list[ExternalCorpus]:
         """All of them by name; those to be published when they are ready are published now.
 
@@ -118,6 +125,7 @@ class CorpusCalls(ABC):
         corpus = self.worker.draft_corpus
         return None if corpus is None else corpus.num_tokens
 
+    @exclusive
     def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
         """`external_corpora` when none is loading any more; failed ones say why.
 
@@ -132,6 +140,7 @@ class CorpusCalls(ABC):
             raise TimeoutError(f"still loading after {timeout} s: {', '.join(loading)}")
         return corpora
 
+    @exclusive
     def share_corpus(self, max_bytes: int = 8 << 20) -> None:
         """Begin to exchange what is committed with other engines of the same model.
 
@@ -145,6 +154,7 @@ class CorpusCalls(ABC):
         """
         self._corpus().share(max_bytes)
 
+    @exclusive
     def take_corpus_delta(self) -> CorpusDelta:
         """What this engine's own requests committed since the last delta, each token once.
 
@@ -152,6 +162,7 @@ class CorpusCalls(ABC):
         """
         return self._corpus().take_delta()
 
+    @exclusive
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
         """Take in what other engines committed, as if it had been rolled out here.
 
@@ -161,6 +172,7 @@ class CorpusCalls(ABC):
         """
         self._corpus().learn_deltas(deltas)
 
+    @exclusive
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, published external corpora, calibration and weight version to a file.
 
@@ -176,6 +188,7 @@ class CorpusCalls(ABC):
             learned_file(path), {**self.learned(), "lengths": self.scheduler.lengths.learned()}
         )
 
+    @exclusive
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Go on with the corpus that `save_corpus` wrote, in place of the one held.
 
@@ -190,9 +203,12 @@ class CorpusCalls(ABC):
         """
         corpus = self._corpus()
         self._settle()
+        file = learned_file(path)
+        learned = _whole_learned(file)
         corpus.load(path)
-        self._begin(path)
+        self._begin(learned, file)
 
+    @exclusive
     def take_configured_corpora(self) -> dict[str, str]:
         """Name -> JSONL file of those not begun to load: the caller adds them from now on."""
         corpus = self.worker.draft_corpus
@@ -202,6 +218,7 @@ class CorpusCalls(ABC):
         self._unstarted.clear()
         return taken
 
+    @exclusive
     def load_configured_corpora(self) -> None:
         """Begin to load those of ``spec.external_corpora``; the second time there are none left.
 
@@ -212,28 +229,27 @@ class CorpusCalls(ABC):
             self._corpus().add_external(name, source, source.fraction_read, Publishing.WHEN_READY)
             del self._unstarted[name]
 
+    @exclusive
     def close(self) -> None:
         """Cancel what loads, for good: no external corpus can be added any more."""
         self._unstarted.clear()
         if self.worker.draft_corpus is not None:
             self.worker.draft_corpus.close()
 
+    @exclusive
     def learned(self) -> dict[str, Any]:
         """What steps cost and drafts are worth, JSON-able: the cost curve, calibration, ..."""
         return {"budget": self.worker.learned()}
 
-    def _begin(self, path: str | os.PathLike[str] | None) -> None:
-        """Go on from what is beside the corpus's file, as far as it is of this machine and model.
-
-        ``path``: None for a cold start.
-        """
+    def _begin_cold_or_configured(self) -> None:
+        """Go on from what is beside the file the corpus was made from, if it was."""
+        corpus = self.worker.draft_corpus
+        path = None if corpus is None else corpus.begun_with
         file = None if path is None else learned_file(path)
-        learned: dict[str, Any] = {}
-        if file is not None:
-            try:
-                learned = load_learned(file)
-            except (OSError, ValueError) as error:
-                log.warning("%s is not used: %s", file, error)
+        self._begin({} if file is None else _whole_learned(file), file)
+
+    def _begin(self, learned: dict[str, Any], file: Path | None) -> None:
+        """Go on from what ``file`` held, as far as it is of this machine and model."""
         if "lengths" in learned:
             try:
                 self.scheduler.lengths.restore(learned["lengths"])
@@ -281,6 +297,15 @@ class CorpusCalls(ABC):
         if own.state is ExternalState.FAILED:
             corpus.remove_external(name)
             raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
+
+
+def _whole_learned(file: Path) -> dict[str, Any]:
+    """What it holds; nothing, and a warning, where it is damaged."""
+    try:
+        return load_learned(file)
+    except (OSError, ValueError) as error:
+        log.warning("%s is not used: %s", file, error)
+        return {}
 
 
 def publishing_of(publish: Publishing | str) -> Publishing:

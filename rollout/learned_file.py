@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from pathlib import Path
 from typing import Any
 
 from rollout.durable import sync_folder
+
+_MAX_BYTES = 64 << 20
+"""Twice what the lengths of as many prompt groups as are kept take."""
+
+_MAX_DEPTH = 12  # objects and lists inside each other: of a cost curve of another device, 8
 
 
 def learned_file(corpus_path: str | os.PathLike[str]) -> Path:
@@ -30,14 +36,38 @@ def save_learned(path: Path, learned: dict[str, Any]) -> None:
 
 
 def load_learned(path: Path) -> dict[str, Any]:
-    """Nothing where there is no such file.
+    """The objects that `save_learned` wrote, every number in them finite; none without a file.
 
-    Raises ValueError for one that is damaged, OSError for one that cannot be read.
+    Raises ValueError for a file that is damaged, OSError for one that cannot be read.
     """
     try:
-        learned = json.loads(path.read_text())
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return {}
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"must be at most {_MAX_BYTES} bytes")
+    try:
+        learned = json.loads(content.decode(), parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
     if not isinstance(learned, dict) or not all(isinstance(p, dict) for p in learned.values()):
         raise ValueError("must hold an object of objects")
+    _check_depth(learned, _MAX_DEPTH)
     return learned
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def _check_depth(value: dict[str, Any] | list[Any], most: int) -> None:
+    """So that it can be copied and written again."""
+    if not most:
+        raise ValueError("is nested too deep")
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, (dict, list)):
+            _check_depth(each, most - 1)

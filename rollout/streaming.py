@@ -1,11 +1,39 @@
-"""From what ends in each step to a stream whose order nothing but the rollouts decides."""
+"""A stream of rollouts, whose order nothing but the rollouts decides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Self
 
+from rollout.call_guard import CallGuard
 from rollout.stream_order import StreamOrder
 from rollout.types import FinishReason, Request, Rollout
+
+
+class RolloutStream(Iterator[Rollout]):
+    """The rollouts of one `RolloutEngine.stream`, for one thread at a time, but for any.
+
+    Taking the next one is a call of the engine: refused while another thread is in one, the stream
+    goes on later. Leaving never is.
+    """
+
+    def __init__(self, rollouts: Generator[Rollout, None, None], calls: CallGuard) -> None:
+        self._rollouts = rollouts
+        self._calls = calls
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Rollout:
+        with self._calls:
+            return next(self._rollouts)
+
+    def close(self) -> None:
+        """Abort what is unfinished: now, or as soon as the call that another thread is in ends."""
+        self._calls.defer(self._rollouts.close)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def in_order_of_plain_decoding(

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from rollout.call_guard import CallGuard, exclusive
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
 from rollout.weights.bucket_layout import BucketLayout
@@ -33,6 +34,7 @@ class WeightCalls(ABC):
     a later one leaves the engine refusing to run, saying why, until a full update succeeds.
     """
 
+    calls: CallGuard
     worker: Worker
     weight_groups: WeightGroups
     weight_handles: HandleReceiver
@@ -47,6 +49,7 @@ class WeightCalls(ABC):
         """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
         return self.worker.weights.versions
 
+    @exclusive
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None:
         """Open an update that several calls bring.
 
@@ -61,6 +64,7 @@ class WeightCalls(ABC):
         with self.worker.weights.heard():
             self.worker.weights.begin(UpdateOptions.of(options), manifest)
 
+    @exclusive
     def end_weight_update(self) -> None:
         """Commit: the next step samples from the new weights.
 
@@ -87,10 +91,12 @@ class WeightCalls(ABC):
         weights.commit()
         self.worker.weights_changed()
 
+    @exclusive
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
         """Give up the open update, if there is one: refused until a full one if it had begun."""
         self.worker.weights.abandon(reason)
 
+    @exclusive
     def update_weights_from_tensor(
         self,
         named_tensors: NamedTensors | Mapping[str, torch.Tensor] | Iterable[FlattenedBucket],
@@ -118,6 +124,7 @@ class WeightCalls(ABC):
         with self.worker.weights.heard():
             self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
 
+    @exclusive
     def update_weights_from_bucket(
         self, bucket: PackedBucket, *, direct: bool = False, **options: Any
     ) -> None:
@@ -128,6 +135,7 @@ class WeightCalls(ABC):
         with self.worker.weights.heard():
             self._load(unflattened([bucket.unpacked()]), options, direct=direct)
 
+    @exclusive
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
         """Take the weights of a safetensors folder, sharded or not.
 
@@ -140,6 +148,7 @@ class WeightCalls(ABC):
             selector = (UpdateOptions.of(options) if options else weights.options).selector
             self._load(weights.parts.source(Path(model_path), selector), options)
 
+    @exclusive
     def update_weights_from_ipc(
         self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
     ) -> None:
@@ -155,6 +164,7 @@ class WeightCalls(ABC):
         finally:
             self.weight_handles.release_removed()
 
+    @exclusive
     def init_weights_update_group(
         self,
         master_address: str,
@@ -184,10 +194,12 @@ class WeightCalls(ABC):
             group_name, backend, timeout, self.worker.model_device, sender,
         )  # fmt: skip
 
+    @exclusive
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
         """Leave a group. Raises InvalidInputError for one this engine is not in."""
         self.weight_groups.destroy(group_name)
 
+    @exclusive
     def update_weights_from_distributed(
         self,
         names: Sequence[str],
@@ -217,6 +229,7 @@ class WeightCalls(ABC):
         ):
             self._load(source, options)
 
+    @exclusive
     def decline_weights_from_distributed(
         self,
         names: Sequence[str],
@@ -236,6 +249,7 @@ class WeightCalls(ABC):
         ):
             raise WeightUpdateError(reason)
 
+    @exclusive
     def weights_manifest(
         self, selector: str = "all", *, model_path: str | Path | None = None
     ) -> dict[str, TensorSpec]:
@@ -248,6 +262,7 @@ class WeightCalls(ABC):
             return dict(parts.manifest(selector))
         return dict(parts.source(Path(model_path), selector).manifest())
 
+    @exclusive
     def read_weights(self, names: Sequence[str]) -> PackedBucket:
         """These tensors, whole, for another engine's `update_weights_from_bucket`.
 
@@ -259,10 +274,12 @@ class WeightCalls(ABC):
         empty = FlattenedBucket(torch.empty(0, dtype=torch.uint8), BucketLayout(()))
         return PackedBucket.of(next(buckets(tensors.items(), 1 << 62), empty))
 
+    @exclusive
     def weights_digest(self, selector: str = "all") -> str:
         """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""
         return self.worker.weights.digest(selector)
 
+    @exclusive
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
         if truncate_size < 1:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, closing
 
+from rollout.call_guard import CallGuard, exclusive
 from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.requests import RequestFactory
 from rollout.scheduler import Scheduler
-from rollout.streaming import in_order_of_plain_decoding
+from rollout.streaming import RolloutStream, in_order_of_plain_decoding
 from rollout.types import Prompt, Request, Rollout, SamplingParams, TokenExtras
 from rollout.worker import Worker
 
@@ -20,6 +21,7 @@ from rollout.worker import Worker
 class WholeCalls(ABC):
     """A part of RolloutEngine."""
 
+    calls: CallGuard
     config: EngineConfig
     worker: Worker
     encoder: PromptEncoder
@@ -27,6 +29,7 @@ class WholeCalls(ABC):
     _requests: RequestFactory
     _claimed: dict[int, deque[Rollout]]  # request id -> inbox of the stream it is of
 
+    @exclusive
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
@@ -42,7 +45,7 @@ class WholeCalls(ABC):
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[Rollout]:
+    ) -> RolloutStream:
         """Each rollout as it finishes, in the order of plain decoding.
 
         The order is that in which plain decoding of this stream alone, ``max_running`` requests at
@@ -52,8 +55,13 @@ class WholeCalls(ABC):
         raises, those that had ended come before the error.
 
         Every prompt is checked before anything is submitted; InvalidInputError names the first bad
-        one. Leaving the iterator early aborts what is unfinished.
+        one. Leaving the iterator early aborts what is unfinished; ``close()`` does it at once.
         """
+        return RolloutStream(self._rollouts(prompts, params), self.calls)
+
+    def _rollouts(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Generator[Rollout, None, None]:
         requests = self._requests_for(prompts, params)
         with closing(self._run_all(requests)) as steps:
             max_running = self.scheduler.limits.max_running
@@ -129,6 +137,7 @@ class WholeCalls(ABC):
         while self.worker.ranks.rows.size > 1 and self._any_rank(False):
             self._run_step()
 
+    @exclusive
     def any_rank_has_unfinished(self) -> bool:
         """`has_unfinished` of any rank in lockstep with this one: a call that each of them makes,
         before each `step`."""
@@ -143,6 +152,7 @@ class WholeCalls(ABC):
         """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
         return self.score_with_extras(prompt_ids, output_ids, params)[0]
 
+    @exclusive
     def score_with_extras(
         self,
         prompt_ids: Sequence[int],

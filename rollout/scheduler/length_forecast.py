@@ -20,6 +20,7 @@ SHRINKAGE = 2
 """How many of a group's own lengths the mean of all groups counts for."""
 
 _INT32 = 2**31
+_GROUP_KEYS = 2**63
 
 
 class LengthForecast:
@@ -107,7 +108,9 @@ class LengthForecast:
             try:
                 group = int(name)
             except (TypeError, ValueError):
-                raise ValueError(f"learned lengths: group {name!r} must be an integer") from None
+                group = -1
+            if not 0 <= group < _GROUP_KEYS:
+                raise ValueError(f"learned lengths: group {name!r:.80} must be in [0, 2**63)")
             groups[group] = _read(by_group[name], f"groups[{name}]", GROUP_LENGTHS)
         if groups and not recent.latest:
             raise ValueError("learned lengths: 'recent' is empty and 'groups' is not")

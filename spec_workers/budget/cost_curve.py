@@ -28,6 +28,9 @@ _SCALE_DRIFT = 0.015  # a step: machines get busy, clocks change
 _SHAPE_DRIFT = 0.002
 _CLIP = 2.0  # standard deviations of surprise that one step is believed
 
+_LEAST_MS = 1e-6  # as it is written
+_MAX_KNOTS = 1024  # that are read: of a row each, where many are captured
+
 _ROWS_RANGE = 3.0  # octaves over which the shape is alike
 _CONTEXT_RANGE = 3.0
 _FIXED_ROWS = 12.0  # first guess: what a forward costs beside its rows, as so many rows
@@ -122,12 +125,7 @@ class CostCurve:
         Times lie between its rows as they do here, and are those of its nearest context at or
         below; what was seen counts for the nearest knot.
         """
-        rows, contexts = _loaded_knots(learned, "rows"), _loaded_knots(learned, "contexts")
-        shape = (contexts.size, rows.size)
-        times = table(learned, "milliseconds", shape)
-        seen = table(learned, "observations", shape)
-        if times.min() == 0:
-            raise ValueError("milliseconds: must be > 0")
+        rows, contexts, times, seen = checked_curve(learned)
         if not seen.any():
             return  # a first guess, which was never measured
         at_or_below = np.searchsorted(contexts, self.contexts, side="right") - 1
@@ -193,11 +191,22 @@ class CostCurve:
         return np.kron(contexts, rows)
 
 
+def checked_curve(learned: Mapping[str, Any]) -> tuple[NDArray[np.float64], ...]:
+    """Rows [H], contexts [C], milliseconds [C, H] and observations [C, H] of what `learned` gave.
+
+    Raises ValueError for what is no curve.
+    """
+    rows, contexts = _loaded_knots(learned, "rows"), _loaded_knots(learned, "contexts")
+    shape = (contexts.size, rows.size)
+    times = table(learned, "milliseconds", shape, least=_LEAST_MS)
+    return rows, contexts, times, table(learned, "observations", shape)
+
+
 def _loaded_knots(learned: Mapping[str, Any], name: str) -> NDArray[np.float64]:
     """Ascending numbers >= 1. Raises ValueError for what is none."""
     listed = learned.get(name)
-    if not isinstance(listed, list) or not listed:
-        raise ValueError(f"{name}: must be a list of numbers")
+    if not isinstance(listed, list) or not 0 < len(listed) <= _MAX_KNOTS:
+        raise ValueError(f"{name}: must be a list of 1 to {_MAX_KNOTS} numbers")
     knots = table(learned, name, (len(listed),), least=1.0)
     if (np.diff(knots) <= 0).any():
         raise ValueError(f"{name}: must ascend")

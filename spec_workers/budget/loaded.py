@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST = 1e12
+"""Milliseconds, or times something was seen. More is damage, and what is made of it overflows."""
+
 
 def mapping(learned: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Raises ValueError for what is none."""
@@ -20,13 +23,22 @@ def mapping(learned: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def table(
     learned: Mapping[str, Any], name: str, shape: tuple[int, ...], *, least: float = 0.0
 ) -> NDArray[np.float64]:
-    """Finite numbers >= ``least``. Raises ValueError for what is none."""
+    """Numbers in [``least``, `MOST`]. Raises ValueError for what is none."""
+    value = learned.get(name)
+    if not _has_shape(value, shape):
+        raise ValueError(f"{name}: must be numbers of shape {shape}")
     try:
-        numbers = np.array(learned.get(name), dtype=np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}: must be numbers") from None
-    if numbers.shape != shape:
-        raise ValueError(f"{name}: must be of shape {shape}, not {numbers.shape}")
-    if not np.isfinite(numbers).all() or numbers.min() < least:
-        raise ValueError(f"{name}: must be finite and >= {least:g}")
+        numbers = np.array(value, dtype=np.float64)
+    except OverflowError:  # an integer beyond all floats
+        numbers = np.full(shape, np.inf)
+    if not ((numbers >= least) & (numbers <= MOST)).all():
+        raise ValueError(f"{name}: must be in [{least:g}, {MOST:g}]")
     return numbers
+
+
+def _has_shape(value: object, shape: tuple[int, ...]) -> bool:
+    if not shape:
+        return type(value) in (int, float)  # no text that spells one, and no boolean
+    if not isinstance(value, list) or len(value) != shape[0]:
+        return False
+    return all(_has_shape(each, shape[1:]) for each in value)

@@ -19,6 +19,7 @@ _BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])
 _INERTIA = 20.0  # expected acceptances that the first guess is worth
 _FIRST_GUESS = 0.85  # accepted, of what was expected: the highest of many estimates run high
 _MEMORY = 400.0  # expected acceptances a cell remembers
+_FURTHEST_OFF = 100.0  # times what was expected: more accepted than that nobody has seen
 _DECAY = 0.5  # at a change of policy
 _FADE = 0.995  # each time costs are learned
 _TENTHS = 10
@@ -104,9 +105,10 @@ class NodeValues:
         """Go on from an earlier run's ``values``. Raises ValueError for what cannot be any."""
         if values.get("sources") != list(self.sources) or values.get("depths") != list(DEPTHS):
             raise ValueError("sources, depths: not those of this worker")
-        expected_SD = table(values, "expected", self._expected_SD.shape)
-        accepted_SD = table(values, "accepted", self._accepted_SD.shape)
-        believed_SD = _MEMORY / np.maximum(expected_SD, _MEMORY)
+        shape = self._expected_SD.shape
+        expected_SD, accepted_SD = (table(values, name, shape) for name in ("expected", "accepted"))
+        seen_SD = np.maximum(expected_SD, accepted_SD / _FURTHEST_OFF)
+        believed_SD = _MEMORY / np.maximum(seen_SD, _MEMORY)
         self._expected_SD, self._accepted_SD = expected_SD * believed_SD, accepted_SD * believed_SD
         self._settle()
 

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types import StepTimes
-from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.cost_curve import CostCurve, checked_curve
 from spec_workers.budget.linear_cost import LinearCost
 from spec_workers.budget.loaded import mapping
+
+_MAX_DEVICES = 64  # whose costs are kept for runs there, the latest learned of
 
 
 class StepCost:
@@ -98,17 +100,35 @@ class StepCost:
 
     def restore(self, learned: Mapping[str, Any]) -> None:
         """Go on from an earlier run on this device. Raises ValueError for what cannot be one's."""
-        kept = dict(mapping(learned, "elsewhere")) if "elsewhere" in learned else {}
+        found = dict(mapping(learned, "elsewhere")) if "elsewhere" in learned else {}
         if "cost" in learned:
-            kept[str(learned.get("device"))] = {
-                name: learned[name] for name in ("cost", "request_ms") if name in learned
-            }
-        if self.device in kept:
-            here = mapping(kept, self.device)
-            del kept[self.device]
-            self.curve.restore(mapping(here, "cost"))
-            parts = mapping(here, "request_ms")
-            self._sampling.restore(mapping(parts, "sampling"))
-            self._drafting.restore(mapping(parts, "drafting"))
-            self._following.restore(mapping(parts, "following"))
+            device = learned.get("device")
+            if not isinstance(device, str):
+                raise ValueError("device: must be text")
+            found[device] = learned
+        kept = {device: _checked(mapping(found, device)) for device in found}
+        here = kept.pop(self.device, None)
+        if here is not None:
+            self.curve.restore(here["cost"])
+            parts = here["request_ms"]
+            self._sampling.restore(parts["sampling"])
+            self._drafting.restore(parts["drafting"])
+            self._following.restore(parts["following"])
         self._elsewhere |= kept
+        for device in list(self._elsewhere)[:-_MAX_DEVICES]:
+            del self._elsewhere[device]
+
+
+def _checked(learned: Mapping[str, Any]) -> dict[str, Any]:
+    """What one device's costs were, nothing else. Raises ValueError."""
+    curve, parts = mapping(learned, "cost"), mapping(learned, "request_ms")
+    checked_curve(curve)
+    names = ("sampling", "drafting", "following")
+    for name in names:
+        LinearCost().restore(mapping(parts, name))
+    return {
+        "cost": {
+            name: curve[name] for name in ("rows", "contexts", "milliseconds", "observations")
+        },
+        "request_ms": {name: parts[name] for name in names},
+    }

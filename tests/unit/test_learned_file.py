@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
+from copy import deepcopy
 
 import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.errors import InvalidInputError
 from rollout.learned_file import learned_file, load_learned, save_learned
 from spec_workers.budget import FixedBudget
 
@@ -83,12 +86,24 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe{}", b'{"a": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe{}", b'{"a": 1}',
+        b'{"a": {"b": NaN}}', b'{"a": {"b": -Infinity}}', b'{"a": {"b": 1e999}}',
+        b'{"a": {"b": 1' + b"0" * 5000 + b"}}",
+        b'{"a": {"b": ' + b"[" * 100_000,
+        b'{"a": {"b": ' + b"[" * 100 + b"]" * 100 + b"}}",
+        b'{"a": {"b": "' + b"x" * (64 << 20) + b'"}}',
+    ],
+    ids=lambda content: content[:24],
+)  # fmt: skip
 def test_what_is_damaged_is_refused(tmp_path, content):
     path = tmp_path / "learned"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"\w"):
         load_learned(path)
+    path.unlink()  # one is large
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path):
@@ -174,6 +189,7 @@ def dumped(change):
         lambda learned: json.dumps(learned).encode()[:-9],
         lambda learned: b"[]",
         dumped(lambda learned: learned.update(budget=3)),
+        lambda learned: b'{"budget": ' + b"[" * 100_000,
     ],
 )
 def test_an_engine_goes_on_cold_where_it_is_damaged(
@@ -197,6 +213,9 @@ def test_an_engine_goes_on_cold_where_it_is_damaged(
         dumped(lambda learned: learned["budget"]["request_ms"].update(sampling={"step": None})),
         dumped(lambda learned: learned["budget"].update(elsewhere=[1])),
         dumped(lambda learned: learned["budget"].update(values=None)),
+        dumped(lambda learned: learned["budget"]["cost"]["milliseconds"][0].__setitem__(0, 1e200)),
+        dumped(lambda learned: learned["budget"]["request_ms"]["drafting"].update(step=10**400)),
+        dumped(lambda learned: learned["budget"]["values"]["accepted"][0].__setitem__(0, 1e300)),
     ],
 )
 def test_a_budget_that_is_damaged_leaves_the_lengths(
@@ -220,6 +239,86 @@ def test_lengths_that_are_damaged_leave_the_budget(tiny_model_path, saved, tmp_p
     assert message.startswith(f"lengths of {learned_file(copy)} are not used: ")
     assert engine.scheduler.lengths.is_empty
     assert engine.worker.budget.cost.is_known
+
+
+WRONG = [
+    None, True, "", "1e3", [], {}, [[]], -1, 0, 1e-320, 1e200, -1e308, 2**31, 2**64, 10**400,
+    {"cost": {}}, [1, [2]],
+]  # fmt: skip
+
+
+def change_somewhere(learned, rng):
+    """One value, however deep, becomes another, is lost, or comes twice."""
+    place = learned["budget"] if rng.random() < 0.8 else learned
+    while True:
+        key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        below = place[key]
+        if not isinstance(below, (dict, list)) or not below or rng.random() < 0.1:
+            break
+        place = below
+    match rng.choice(["wrong", "wrong", "scaled", "lost", "twice"]):
+        case "scaled" if type(below) in (int, float):
+            place[key] = below * 10 ** rng.randint(-300, 300)
+        case "lost":
+            del place[key]
+        case "twice" if isinstance(place, list):
+            place.insert(key, below)
+        case _:
+            place[key] = rng.choice(WRONG)
+
+
+def test_whatever_the_file_holds_the_engine_generates(tiny_model_path, saved, tmp_path):
+    """It is used or it is not; the tokens are the same, and what is saved then is whole."""
+    _, path = saved
+    params = SamplingParams(temperature=0.9, max_new_tokens=6, seed=3, n=2, ignore_eos=True)
+    engine = make_engine(tiny_model_path)
+    expected = [rollout.token_ids for rollout in engine.generate(PROMPTS, params)]
+    rng = random.Random(5)
+    used = 0
+    for turn in range(80):
+        learned = json.loads(learned_file(path).read_text())
+        learned["budget"]["elsewhere"]["another device"] = deepcopy(
+            {name: learned["budget"][name] for name in ("cost", "request_ms")}
+        )
+        for _ in range(rng.randint(1, 3)):
+            change_somewhere(learned, rng)
+        copy = damaged(path, tmp_path, lambda _, content=learned: json.dumps(content).encode())
+        engine.load_corpus(copy)
+        used += engine.worker.budget.cost.is_known
+        assert [rollout.token_ids for rollout in engine.generate(PROMPTS, params)] == expected
+        if turn % 8 == 0:
+            engine.save_corpus(tmp_path / "again")
+            load_learned(learned_file(tmp_path / "again"))
+    assert used
+    engine.check_integrity()
+
+
+def test_a_damaged_corpus_file_changes_nothing(tiny_model_path, saved, tmp_path):
+    _, path = saved
+    engine = make_engine(tiny_model_path)
+    engine.generate(PROMPTS[:1], PARAMS)
+    before = engine.learned(), engine.scheduler.lengths.learned(), engine.corpus_tokens
+    expected = [
+        rollout.token_ids for rollout in make_engine(tiny_model_path).generate(PROMPTS, PARAMS)
+    ]
+    rng, whole = random.Random(6), path.read_bytes()
+    copy = tmp_path / "corpus"
+    learned_file(copy).write_bytes(learned_file(path).read_bytes())
+    for _ in range(150):
+        content = bytearray(whole)
+        if rng.random() < 0.3:
+            del content[rng.randrange(len(content)) :]
+        else:
+            for _ in range(rng.choice([1, 1, 20])):
+                content[rng.randrange(len(content))] ^= rng.randint(1, 255)
+        copy.write_bytes(content)
+        with pytest.raises(InvalidInputError, match="path="):
+            engine.load_corpus(copy)
+        assert before == (
+            engine.learned(), engine.scheduler.lengths.learned(), engine.corpus_tokens
+        )  # fmt: skip
+        engine.worker.corpus.check_integrity()
+    assert [rollout.token_ids for rollout in engine.generate(PROMPTS, PARAMS)] == expected
 
 
 def test_a_corpus_without_the_file_is_no_trouble(tiny_model_path, saved, tmp_path, caplog):

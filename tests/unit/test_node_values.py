@@ -130,7 +130,7 @@ def test_however_far_off_the_estimates_were_they_are_restored():
 def test_what_was_learned_at_length_can_be_unlearned():
     values, rng = NodeValues(SOURCES), np.random.default_rng(8)
     learned = values.learned()["values"]
-    learned["expected"] = [[1e15] * len(DEPTHS)] * len(SOURCES)
+    learned["expected"] = [[1e12] * len(DEPTHS)] * len(SOURCES)
     values.restore(learned)
     show(values, rng, (1.0, 1.0, 1.0), steps=1500)
     assert ratio(values, 0, 1) > 0.7

@@ -1,0 +1,102 @@
+"""One thread at a time in an engine's calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from rollout.errors import EngineStateError
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+class CallGuard:
+    """Held while an engine's public call runs. Two threads never hold it together.
+
+    An engine belongs to no thread: any may call while no other one is in a call, and the thread
+    that is may call again from inside (a generator of weights asks for the version), but not from
+    inside of a step: only a signal handler or a finalizer can come to that, and would change what
+    the step is in the middle of.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._depth = 0  # calls inside each other; written by the thread that holds the lock
+        self._in_step = False  # likewise
+        self._deferred: deque[Callable[[], None]] = deque()  # any thread appends
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise EngineStateError(self._why_held)
+        if self._in_step:
+            self._lock.release()
+            raise EngineStateError(
+                "the engine is in the middle of a step: a signal handler or a finalizer must not "
+                "call it; note it there and call between two steps"
+            )
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+        if self._deferred:
+            self._run_deferred()
+
+    def defer(self, function: Callable[[], None]) -> None:
+        """Run ``function`` now, or where a call is under way, in any thread, when it ends or
+        begins its next step. Never refused: for what is let go of."""
+        self._deferred.append(function)
+        self._run_deferred()
+
+    def begin_step(self) -> None:
+        """Inside a call: nothing else may call until `end_step`."""
+        while self._deferred:
+            self._deferred.popleft()()
+        self._in_step = True
+
+    def end_step(self) -> None:
+        self._in_step = False
+
+    def _run_deferred(self) -> None:
+        """Whoever holds the lock meanwhile comes here after it was released."""
+        while self._deferred and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return
+                self._depth += 1
+                try:
+                    while self._deferred:
+                        self._deferred.popleft()()
+                finally:
+                    self._depth -= 1
+            finally:
+                self._lock.release()
+
+    @property
+    def _why_held(self) -> str:
+        if os.getpid() != self._process:
+            return (
+                "the engine was in a call of another thread when this process was forked: make an "
+                "engine in this process"
+            )
+        return (
+            "another thread is in a call of this engine, which one thread at a time may use: wait "
+            "for it, or put the engine in an EngineLoop, which many threads may talk to"
+        )
+
+
+def exclusive(method: M) -> M:
+    """A public call of an engine, whose guard is its ``calls``: where another thread is in one, it
+    raises EngineStateError and does nothing."""
+
+    @wraps(method)
+    def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with engine.calls:
+            return method(engine, *args, **kwargs)
+
+    return cast(M, call)

@@ -1,0 +1,216 @@
+"""One thread at a time uses an engine; the others are told, and nothing is lost."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import EngineStateError
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=12, seed=3, n=2, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=1)
+LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
+LIMIT = 60.0  # seconds: ends what hangs
+
+CALLS: dict[str, Callable[[RolloutEngine], object]] = {
+    "generate": lambda engine: engine.generate(PROMPTS, PARAMS),
+    "stream": lambda engine: next(engine.stream(PROMPTS, PARAMS)),
+    "check": lambda engine: engine.check(PROMPTS[0], PARAMS),
+    "submit": lambda engine: engine.submit(PROMPTS[0], PARAMS),
+    "step": lambda engine: engine.step(),
+    "take_ended": lambda engine: engine.take_ended(),
+    "abort": lambda engine: engine.abort(0),
+    "score": lambda engine: engine.score([5], [6]),
+    "status": lambda engine: engine.status(),
+    "learned": lambda engine: engine.learned(),
+    "check_integrity": lambda engine: engine.check_integrity(),
+    "flush_cache": lambda engine: engine.flush_cache(),
+    "pause_generation": lambda engine: engine.pause_generation(),
+    "continue_generation": lambda engine: engine.continue_generation(),
+    "release_memory": lambda engine: engine.release_memory(),
+    "resume_memory": lambda engine: engine.resume_memory(),
+    "begin_weight_update": lambda engine: engine.begin_weight_update(),
+    "end_weight_update": lambda engine: engine.end_weight_update(),
+    "abandon_weight_update": lambda engine: engine.abandon_weight_update(),
+    "update_weights_from_tensor": lambda engine: engine.update_weights_from_tensor([]),
+    "update_weights_from_disk": lambda engine: engine.update_weights_from_disk("."),
+    "update_weights_from_ipc": lambda engine: engine.update_weights_from_ipc([]),
+    "weights_digest": lambda engine: engine.weights_digest(),
+    "read_weights": lambda engine: engine.read_weights([]),
+    "save_corpus": lambda engine: engine.save_corpus("corpus"),
+    "load_corpus": lambda engine: engine.load_corpus("corpus"),
+    "add_external_corpus": lambda engine: engine.add_external_corpus(token_chunks=[[5]]),
+    "external_corpora": lambda engine: engine.external_corpora(),
+    "close": lambda engine: engine.close(),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_path):
+    return RolloutEngine.from_pretrained(
+        tiny_model_path, spec_options={"calibration_seconds": 0.0}, max_running=4, num_threads=1
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    return tokens(engine.generate(PROMPTS, PARAMS))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(engine, expected):
+    yield
+    engine.check_integrity()
+    assert not engine.has_unfinished
+    assert engine.worker.memory.usage.used == 0
+    assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
+
+
+def tokens(rollouts):
+    return [rollout.token_ids for rollout in rollouts]
+
+
+@contextmanager
+def in_a_call(engine: RolloutEngine) -> Iterator[None]:
+    """Another thread is inside of a call as long as this lasts."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def weights() -> Iterator[tuple[str, object]]:
+        inside.set()
+        assert leave.wait(LIMIT)
+        raise InterruptedError
+        yield
+
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(engine.update_weights_from_tensor, weights())
+        assert inside.wait(LIMIT)
+        try:
+            yield
+        finally:
+            leave.set()
+        with pytest.raises(InterruptedError):
+            call.result(LIMIT)
+
+
+def test_every_call_says_that_another_thread_is_in_one(engine):
+    with in_a_call(engine):
+        for call in CALLS.values():
+            with pytest.raises(EngineStateError, match=r"another thread.*EngineLoop"):
+                call(engine)
+    assert not engine.is_paused
+
+
+def test_of_threads_that_race_some_are_served_and_the_others_told(engine, expected):
+    start = threading.Barrier(6)
+
+    def generate(turns: int = 5) -> list[object]:
+        outcomes: list[object] = []
+        for _ in range(turns):
+            start.wait(LIMIT)
+            try:
+                outcomes.append(tokens(engine.generate(PROMPTS, PARAMS)))
+            except EngineStateError as error:
+                outcomes.append(str(error))
+        return outcomes
+
+    with ThreadPoolExecutor(6) as threads:
+        calls = [threads.submit(generate) for _ in range(6)]
+        outcomes = [outcome for call in calls for outcome in call.result(LIMIT)]
+    assert expected in outcomes
+    assert all(outcome == expected or "another thread" in outcome for outcome in outcomes)
+
+
+def test_a_stream_may_go_from_thread_to_thread(engine, expected):
+    stream = engine.stream(PROMPTS, PARAMS)
+    rollouts = []
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for threads in (one, other, one, other):
+            rollouts.append(threads.submit(next, stream).result(LIMIT))
+            engine.status()
+    assert list(stream) == []
+    assert sorted(tokens(rollouts)) == sorted(expected)
+
+
+def test_a_stream_that_was_refused_a_step_goes_on_later(engine, expected):
+    stream = engine.stream(PROMPTS, PARAMS)
+    rollouts = [next(stream)]
+    with in_a_call(engine), pytest.raises(EngineStateError, match="another thread"):
+        next(stream)
+    assert sorted(tokens([*rollouts, *stream])) == sorted(expected)
+
+
+@pytest.mark.parametrize("leave", ["close", "collect"])
+def test_a_stream_may_be_left_while_another_thread_is_in_a_call(engine, leave):
+    streams = [engine.stream(PROMPTS, [SHORT, LONG])]
+    next(streams[0])
+    with in_a_call(engine):
+        if leave == "close":
+            streams[0].close()
+        streams.clear()
+        gc.collect()
+        assert engine.has_unfinished  # another thread's call must not lose what it works with
+    assert not engine.has_unfinished
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_is_left_before_the_next(
+    engine, expected, monkeypatch
+):
+    streams = [engine.stream(PROMPTS, [SHORT, LONG])]
+    next(streams[0])
+    begin_step = engine.worker.begin_step
+
+    def collecting(batch):
+        finish = begin_step(batch)
+        streams.clear()
+        return finish
+
+    monkeypatch.setattr(engine.worker, "begin_step", collecting)
+    assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
+    assert not engine.has_unfinished
+
+
+def test_a_signal_handler_is_kept_out_of_a_step(engine, expected, monkeypatch):
+    said: list[str] = []
+
+    def handle(*_: object) -> None:
+        for call in CALLS.values():
+            with pytest.raises(EngineStateError) as caught:
+                call(engine)
+            said.append(str(caught.value))
+
+    begin_step = engine.worker.begin_step
+
+    def signalled(batch):
+        signal.raise_signal(signal.SIGUSR1)
+        return begin_step(batch)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.worker, "begin_step", signalled)
+            assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert said
+    assert all("middle of a step" in each for each in said)
+
+
+def test_calls_from_inside_of_one_are_fine(engine):
+    versions = []
+
+    def weights():
+        versions.append((engine.weights_digest(), engine.status().running))
+        raise InterruptedError
+        yield
+
+    with pytest.raises(InterruptedError):
+        engine.update_weights_from_tensor(weights())
+    assert versions
