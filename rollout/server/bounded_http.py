@@ -17,6 +17,7 @@ _SECONDS = 30.0
 _REFUSED_SECONDS = 2.0  # for the head of a request that is refused, whatever it says
 _MOST_REFUSED = 256
 _MOST_WAITING = 64
+_NO_HTTP = "Invalid HTTP request received."
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -93,13 +94,13 @@ class BoundedHttp(HttpToolsProtocol):
             (parsed_bytes,) = upgrade.args
             self._parse_without_upgrade(data[parsed_bytes:])
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            self.send_400_response(_NO_HTTP)
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
         """The head once more, for the parser takes what is behind it for another protocol."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
-            self.send_400_response("No proxy: CONNECT is not taken.")
+            self.send_400_response(_NO_HTTP)
             return
         lines = [b" ".join((method, self.url, b"HTTP/" + version))]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
