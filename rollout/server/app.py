@@ -48,7 +48,7 @@ ADMIN: tuple[Routes, ...] = (
 
 def make_app(serving: Serving) -> FastAPI:
     config = serving.config
-    app = FastAPI(title="specrollout", docs_url=None, redoc_url=None)
+    app = FastAPI(title="specrollout", docs_url=None, redoc_url=None, redirect_slashes=False)
     public = [routes(serving) for routes in PUBLIC]
     for router in public:
         app.include_router(router, responses=ERRORS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from rollout.errors import (
     EngineStateError,
@@ -44,6 +46,17 @@ class TooLargeError(HTTPException):
         )
 
 
+class EncodedError(HTTPException):
+    """A body that is compressed."""
+
+    def __init__(self, coding: str) -> None:
+        super().__init__(
+            415,
+            f"Content-Encoding: {coding[:_SHOWN]} is not unpacked: send the body as it is",
+            {"Accept-Encoding": "identity", "Connection": "close"},
+        )
+
+
 class TooManyConnectionsError(HTTPException):
     """As many connections as `server.max_connections` allows are open."""
 
@@ -74,6 +87,8 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _RETRY_SECONDS = {429: 1, 503: 5}
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_SHOWN = 200  # characters of a path
 _LEFT = 499  # nobody reads it: the client has left
 # The name of a type, as pydantic has it in the place of an error.
 _UNION_MEMBER = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
@@ -128,12 +143,35 @@ class ErrorResponse(JsonAnswer):
 
 def add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> ErrorResponse:
+        if (
+            isinstance(error, HTTPException)
+            and error.detail == HTTPStatus(error.status_code).phrase
+        ):
+            error = _unrouted(app, request)
         return ErrorResponse(error)
 
     expected = (RolloutError, HTTPException, RequestValidationError, ClientDisconnect)
     for kind in expected:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, answer)  # and it is raised again, for the log
+
+
+def _unrouted(app: FastAPI, request: Request) -> HTTPException:
+    """The answer to a request that no route takes: 405 with the methods there are, or 404."""
+
+    def takes(method: str) -> bool:
+        scope = dict(request.scope) | {"method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+
+    path = request.url.path[:_SHOWN]
+    allowed = ", ".join(filter(takes, _METHODS))
+    if allowed:
+        message = f"{path} does not take {request.method}, but {allowed}"
+        return HTTPException(405, message, {"Allow": allowed})
+    slash = "leave out the last /, or see " if path.endswith("/") else "see "
+    return HTTPException(
+        404, f"there is no {path}: {slash}GET /openapi.json for the calls there are"
+    )
 
 
 def _body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

@@ -28,8 +28,6 @@ async def json_body(request: Request, model: type[Body]) -> Body:
     except json.JSONDecodeError as error:
         wrong = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}
         raise RequestValidationError([wrong]) from None
-    except (ValueError, RecursionError):  # no UTF-8, an integer of thousands of digits, nesting
-        raise HTTPException(400, "the body could not be parsed") from None
     return await _validated(model.model_validate, value)
 
 

@@ -8,13 +8,32 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from json import JSONDecodeError
 from typing import Any
 
 _PIECE = 2**16  # characters
 _NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
 _BLANKS = re.compile(r"[ \t\n\r]*")
-_PARSER = json.JSONDecoder()
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two that have one name the parser would take the last, and its sender may mean the first.
+
+    Raises ValueError.
+    """
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise _comes_twice(counts.most_common(1)[0][0])
+    return members
+
+
+def _comes_twice(name: str) -> ValueError:
+    return ValueError(f"{name[:100]!r} comes twice")
+
+
+_PARSER = json.JSONDecoder(object_pairs_hook=_members)
 
 
 class Integers(list[int]):
@@ -22,13 +41,14 @@ class Integers(list[int]):
 
 
 def loads_in_pieces(data: bytes) -> Any:
-    """What ``json.loads`` gives, where arrays of integers may be `Integers`. Raises what it does.
+    """What ``json.loads`` gives, where arrays of integers may be `Integers`. Raises what it does,
+    and ValueError for a name that comes twice in an object.
 
     Whatever is long in a body is an array of numbers or a text. The numbers of an array go through
     the C parser in pieces of 64 Ki characters, a text as one; the rest is walked in Python.
     """
     if len(data) <= _PIECE:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=_members)
     text = data.decode(json.detect_encoding(data), "surrogatepass")
     value, end = _value(text, _after_blanks(text, 0))
     if _after_blanks(text, end) != len(text):
@@ -78,6 +98,8 @@ def _object(text: str, place: int) -> tuple[dict[str, Any], int]:
         place = _after_blanks(text, place)
         if text[place : place + 1] != ":":
             raise JSONDecodeError("Expecting ':' delimiter", text, place)
+        if name in members:
+            raise _comes_twice(name)
         members[name], place = _value(text, _after_blanks(text, place + 1))
         place, is_end = _after_member(text, place, "}")
         if is_end:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.server.config import ServerConfig
-from rollout.server.errors import ErrorResponse, TooLargeError
+from rollout.server.errors import EncodedError, ErrorResponse, TooLargeError
 
 WEIGHT_PATHS = frozenset({"/update_weights_from_tensor"})
 """Their bodies are tensors."""
 
 
 class BodyLimit:
-    """ASGI middleware: 413 as soon as more than the allowed bytes are announced or have come."""
+    """ASGI middleware: 413 as soon as more than the allowed bytes are announced or have come.
+
+    415 for compressed ones: a few bytes may become any number.
+    """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
@@ -22,10 +25,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        config = self._config
+        headers, config = dict(scope["headers"]), self._config
+        coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if coding.lower() != "identity":
+            await ErrorResponse(EncodedError(coding))(scope, receive, send)
+            return
         has_weights = scope["path"] in WEIGHT_PATHS
         max_bytes = config.max_weights_body_bytes if has_weights else config.max_body_bytes
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        announced = headers.get(b"content-length", b"0")
         if not announced.isdigit() or int(announced) > max_bytes:
             await ErrorResponse(TooLargeError(max_bytes))(scope, receive, send)
             return

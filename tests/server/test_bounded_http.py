@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,18 +23,35 @@ ANSWER = b"hello"
 
 class Hurried(BoundedHttp):
     most_bytes = 1000
+    most_waiting = 8
     seconds = 0.5
 
 
+asked: list[str] = []  # paths of requests, as the application sees them
+heard_of_leaving = threading.Event()
+
+
 async def app(scope, receive, send):
-    """Reads the body of /reads before it answers, which takes /slow longer than a head may."""
-    if scope["path"] == "/reads":
-        while (await receive()).get("more_body"):
-            pass
+    """Answers /echo with its body and /waits not before its client has left. Reads the body of
+    /reads before it answers, which takes /slow longer than a head may."""
+    asked.append(scope["path"])
+    answer = ANSWER
+    if scope["path"] in ("/reads", "/echo"):
+        message = await receive()
+        answer = message["body"]
+        while message.get("more_body"):
+            message = await receive()
+            answer += message.get("body", b"")
     if scope["path"] == "/slow":
         await asyncio.sleep(3 * Hurried.seconds)
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": ANSWER})
+    if scope["path"] == "/waits":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        heard_of_leaving.set()
+    body = answer if scope["path"] == "/echo" else ANSWER
+    length = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": length})
+    await send({"type": "http.response.body", "body": body})
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +87,13 @@ def is_let_go(connection: socket.socket, drip: bytes) -> bool:
         except OSError:
             return True
     return False
+
+
+def wait_for(reached) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def connect(url: str) -> socket.socket:
@@ -118,6 +144,78 @@ def test_who_is_waited_for_may_take_longer(url):
         time.sleep(0.1)
         connection.sendall(b"\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def request(path: str, body: bytes = b"", **headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def bodies_of(connection: socket.socket) -> Iterator[bytes]:
+    """Of the answers that come, until the server ends the connection."""
+    with connection.makefile("rb") as stream:
+        while stream.readline():
+            headers = http.client.parse_headers(stream)
+            yield stream.read(int(headers["Content-Length"]))
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_an_upgrade_that_is_offered_is_passed_over(url, caplog, protocol):
+    """What comes behind the head is the request's body, and then the next request."""
+    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol}
+    with connect(url) as connection:
+        connection.sendall(request("/echo", b"first", **upgrade))
+        bodies = bodies_of(connection)
+        assert next(bodies) == b"first"
+        for part in (request("/echo", b"second", **upgrade), request("/echo", b"third")):
+            connection.sendall(part[:-3])
+            connection.sendall(part[-3:])
+        assert [next(bodies), next(bodies)] == [b"second", b"third"]
+    assert not caplog.records
+
+
+def test_a_tunnel_is_refused(url):
+    with connect(url) as connection:
+        connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert is_let_go(connection, b"")
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_who_leaves_with_requests_that_wait_is_noticed(url, caplog, resets):
+    heard_of_leaving.clear()
+    asked.clear()
+    with connect(url) as connection:
+        connection.sendall(request("/waits") + request("/echo", b"later") * 3)
+        if resets:  # an RST, in the place of a FIN
+            linger = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        wait_for(lambda: asked == ["/waits"])
+    assert heard_of_leaving.wait(TIMEOUT)
+    with httpx.Client(base_url=url, timeout=TIMEOUT) as client:
+        assert client.get("/").content == ANSWER
+    assert asked == ["/waits", "/"]
+    assert not caplog.records
+
+
+def test_requests_that_wait_for_others_are_bounded(url):
+    """The last that is taken says that the connection ends, so that the client sends the others
+    over another one."""
+    asked.clear()
+    with connect(url) as connection:
+        try:
+            connection.sendall(request("/slow") + request("/echo", b"a") * 5000)
+        except ConnectionResetError:
+            pytest.fail("it was not read to the end")
+        wait_for(lambda: len(asked) == 1)
+        assert is_let_go(connection, b"")
+    assert len(asked) <= 1 + Hurried.most_waiting
+    with connect(url) as connection:
+        few = [str(number).encode() for number in range(Hurried.most_waiting + 5)]
+        connection.sendall(request("/reads") + b"".join(request("/echo", each) for each in few))
+        answers = list(bodies_of(connection))
+    assert answers == [ANSWER, *few[: Hurried.most_waiting]]
 
 
 def test_connections_are_used_again_and_bodies_may_be_long(url):

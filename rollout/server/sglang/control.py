@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
@@ -16,20 +17,25 @@ from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_route import JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
+from rollout.server.sglang.fields import Body
 from rollout.types import PauseMode
 
 _LONGEST_WAIT = 600.0  # seconds
 
 
 class AbortBody(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     rid: str | None = None
     abort_all: bool = False
 
 
-class PauseBody(BaseModel):
+class PauseBody(Body):
     mode: PauseMode = PauseMode.ABORT
+
+
+class FlushFields(Body):
+    timeout: float = Field(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False)
 
 
 def user_routes(serving: Serving) -> APIRouter:
@@ -67,7 +73,7 @@ def admin_routes(serving: Serving) -> APIRouter:
         return await change(serving, pause)
 
     @router.post("/continue_generation", responses=CHANGED)
-    async def continue_generation() -> JsonAnswer:
+    async def continue_generation(body: Body | None = None) -> JsonAnswer:
         """And commit the weights that came while it was paused."""
 
         def go_on(engine: Engine) -> Answer:
@@ -76,15 +82,22 @@ def admin_routes(serving: Serving) -> APIRouter:
 
         return await change(serving, go_on)
 
-    @router.post("/flush_cache", responses=CHANGED)
     @router.get("/flush_cache", responses=CHANGED)
-    async def flush_cache(
-        timeout: float = Query(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False),
-    ) -> JsonAnswer:
+    async def flush_cache(query: Annotated[FlushFields, Query()]) -> JsonAnswer:
         """Drop the prefix cache, which takes an idle engine: else 400, after ``timeout`` seconds.
 
         The corpus that drafts come from stays.
         """
+        return await flush(query.timeout)
+
+    @router.post("/flush_cache", responses=CHANGED)
+    async def post_flush_cache(
+        query: Annotated[FlushFields, Query()], body: FlushFields | None = None
+    ) -> JsonAnswer:
+        """The same; ``timeout`` may come in either place, and the longer one counts."""
+        return await flush(max(query.timeout, 0.0 if body is None else body.timeout))
+
+    async def flush(timeout: float) -> JsonAnswer:
         deadline = time.monotonic() + timeout
         while not await serving.call(_flush):
             if time.monotonic() >= deadline:

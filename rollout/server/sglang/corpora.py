@@ -6,7 +6,7 @@ import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from rollout.draft_corpus import ExternalCorpus, ExternalState
@@ -20,14 +20,13 @@ from rollout.server.json_route import JsonRoute
 from rollout.server.roots import Root
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, attempt, change, success
+from rollout.server.sglang.fields import Body
 
 _POLL_SECONDS = (0.005, 0.25)  # the first pause, and the longest
 
 
-class AddBody(BaseModel):
+class AddBody(Body):
     """Exactly one source. ``wait``: answer when the corpus is drafted from, or has failed."""
-
-    model_config = ConfigDict(extra="forbid")
 
     corpus_id: str | None = Field(None, min_length=1, max_length=200)
     file_path: str | None = None
@@ -36,9 +35,7 @@ class AddBody(BaseModel):
     wait: bool = True
 
 
-class RemoveBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class RemoveBody(Body):
     corpus_id: str
 
 

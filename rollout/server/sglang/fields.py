@@ -1,11 +1,19 @@
-"""Fields of other engines' requests that mean nothing here."""
+"""Fields of requests that this server does not have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from rollout.errors import InvalidInputError
+
+
+class Body(BaseModel):
+    """A field there is not is refused: it would be without the effect its sender expects."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix: str = "") -> None:

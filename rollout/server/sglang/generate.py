@@ -27,7 +27,6 @@ def routes(serving: Serving) -> APIRouter:
     generator = _Generator(serving)
 
     @router.post("/generate", responses=EVENTS)
-    @router.put("/generate", responses=EVENTS)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
         started = time.monotonic()

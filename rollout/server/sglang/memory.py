@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 
 from rollout.engine_protocol import Engine
 from rollout.server.documented import CHANGED
@@ -11,6 +10,7 @@ from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_route import JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change
+from rollout.server.sglang.fields import Body
 from rollout.types import MemoryTag
 
 _NAMES = {
@@ -21,10 +21,8 @@ _NAMES = {
 """sglang's. Other texts go to the engine, whose error lists those there are."""
 
 
-class ResumeBody(BaseModel):
+class ResumeBody(Body):
     """``tags``: None for all that are released."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tags: list[str] | None = None
 

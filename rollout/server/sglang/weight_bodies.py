@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rollout.server.body_fields import Listed
+from rollout.server.sglang.fields import Body
 from rollout.weights.dtype_names import named_dtype
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.options import UpdateOptions
 
 Version = Annotated[int, Field(ge=0, lt=2**63)]
 """sglang's are texts: digits are taken."""
-
-
-class Body(BaseModel):
-    """A field there is not is refused: it would be without the effect its sender expects."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class UpdateFields(Body):

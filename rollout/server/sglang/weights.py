@@ -16,22 +16,21 @@ import base64
 import binascii
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from fastapi import APIRouter, HTTPException, Query, Request
 
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import content_type, json_of_texts, openapi_body
-from rollout.server.json_route import JsonRoute
+from rollout.server.json_route import JsonRoute, refuse_query
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
 from rollout.server.roots import Root
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, change
+from rollout.server.sglang.fields import Body
 from rollout.server.sglang.weight_bodies import (
     AbandonBody,
     BeginBody,
@@ -77,10 +76,12 @@ def routes(serving: Serving) -> APIRouter:
         responses=CHANGED,
         openapi_extra=openapi_body(TensorBody, **dict.fromkeys(RAW_TYPES, _BINARY)),
     )
-    async def update_weights_from_tensor(request: Request) -> JsonAnswer:
+    async def update_weights_from_tensor(
+        request: Request, query: Annotated[TensorFields, Query()]
+    ) -> JsonAnswer:
         """Safetensors bytes: in base64 as JSON, or the body itself, the options in the query."""
         try:
-            body, tensors = await _received(request)
+            body, tensors = await _received(request, query)
         except InvalidInputError as error:
             why_not = await serving.call(lambda engine: engine.why_not)
             return RefusedError(error, why_not).response
@@ -135,7 +136,7 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, begin)
 
     @router.post("/end_weight_update", responses=CHANGED)
-    async def end_weight_update() -> JsonAnswer:
+    async def end_weight_update(body: Body | None = None) -> JsonAnswer:
         """Commit."""
 
         def end(engine: Engine) -> Answer:
@@ -202,22 +203,22 @@ def _weights_root(serving: Serving) -> Root:
     return Root("server.weights_root", folders)
 
 
-async def _received(request: Request) -> tuple[TensorFields, ReceivedTensors]:
+async def _received(request: Request, query: TensorFields) -> tuple[TensorFields, ReceivedTensors]:
     """The options of the call and its tensors. Raises InvalidInputError."""
     kind = content_type(request)
     if kind in RAW_TYPES:
-        fields = _query_fields(request)
         file = ReceivedFile("body")
         with _closed_on_error([file]):
             async for chunk in request.stream():
                 file.write(chunk)
             tensors = await asyncio.to_thread(ReceivedTensors, [file])
-            _check_load_format(fields)
-        return fields, tensors
+            _check_load_format(query)
+        return query, tensors
     if kind != "application/json":
         raise HTTPException(
             415, f"the body must be one of application/json, {', '.join(RAW_TYPES)}"
         )
+    refuse_query(request)
     body = await json_of_texts(request, TensorBody)
     return body, await asyncio.to_thread(_decoded, body)
 
@@ -238,16 +239,6 @@ def _closed_on_error(files: list[ReceivedFile]) -> Iterator[None]:
         for file in files:
             file.close()
         raise
-
-
-def _query_fields(request: Request) -> TensorFields:
-    try:
-        return TensorFields.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False, include_context=False)
-        raise RequestValidationError(
-            [{**each, "loc": ("query", *each["loc"])} for each in wrong]
-        ) from None
 
 
 def _decoded(body: TensorBody) -> ReceivedTensors:
