@@ -20,9 +20,6 @@ BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.
 # Idle OpenMP threads yield the core after microseconds instead of milliseconds: on a machine that
 # does anything else as well, spinning ones cost a factor of ten and more.
 export GOMP_SPINCOUNT ?= 10000
-# DeepSpeed compiles what it needs on a CPU at first use. In a shared folder, a compilation that was
-# killed leaves a lock behind that stops every later one.
-export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 
 .PHONY: help
 help:  ## list the targets

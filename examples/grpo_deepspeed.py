@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.trainers import RolloutHook
+from rollout.trainers.deepspeed import disable_shm_comm
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 
@@ -230,6 +231,7 @@ def main() -> None:
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
+    disable_shm_comm()  # nothing is compiled
     world_size = dist.get_world_size()
 
     trainer = make_trainer(args)

@@ -13,17 +13,17 @@ import argparse
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 
 
 def write_prompts(path: Path, count: int = 512, seed: int = 0) -> Path:
-    """Sums of two digits, in the columns verl reads."""
-    draw = random.Random(seed)
+    """Sums of two numbers, each prompt once, in the columns verl reads."""
+    pairs = random.Random(seed).sample(list(product(range(30), repeat=2)), count)
     rows = []
-    for index in range(count):
-        a, b = draw.randrange(10), draw.randrange(10)
+    for index, (a, b) in enumerate(pairs):
         rows.append(
             {
                 "data_source": "sums",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
+import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import GatheredParameters
@@ -155,6 +157,16 @@ def _require_data_parallel_alone(engine: DeepSpeedEngine) -> None:
         raise InvalidInputError(
             "model.has_moe_layers", True, "DeepSpeed's expert parallelism is not supported"
         )
+
+
+def disable_shm_comm() -> None:
+    """Leave DeepSpeed's collectives on a CPU to gloo; to be called before DeepSpeed is initialized.
+
+    Else every run on a CPU compiles ``deepspeed_shm_comm``, which only tensor-parallel inference
+    uses. A compilation that is killed leaves a lock, for which all later processes wait for ever.
+    """
+    if get_accelerator().device_name() == "cpu":  # the only one that compiles it
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def after_engine_step(

@@ -17,6 +17,18 @@ from tests.helpers.ports import free_port
 _ROOT = Path(__file__).parents[2]
 
 
+def extensions_never_compiled(folder: Path) -> Path:
+    """A folder for compiled extensions where compiling one never ends.
+
+    A compilation that was killed leaves its lock behind, and torch waits for it for ever.
+    """
+    for name in ("deepspeed_shm_comm", "fused_adam", "cpu_adam"):
+        lock = folder / "extensions" / name / "lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    return folder / "extensions"
+
+
 def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> list[Any]:
     """Run ``python -m module out.json`` on ``ranks`` processes of one gloo group.
 
@@ -24,6 +36,7 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> 
     than ``timeout`` seconds, is an AssertionError with what they printed; none is left running.
     """
     port = free_port()
+    extensions = extensions_never_compiled(folder)
     outputs = [folder / f"{module}-{ranks}-{rank}.json" for rank in range(ranks)]
     logs = [output.with_suffix(".log") for output in outputs]
     processes = []
@@ -36,6 +49,7 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> 
             "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(extensions),
             "TOKENIZERS_PARALLELISM": "false",
         }
         with log.open("w") as stream:

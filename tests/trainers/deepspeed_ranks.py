@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
+from rollout.trainers.deepspeed import disable_shm_comm
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
@@ -242,8 +243,7 @@ def callbacks(folder: Path, stage: int) -> dict[str, Any]:
 
 
 def main(output: str) -> None:
-    # Else every machine that runs this compiles, for a minute, a kernel that gloo does without.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    disable_shm_comm()
     deepspeed.init_distributed("gloo")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.launch import extensions_never_compiled
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_draft import save_tiny_eagle3
 
@@ -58,7 +59,12 @@ def start(folder: Path, arguments: list[str], ranks: int) -> subprocess.Popen:
                 *["--output", str(folder / "log.jsonl")],
                 *arguments,
             ],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ
+            | {
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "TORCH_EXTENSIONS_DIR": str(extensions_never_compiled(folder)),
+            },
             stdout=printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import runpy
-import subprocess
-import sys
 
 import pytest
 
@@ -17,25 +14,13 @@ from rollout.trainers.openrlhf.arguments import ARGUMENTS
 from tests.frameworks.openrlhf.tiny_task import write_task
 from tests.frameworks.openrlhf.trainer_run import TrainerRun, run_trainer
 
+pytestmark = pytest.mark.timeout(3200)
 FLOAT32 = "--specrollout.dtype float32"
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory):
     return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled_optimizer():
-    """DeepSpeed compiles what it needs on a CPU at first use, which takes minutes."""
-    code = """
-from deepspeed.ops.op_builder.cpu import FusedAdamBuilder, ShareMemCommBuilder
-FusedAdamBuilder().load()
-ShareMemCommBuilder().load()
-"""
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PATH": path}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=1200)
 
 
 def column(run: TrainerRun, name: str) -> list[float]:

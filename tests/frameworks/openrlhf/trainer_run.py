@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.launch import extensions_never_compiled
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "openrlhf_grpo.sh"
 CPU_ONLY = Path(__file__).parent / "cpu_only"
 _STATUS = re.compile(r"Global step (\d+): (\{.*\})")
@@ -29,7 +31,7 @@ class TrainerRun:
 
 
 def run_trainer(
-    task: Path, arguments: str, *, float32: bool = False, timeout: float = 240
+    task: Path, arguments: str, *, float32: bool = False, timeout: float = 1500
 ) -> TrainerRun:
     """The example's script on `tiny_task`'s files, three steps of 4 prompts x 2 samples.
 
@@ -48,7 +50,7 @@ def run_trainer(
     with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:
         log, queries = Path(ray_folder) / "log.txt", Path(ray_folder) / "queries.jsonl"
         queries.touch()
-        environment = os.environ | {
+        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
             "PYTHONPATH": os.pathsep.join([str(CPU_ONLY), os.environ.get("PYTHONPATH", "")]),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "RAY_OVERRIDE_RESOURCES": '{"CPU": 6, "GPU": 4}',
@@ -60,6 +62,7 @@ def run_trainer(
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(extensions_never_compiled(Path(ray_folder))),
             "OPENRLHF_FLOAT32": "1" if float32 else "",
         }
         command = ["sh", str(EXAMPLE), *text.split()]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -41,11 +42,16 @@ def own_ray() -> Iterator[None]:
     import ray
 
     paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    # Ray's sockets lie in its folder, and a socket's path must be short.
+    folder = TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
     ray.init(
+        address="local",
         num_cpus=8,
+        _temp_dir=folder.name,
         include_dashboard=False,
         namespace="test",
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )
     yield
     ray.shutdown()
+    folder.cleanup()

@@ -7,7 +7,6 @@ comes is announced in the store.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import AsyncIterator, Iterable
 from datetime import timedelta
 from typing import Any
@@ -17,23 +16,25 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(minutes=20)
 
 
 @CheckpointEngineRegistry.register("gloo")
 class GlooCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self._is_master = is_master
+        self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._updates = 0
 
     def prepare(self) -> tuple[str, int] | None:
-        """Where the master will listen."""
+        """Where the master listens."""
         if not self._is_master:
             return None
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        host = ray.util.get_node_ip_address()
+        if self._store is None:
+            self._store = TCPStore(host, 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        return host, self._store.port
 
     @classmethod
     def build_topology(
@@ -52,10 +53,11 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:
         self._rank = rank
         if rank >= 0 and self._group is None:
-            host, port = address
-            store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=TIMEOUT)
-            self._store = store
-            self._group = ProcessGroupGloo(PrefixStore("group", store), rank, world_size, TIMEOUT)
+            if self._store is None:
+                self._store = TCPStore(*address, timeout=TIMEOUT)
+            self._group = ProcessGroupGloo(
+                PrefixStore("group", self._store), rank, world_size, TIMEOUT
+            )
 
     def finalize(self) -> None:
         self._updates += 1
@@ -76,6 +78,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        assert self._store is not None
         count = 0
         while (announced := json.loads(self._store.get(self._key(count)))) is not None:
             name, shape, dtype = announced
@@ -85,6 +88,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             count += 1
 
     def _announce(self, index: int, what: list[Any] | None) -> None:
+        assert self._store is not None
         self._store.set(self._key(index), json.dumps(what))
 
     def _key(self, index: int) -> str:

@@ -47,6 +47,7 @@ ON_A_CPU = (
 class Outcome:
     return_code: int
     steps: list[dict[str, Any]]  # verl's metrics, one mapping per training step
+    samples: list[dict[str, Any]]  # verl's own record: step, uid, input, output, gts, score
     output: str
 
 
@@ -57,21 +58,21 @@ def run_main_ppo(
     workers: int = 1,
     pretended_gpus: int | None = None,
     steps: int = 2,
-    timeout: float = 400.0,
+    timeout: float = 1500.0,
 ) -> Outcome:
     """Raises TimeoutError, with the output's end, when it hangs; leaves no process behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    metrics, log = folder / "metrics.jsonl", folder / "output.log"
-    metrics.unlink(missing_ok=True)
+    metrics, log, samples = folder / "metrics.jsonl", folder / "output.log", folder / "samples"
     gpus = workers if pretended_gpus is None else pretended_gpus
     command = [
         *(sys.executable, str(EXAMPLE), "--model", str(model), "--folder", str(folder)),
         *("--workers", str(workers), "--steps", str(steps)),
         *ON_A_CPU,
         f"+ray_kwargs.ray_init.num_gpus={gpus}",
+        f"trainer.rollout_data_dir={samples}",
         *overrides,
     ]
-    environment = os.environ | {
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
         "VERL_PLATFORM": "cpu",
@@ -105,8 +106,13 @@ def run_main_ppo(
             raise TimeoutError(f"main_ppo hangs:\n{log.read_text()[-4000:]}") from None
         finally:
             _end_session(process.pid)
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return Outcome(code, [json.loads(line)["data"] for line in lines], log.read_text())
+    steps = [line["data"] for file in folder.glob(metrics.name) for line in _lines(file)]
+    rows = [line for file in sorted(samples.glob("*.jsonl")) for line in _lines(file)]
+    return Outcome(code, steps, rows, log.read_text())
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def _end_session(leader: int) -> None:

@@ -6,11 +6,13 @@ The oracle is verl's: the probabilities its trainer computes for the tokens we s
 from __future__ import annotations
 
 import re
+import runpy
+from collections import defaultdict
 
 import pytest
-from main_ppo import ROLLOUT, run_main_ppo
+from main_ppo import EXAMPLE, ROLLOUT, run_main_ppo
 
-pytestmark = pytest.mark.timeout(560)
+pytestmark = pytest.mark.timeout(1600)
 SEPARATE = (
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=1",
@@ -28,25 +30,40 @@ def differences(outcome):
     return [step["training/rollout_probs_diff_max"] for step in outcome.steps]
 
 
-@pytest.mark.timeout(900)
+def groups(outcome):
+    """Step, prompt, and the texts and rewards of its samples, for each group advantages compare."""
+    by_group = defaultdict(list)
+    for sample in outcome.samples:
+        group = sample["step"], sample["input"], sample["uid"].split("_")[0]
+        by_group[group].append((sample["output"], sample["score"]))
+    return sorted((step, prompt, sorted(rated)) for (step, prompt, _), rated in by_group.items())
+
+
+@pytest.mark.timeout(3200)
 def test_sync_with_one_worker_and_with_two(checkpoint, tmp_path):
-    """The weights move; two replicas make the rollouts that one makes."""
-    grad_norms = []
-    for workers in (1, 2):
-        outcome = run_main_ppo(checkpoint, tmp_path / str(workers), workers=workers)
+    """The weights move; two replicas make the rollouts that one makes, for the same groups."""
+    one, two = (
+        run_main_ppo(checkpoint, tmp_path / str(workers), workers=workers) for workers in (1, 2)
+    )
+    reward = runpy.run_path(str(EXAMPLE))["compute_score"]
+    for outcome, workers in ((one, 1), (two, 2)):
         diffs = differences(outcome)
         assert len(diffs) == 2
         assert max(diffs) < 1e-6
         accepted = re.findall(r"replica (\d), step \d: .* (\d+) of \d+ draft", outcome.output)
         assert {int(replica) for replica, _ in accepted} == set(range(workers))
         assert sum(int(count) for _, count in accepted) > 0
-        grad_norms.append([step["actor/grad_norm"] for step in outcome.steps])
+        for sample in outcome.samples:
+            rated = reward(sample["input"], sample["output"], sample["gts"])
+            assert sample["score"] == pytest.approx(rated)
+    assert [len(samples) for _, _, samples in groups(one)] == [4] * 16
+    assert groups(one) == groups(two)
+    grad_norms = [[step["actor/grad_norm"] for step in outcome.steps] for outcome in (one, two)]
     assert min(grad_norms[0]) > 0
     assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path, workers):
+def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
     """Weights are sent and requests cut; the learning rate is 0, so the oracle still holds."""
     still = "actor_rollout_ref.actor.optim.lr=0"
     outcome = run_main_ppo(
@@ -54,8 +71,8 @@ def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path, worke
         tmp_path,
         *(*SEPARATE, *LONG, still),
         steps=4,
-        workers=workers,
-        pretended_gpus=workers + 1,
+        workers=2,
+        pretended_gpus=3,
     )
     diffs = differences(outcome)
     assert len(diffs) == 4

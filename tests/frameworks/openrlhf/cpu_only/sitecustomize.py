@@ -1,8 +1,9 @@
 """Lets OpenRLHF's trainer run without a GPU: on PYTHONPATH, every interpreter runs this file.
 
-OpenRLHF calls torch.cuda by name. When it is imported, those calls are turned to the CPU; nothing
-else of it is changed, and what does not import it is left alone. OPENRLHF_FLOAT32=1 makes it train
-float32 parameters, which its command line has no word for.
+OpenRLHF calls torch.cuda by name. When it is imported, those calls are turned to the CPU, and
+DeepSpeed is told to compile nothing: Adam is torch's and collectives are gloo's. Nothing else is
+changed, and what does not import OpenRLHF is left alone. OPENRLHF_FLOAT32=1 makes it train float32
+parameters, which its command line has no word for.
 """
 
 import importlib.abc
@@ -57,18 +58,25 @@ def load_float32(module):
     module.convert_to_torch_dtype = lambda name: torch.float32
 
 
-def train_float32(module):
+def train_on_a_cpu(module):
+    from rollout.trainers.deepspeed import disable_shm_comm
+
+    disable_shm_comm()
     real = module.get_train_ds_config
-    module.get_train_ds_config = lambda *args, **kwargs: real(
-        *args, **kwargs | {"param_dtype": "fp32"}
-    )
+
+    def config(*args, optim_config=None, **kwargs):
+        if os.environ.get("OPENRLHF_FLOAT32"):
+            kwargs["param_dtype"] = "fp32"
+        if optim_config is not None:
+            params = optim_config["params"] | {"torch_adam": True}
+            optim_config = optim_config | {"params": params}
+        return real(*args, optim_config=optim_config, **kwargs)
+
+    module.get_train_ds_config = config
 
 
-ACTIONS = {"openrlhf": turn_cuda_to_cpu}
+ACTIONS = {"openrlhf": turn_cuda_to_cpu, "openrlhf.utils.deepspeed.deepspeed": train_on_a_cpu}
 if os.environ.get("OPENRLHF_FLOAT32"):
-    ACTIONS |= {
-        "openrlhf.utils.utils": load_float32,
-        "openrlhf.utils.deepspeed.deepspeed": train_float32,
-    }
+    ACTIONS["openrlhf.utils.utils"] = load_float32
 for name, action in ACTIONS.items():
     sys.meta_path.insert(0, AfterImport(name, action))
