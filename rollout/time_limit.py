@@ -9,6 +9,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+ANSWER_SECONDS = 30.0
+"""A store of torch.distributed answers in milliseconds, however busy its process is. One whose
+process is stopped never does, and torch's client waits for it without end."""
+
 
 def within(seconds: float, call: Callable[[], T]) -> T:
     """The value of ``call``, which runs on a thread that is left behind where it takes longer.
@@ -30,3 +34,11 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         if outcome.done():
             raise
         raise TimeoutError(f"no answer in {seconds:g} seconds") from None
+
+
+def answered(call: Callable[[], T], seconds: float = 0.0) -> T:
+    """The value of a call to a store, which waits at most ``seconds`` for others by itself.
+
+    Raises TimeoutError where the store does not answer, and what ``call`` raises.
+    """
+    return within(seconds + ANSWER_SECONDS, call)

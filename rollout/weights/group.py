@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.time_limit import within
-from rollout.weights import group_store
+from rollout.time_limit import answered, within
 from rollout.weights.checked_json import checked_int, checked_name
 from rollout.weights.group_store import GroupStore
 
@@ -112,7 +111,7 @@ class BroadcastGroup:
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
         try:
-            return within(seconds + group_store.ANSWER_SECONDS, make)
+            return answered(make, seconds)
         except (RuntimeError, TimeoutError) as error:
             raise WeightUpdateError(
                 f"group {self.name!r}: the members cannot connect: {str(error).splitlines()[0]}"
@@ -178,7 +177,7 @@ class WeightGroup(BroadcastGroup):
             )  # fmt: skip
 
         try:
-            return within(self.timeout + group_store.ANSWER_SECONDS, make)
+            return answered(make, self.timeout)
         except (RuntimeError, TimeoutError) as error:
             role = "opened by this rank 0" if self.rank == 0 else "reached; rank 0 is missing"
             raise WeightUpdateError(

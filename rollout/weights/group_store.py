@@ -10,20 +10,16 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import WeightUpdateError
-from rollout.time_limit import within
+from rollout.time_limit import answered
 
 T = TypeVar("T")
-
-ANSWER_SECONDS = 30.0
-"""A store answers in milliseconds, however busy its process is; one that is stopped never does, and
-torch's client waits for it without end."""
 
 _POLL_SECONDS = (0.0005, 0.02)  # the first pause, and the longest
 
 
 class GroupStore:
     """JSON objects by key. A wait is as long as it is told, and where the store does not answer
-    at all `ANSWER_SECONDS` longer.
+    at all `time_limit.ANSWER_SECONDS` longer.
 
     A note is written over, never removed: a store's get waits for a key that is not there, so one
     that went between the look for it and the get would block its reader.
@@ -70,7 +66,7 @@ class GroupStore:
         try:
             if self._lost:
                 raise TimeoutError(self._lost)
-            return within(ANSWER_SECONDS, call)
+            return answered(call)
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
             if isinstance(error, TimeoutError):

@@ -13,8 +13,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rollout.errors import WeightUpdateError
-from rollout.time_limit import within
-from rollout.weights import group_store
+from rollout.time_limit import answered
 from rollout.weights.checked_json import checked_int
 from rollout.weights.group import BroadcastGroup
 from rollout.weights.group_store import GroupStore
@@ -65,7 +64,7 @@ class TorchGroup(BroadcastGroup):
             )  # fmt: skip
 
         try:
-            store = within(self.timeout + group_store.ANSWER_SECONDS, connect)
+            store = answered(connect, self.timeout)
         except (RuntimeError, TimeoutError) as error:
             raise WeightUpdateError(
                 f"group {self.name!r}: the store at {master_address}:{master_port} cannot be "

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollout import time_limit
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
-from rollout.weights import group_store
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
+from rollout.weights.group_store import GroupStore
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.ports import free_port
 from tests.helpers.weight_peer import peer, receive, send, share
@@ -111,7 +112,7 @@ def stopped(process, monkeypatch):
     """Waits until it is; from then on an answer of its store need not be waited for."""
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    monkeypatch.setattr(group_store, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(time_limit, "ANSWER_SECONDS", 0.5)
 
 
 @pytest.mark.parametrize("after", [-1, 9], ids=["before it sends", "in the middle"])
@@ -262,7 +263,7 @@ def test_a_sender_that_says_nothing(engine, policies):
 
 def test_an_open_update_has_its_own_timeout(engine, policies, monkeypatch):
     waits = []
-    collect = group_store.GroupStore.collect
+    collect = GroupStore.collect
 
     def counted(notes, keys, seconds, accept):
         waits.append(seconds)
@@ -271,7 +272,7 @@ def test_an_open_update_has_its_own_timeout(engine, policies, monkeypatch):
     with group_of(engine) as (group, _):
         call = DistributedSender(group, 8192).arguments(TensorSource(policies[1].tensors))
         engine.begin_weight_update(timeout=0.3)
-        monkeypatch.setattr(group_store.GroupStore, "collect", counted)
+        monkeypatch.setattr(GroupStore, "collect", counted)
         with pytest.raises(WeightUpdateError, match=r"announced nothing in 0\.3 seconds"):
             engine.update_weights_from_distributed(**call)
         assert waits == [0.3], "waited for once"
