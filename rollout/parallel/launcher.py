@@ -17,8 +17,9 @@ _EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
 
 def main() -> int:
-    ranks, module, *arguments = sys.argv[1:]
-    options = ["--standalone", f"--nproc-per-node={ranks}", "-m", module, *arguments]
+    ranks, *command = sys.argv[1:]
+    rank_process = ["-m", "rollout.parallel.rank_process", *command]
+    options = ["--standalone", f"--nproc-per-node={ranks}", *rank_process]
     try:
         run(parse_args(options))
     except ChildFailedError as error:

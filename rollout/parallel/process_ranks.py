@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import ParallelError
+from rollout.time_limit import answered
+
+T = TypeVar("T")
 
 _SCATTERED = 1 << 15
 """Elements from which a sum over more than two ranks is shared out: each rank adds a part."""
@@ -50,7 +53,8 @@ class ProcessRanks:
         self._lost = ""  # why the group is of no use any more
         self._timeout = timedelta(seconds=timeout)
         self._groups: list[Any] = []
-        try:
+
+        def meet() -> None:
             gloo = PrefixStore("gloo", store)
             self._groups.append(dist.ProcessGroupGloo(gloo, rank, size, self._timeout))
             if device.type == "cuda":
@@ -58,8 +62,8 @@ class ProcessRanks:
                 options._timeout = self._timeout
                 nccl = PrefixStore("nccl", store)
                 self._groups.append(dist.ProcessGroupNCCL(nccl, rank, size, options))
-        except RuntimeError as error:
-            self._fail(error)
+
+        self._ask(meet, timeout)
         self.first([0.0])  # connects
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,18 +126,16 @@ class ProcessRanks:
         return gathered.numpy()
 
     def post(self, topic: str, text: str) -> None:
-        try:
-            self._store.set(f"{topic}/{self.rank}", text)
-        except RuntimeError as error:
-            self._fail(error)
+        self._ask(lambda: self._store.set(f"{topic}/{self.rank}", text))
 
     def collect(self, topic: str) -> list[str]:
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
-        try:
+
+        def wait() -> list[str]:
             self._store.wait(keys, self._timeout)
             return [self._store.get(key).decode() for key in keys]
-        except RuntimeError as error:
-            self._fail(error)
+
+        return self._ask(wait, self._timeout.total_seconds())
 
     def close(self, reason: str = "the group is closed") -> None:
         self._lost = self._lost or reason
@@ -147,12 +149,18 @@ class ProcessRanks:
         except RuntimeError as error:
             self._fail(error)
 
-    def _fail(self, error: RuntimeError) -> NoReturn:
+    def _ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
+        """A call to the store, which waits for others at most ``seconds``."""
+        try:
+            return answered(call, seconds)
+        except (RuntimeError, TimeoutError) as error:
+            self._fail(error)
+
+    def _fail(self, error: RuntimeError | TimeoutError) -> NoReturn:
         reason = str(error).splitlines()[0].partition(". This")[0]
-        self._lost = (
-            f"a rank is gone or did not come in {self._timeout.total_seconds():g} seconds "
-            f"({reason}); end all ranks and start them again"
-        )
+        is_late = "timed out" in reason.lower() or "timeout" in reason.lower()
+        late = f" or did not come in {self._timeout.total_seconds():g} seconds" if is_late else ""
+        self._lost = f"a rank is gone{late} ({reason}); end all ranks and start them again"
         self._groups.clear()
         raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.time_limit import answered, within
 from rollout.weights.checked_json import checked_int, checked_name
 from rollout.weights.group_store import GroupStore
 
@@ -99,7 +99,8 @@ class BroadcastGroup:
 
     def _process_group(self, store: Store, seconds: float) -> Any:
         """``store``: of its own keys, the same for every member."""
-        try:
+
+        def make() -> Any:
             if self.backend == "gloo":
                 timeout = timedelta(seconds=seconds)
                 return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
@@ -108,7 +109,10 @@ class BroadcastGroup:
             # Its watchdog ends the process; ours, which raises, must come first.
             options._timeout = timedelta(seconds=2 * self.timeout + 60)
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-        except RuntimeError as error:
+
+        try:
+            return answered(make, seconds)
+        except (RuntimeError, TimeoutError) as error:
             raise WeightUpdateError(
                 f"group {self.name!r}: the members cannot connect: {str(error).splitlines()[0]}"
             ) from error
@@ -166,12 +170,15 @@ class WeightGroup(BroadcastGroup):
         return range(1, self.world_size)
 
     def _connect(self, address: str, port: int) -> TCPStore:
-        try:
+        def make() -> TCPStore:
             return TCPStore(
                 address, port, None, self.rank == 0,
                 timeout=timedelta(seconds=self.timeout), wait_for_workers=False,
             )  # fmt: skip
-        except RuntimeError as error:
+
+        try:
+            return answered(make, self.timeout)
+        except (RuntimeError, TimeoutError) as error:
             role = "opened by this rank 0" if self.rank == 0 else "reached; rank 0 is missing"
             raise WeightUpdateError(
                 f"group {self.name!r}: the store at {address}:{port} cannot be {role} "
@@ -203,28 +210,15 @@ class WeightGroup(BroadcastGroup):
             time.sleep(0.01)
 
     def _connect_members(self, seconds: float) -> None:
-        """Broadcast a byte, on a thread that can be left behind.
-
-        NCCL connects in the first broadcast, and no timeout ends that.
-        """
-        failures: list[WeightUpdateError] = []
-
-        def broadcast() -> None:
-            try:
-                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), seconds)
-            except WeightUpdateError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=broadcast, name="weight-group-connect", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if thread.is_alive():
+        """Broadcast a byte. NCCL connects in the first broadcast, and no timeout ends that."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        try:
+            within(seconds, lambda: self.broadcast(byte, seconds))
+        except TimeoutError as error:
             self._group, self.closed_because = None, "its members did not connect"
             raise WeightUpdateError(
                 f"group {self.name!r}: the members did not connect in {seconds:g} seconds"
-            )
-        if failures:
-            raise failures[0]
+            ) from error
 
 
 def checked_seconds(value: object, field: str) -> float:

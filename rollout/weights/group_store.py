@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import WeightUpdateError
+from rollout.time_limit import answered
 
 T = TypeVar("T")
 
@@ -17,7 +18,8 @@ _POLL_SECONDS = (0.0005, 0.02)  # the first pause, and the longest
 
 
 class GroupStore:
-    """JSON objects by key. Nothing here waits longer than it is told.
+    """JSON objects by key. A wait is as long as it is told, and where the store does not answer
+    at all `time_limit.ANSWER_SECONDS` longer.
 
     A note is written over, never removed: a store's get waits for a key that is not there, so one
     that went between the look for it and the get would block its reader.
@@ -26,6 +28,7 @@ class GroupStore:
     def __init__(self, store: Store, group_name: str) -> None:
         self._store = PrefixStore(f"notes/{group_name}", store)
         self._group_name = group_name
+        self._lost = ""  # why the store is not asked any more
 
     def put(self, key: str, note: dict[str, Any]) -> None:
         self._guarded(lambda: self._store.set(key, json.dumps(note)))
@@ -61,9 +64,13 @@ class GroupStore:
 
     def _guarded(self, call: Callable[[], T]) -> T:
         try:
-            return call()
-        except RuntimeError as error:
+            if self._lost:
+                raise TimeoutError(self._lost)
+            return answered(call)
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error).splitlines()[0]
+            if isinstance(error, TimeoutError):
+                self._lost = reason
             raise WeightUpdateError(
-                f"group {self._group_name!r}: its rank 0, the sender, cannot be reached: "
-                f"{str(error).splitlines()[0]}"
+                f"group {self._group_name!r}: its rank 0, the sender, cannot be reached: {reason}"
             ) from error

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rollout.errors import WeightUpdateError
+from rollout.time_limit import answered
 from rollout.weights.checked_json import checked_int
 from rollout.weights.group import BroadcastGroup
 from rollout.weights.group_store import GroupStore
@@ -54,13 +55,17 @@ class TorchGroup(BroadcastGroup):
             timeout=timeout,
         )
         checked_int(master_port, "master_port", least=1, most=65535)
-        try:
+
+        def connect() -> TCPStore:
             # With the size, so that this member is counted: rank 0 waits for all of them.
-            store = TCPStore(
+            return TCPStore(
                 master_address, master_port, world_size, False,
                 timeout=timedelta(seconds=self.timeout),
             )  # fmt: skip
-        except RuntimeError as error:
+
+        try:
+            store = answered(connect, self.timeout)
+        except (RuntimeError, TimeoutError) as error:
             raise WeightUpdateError(
                 f"group {self.name!r}: the store at {master_address}:{master_port} cannot be "
                 f"reached; rank 0 is missing ({str(error).splitlines()[0]})"

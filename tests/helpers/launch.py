@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.forked import forked, run_module
 from tests.helpers.ports import free_port
-
-_ROOT = Path(__file__).parents[2]
 
 
 def extensions_never_compiled(folder: Path) -> Path:
@@ -39,48 +38,41 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> 
     extensions = extensions_never_compiled(folder)
     outputs = [folder / f"{module}-{ranks}-{rank}.json" for rank in range(ranks)]
     logs = [output.with_suffix(".log") for output in outputs]
-    processes = []
-    for rank, (output, log) in enumerate(zip(outputs, logs, strict=True)):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_EXTENSIONS_DIR": str(extensions),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        with log.open("w") as stream:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, str(output)],
-                    cwd=_ROOT,
-                    env=environment,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+    processes = [
+        forked(
+            run_module,
+            module,
+            str(output),
+            log=log,
+            environment={
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "DS_ACCELERATOR": "cpu",
+                "TORCH_EXTENSIONS_DIR": str(extensions),
+            },
+        )
+        for rank, (output, log) in enumerate(zip(outputs, logs, strict=True))
+    ]
     try:
         _wait(processes, timeout)
     finally:
         for process in processes:
             with suppress(ProcessLookupError):  # it has ended, and so has what it started
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    codes = [process.returncode for process in processes]
+            process.join()
+    codes = [process.exitcode for process in processes]
     printed = "\n".join(f"rank {rank}:\n{log.read_text()[-4000:]}" for rank, log in enumerate(logs))
     assert codes == [0] * ranks, f"exit codes {codes}\n{printed}"
     return [json.loads(output.read_text()) for output in outputs]
 
 
-def _wait(processes: list[subprocess.Popen], timeout: float) -> None:
+def _wait(processes: list[ForkServerProcess], timeout: float) -> None:
     """Until all have ended, one has failed, or time is up."""
     end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(code not in (None, 0) for code in codes):
+    running = {process.sentinel: process for process in processes}
+    while running and (ended := connection.wait(list(running), end - time.monotonic())):
+        if any(running.pop(sentinel).exitcode for sentinel in ended):
             return
-        time.sleep(0.05)

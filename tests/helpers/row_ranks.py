@@ -24,7 +24,7 @@ from tests.helpers.tensor_cases import changed, stored
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY = 11
-MOST_TOKENS = 300
+MOST_TOKENS = 96
 
 
 def engine_of(case: dict, size: int) -> RolloutEngine:
@@ -91,7 +91,8 @@ def whole_calls(engine: RolloutEngine) -> list:
         prompt = bad if RANK == 1 else [4, 5]
         found.append(outcome(engine.generate, [prompt], params))
         found.append(outcome(engine.score, prompt, [4] * 9, params))
-    found.append(outcome(engine.score, [4] * 200, [5] * (200 if RANK == 1 else 3), params))
+    length = 2 * MOST_TOKENS // 3
+    found.append(outcome(engine.score, [4] * length, [5] * (length if RANK == 1 else 3), params))
     for each in engine.stream([[6], [8, 9], [2]], params):
         found.append(len(each.token_ids))
         if RANK == 0:

@@ -18,7 +18,7 @@ TREE = {"budget": "fixed", "num_steps": 3, "topk": 3, "num_draft_tokens": 8, "mi
 COPYING = {"budget": "fixed", "min_probability": 0.0}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_every_number_is_that_of_one_rank_alone(size, tmp_path, monkeypatch):
     llama = save_tiny_llama(tmp_path / "llama", vocab_size=VOCABULARY)
     eagle = save_tiny_eagle3(tmp_path / "eagle", llama)

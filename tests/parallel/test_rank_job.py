@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from io import StringIO
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -14,6 +16,7 @@ from rollout.config import ModelConfig, ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, RunConfig, run_job
 from rollout.specs import worker_factory
+from tests.helpers.forked import forked, run_module
 from tests.helpers.job_ranks import config_of
 from tests.helpers.launch import launch
 
@@ -37,6 +40,26 @@ def test_a_job_that_was_stopped_goes_on(tiny_model_path, tmp_path, monkeypatch):
     alone, together = rows(one), rows(two)
     assert together.keys() == alone.keys()
     assert sum(together[key] == alone[key] for key in alone) > 0.97 * len(alone)
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    """Killed, it can stop nobody."""
+    up = tmp_path / "up"
+    waits = ["timeit", "-n1", "-r1", f"import pathlib, time; pathlib.Path({str(up)!r}).touch()"]
+    launcher = forked(
+        run_module, "rollout.parallel.launcher", "1", *waits, "time.sleep(600)",
+        log=tmp_path / "log",
+    )  # fmt: skip
+    try:
+        while not up.exists():
+            assert launcher.is_alive(), (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+        assert ranks
+    finally:
+        launcher.kill()
+        launcher.join()
+    assert not psutil.wait_procs(ranks, 60)[1]
 
 
 def test_what_a_job_on_ranks_cannot_be():

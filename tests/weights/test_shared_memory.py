@@ -6,8 +6,8 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateErro
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.segment import OwnedSegment, remove_orphans
 from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
+from tests.helpers.forked import forked
 
 SHM = Path("/dev/shm")
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
@@ -106,15 +107,18 @@ def test_a_closed_sender(sender, monkeypatch):
     assert not (SHM / handle["segment"]).exists()
 
 
+def own_and_die(pipe):
+    segment = OwnedSegment(100)
+    pipe.send(segment.name)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_segments_of_the_dead_are_removed_and_no_others(sender, handle):
-    script = (
-        "import os, signal; from rollout.weights.segment import OwnedSegment\n"
-        "segment = OwnedSegment(100)\n"
-        "print(segment.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    name = dead.stdout.strip()
-    foreign = SHM / "specrollout-of-somebody-else"
+    mine, theirs = Pipe()
+    dead = forked(own_and_die, theirs)
+    name = mine.recv()
+    dead.join()
+    foreign = SHM / f"specrollout-of-process-{os.getpid()}"
     foreign.touch()
     try:
         remove_orphans()

@@ -1,0 +1,27 @@
+"""One rank that `rollout.parallel.launcher` starts: it ends with its launcher.
+
+    python -m rollout.parallel.rank_process MODULE ARGUMENT...
+
+A launcher that is killed can stop nobody any more, and ranks that go on would hold the output
+that the same command, started again, wants to go on with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import runpy
+import signal
+import sys
+
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
