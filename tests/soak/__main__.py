@@ -55,7 +55,7 @@ class Scale:
     kv_tokens: int  # so few that requests are preempted
 
 
-TINY = Scale(asks=96, tokens=100, prompts=150, kv_tokens=640)
+TINY = Scale(asks=96, tokens=160, prompts=150, kv_tokens=640)
 LARGE = Scale(asks=24, tokens=24, prompts=12, kv_tokens=640)
 
 
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path, help="a model's folder (default: a tiny random one)")
     parser.add_argument("--spec", default="ngram", help="of the server (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=8)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="specrollout-soak-"))
     ledger = Ledger(options.seed, folder / "events.log")

@@ -41,7 +41,7 @@ class Client:
             self.vanishes: 1, self.aborts: 2, self.scores: 1, self.completes: 1,
         }  # fmt: skip
         while True:
-            await asyncio.sleep(self._rng.uniform(0, 0.4))
+            await asyncio.sleep(self._rng.uniform(0, 0.25))
             kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
             ask = self._rng.choice(self._asks)
             async with self._gate.passed():

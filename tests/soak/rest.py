@@ -48,7 +48,7 @@ class Rest:
         require(found["can_run"] == 1, event, "the engine cannot run")
         answer = await self._http.post("/flush_cache")
         require(answer.status_code == 200, event, f"flush: {answer.status_code} {answer.text}")
-        cached = (await gauges(self._http))["kv_slots_cached"]
+        cached = (await self._fresh_gauges())["kv_slots_cached"]
         require(cached == 0, event, f"{cached} slots are cached after a flush")
         answer = await self._http.post("/weights_checker", json={"action": "checksum"})
         policy = self._history.installed[self._history.version].policy
@@ -69,11 +69,21 @@ class Rest:
     async def _gauges_in_rest(self) -> dict[str, float]:
         deadline = time.monotonic() + _REST_SECONDS
         while True:
-            found = await gauges(self._http)
-            rests = not found["requests_unfinished"] and found["status_age_seconds"] < 0.5
-            if rests or time.monotonic() > deadline:
+            found = await self._fresh_gauges()
+            if not found["requests_unfinished"] or time.monotonic() > deadline:
                 return found
             await asyncio.sleep(0.1)
+
+    async def _fresh_gauges(self) -> dict[str, float]:
+        """From a status that is younger than this call: an older one is shown to who is early."""
+        asked = now = time.monotonic()
+        while now < asked + _REST_SECONDS:
+            found = await gauges(self._http)
+            if found["status_age_seconds"] < now - asked:
+                return found
+            await asyncio.sleep(0.1)
+            now = time.monotonic()
+        raise RuntimeError(f"the server's status is not renewed: {found}")
 
     def _compare_usage(self, event: Event) -> None:
         """With the warm-up's. Memory by the least of three looks: buffers come and go."""
