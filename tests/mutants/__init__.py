@@ -1,0 +1,1 @@
+"""Small faults put into the sources one by one, to learn whether the tests notice."""

@@ -1,0 +1,36 @@
+"""Which sources are mutated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.mutants.mutation import Mutation, mutations_of
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    "engine": (
+        "rollout/engine.py", "rollout/engine/*.py", "rollout/engine_*.py", "rollout/whole_calls.py",
+        "rollout/generation.py", "rollout/weight_updates.py", "rollout/external_corpora.py",
+        "rollout/requests.py", "rollout/stopping.py", "rollout/stream*.py", "rollout/encoding.py",
+        "rollout/residency.py", "rollout/text_bound.py",
+    ),
+    "scheduler": ("rollout/scheduler/*.py",),
+    "memory": ("rollout/memory/*.py",),
+    "sampling": ("rollout/sampling/*.py",),
+    "workers": ("spec_workers/*.py",),
+    "budget": ("spec_workers/budget/*.py",),
+    "neural drafts": ("spec_workers/neural/*.py",),
+    "features": ("spec_workers/features/*.py",),
+    "draft training": ("spec_workers/draft_training/*.py",),
+    "corpus": ("ngram_native/*.py", "ngram_native/csrc/*.cpp", "ngram_native/csrc/*.h"),
+}  # fmt: skip
+"""Globs below the root by the name of the room; those that match nothing name files of other
+versions."""
+
+
+def all_mutations(root: Path) -> list[Mutation]:
+    return [
+        mutation
+        for room, globs in ROOMS.items()
+        for path in sorted({path for glob in globs for path in root.glob(glob)})
+        for mutation in mutations_of(root, path, room)
+    ]
