@@ -1,11 +1,13 @@
-"""Fixtures shared by all tests: the demo model's folder and tiny random models."""
+"""Fixtures shared by all tests: the demo model's folder, tiny random models, balanced books."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollout import RolloutEngine
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -30,3 +32,19 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a tokenizer and a chat template."""
     return save_text_model(tmp_path_factory.mktemp("text-model"))
+
+
+@pytest.fixture(autouse=True)
+def _slots_are_accounted_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check the integrity of every engine that a test made, whatever the test did to it."""
+    made: list[RolloutEngine] = []
+    initialize = RolloutEngine.__init__
+
+    def recorded(engine: RolloutEngine, *arguments: object, **options: object) -> None:
+        initialize(engine, *arguments, **options)
+        made.append(engine)
+
+    monkeypatch.setattr(RolloutEngine, "__init__", recorded)
+    yield
+    for engine in made:
+        engine.check_integrity()
