@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.durable import whole_file
 from rollout.errors import InvalidInputError
-from rollout.offline.sink import OutputError
+from rollout.offline.sink import OutputError, cannot_write
 
 _ROWS_PER_GROUP = 1024
 
@@ -108,11 +108,10 @@ def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: Any) -> No
         with whole_file(path) as file, pq.ParquetWriter(file, schema) as writer:
             for group in _groups(iter(rows)):
                 writer.write_table(pa.Table.from_pylist(group, schema=schema))
-    except (OSError, pa.ArrowException) as error:
-        raise OutputError(
-            f"{path} cannot be written: {error}. The rollouts are safe beside it; when the cause "
-            "is gone run the same command again"
-        ) from None
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    except pa.ArrowException as error:
+        raise OutputError(f"{path} cannot be written as Parquet: {error}") from None
 
 
 def read_json_rows(path: Path, offsets: Iterable[int]) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -63,5 +64,6 @@ class OutputLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # a file that nobody holds locked hinders nobody
+            self._path.unlink(missing_ok=True)
         os.close(self._file)

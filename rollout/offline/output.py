@@ -80,7 +80,7 @@ class RolloutOutput:
             return None
         if output.stat().st_size == record.complete.num_bytes:
             if self._paths.is_parquet:
-                journal.unlink(missing_ok=True)  # the process died just before this
+                self._remove_journal()  # the process died just before this
             return record.complete
         if self._paths.is_parquet:
             raise OutputError(f"{output} was changed after it was completed: {REMEDY}")
@@ -164,7 +164,13 @@ class RolloutOutput:
         complete = Completion(self.num_done, len(prompts.skipped), output.stat().st_size)
         RunRecord(self._fingerprint, complete).write(self._paths.record)
         if self._paths.is_parquet:
-            self._paths.journal.unlink()
+            self._remove_journal()
+
+    def _remove_journal(self) -> None:
+        try:
+            self._paths.journal.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s is of no use any more and stays: %s", self._paths.journal, error)
 
     def _ordered_rows(self, prompts: CheckedPrompts) -> Iterator[dict[str, Any]]:
         for prompt in prompts.rows():

@@ -9,9 +9,10 @@ from typing import Any, Self
 
 
 class StopSignals:
-    """While the context lasts, SIGINT and SIGTERM are noted in ``received`` instead of raised.
+    """While the context lasts, these signals are noted in ``received`` instead of obeyed.
 
-    A second one finds the former handlers in place. Off the main thread, where Python allows no
+    SIGINT, SIGTERM and, unless it is ignored, as under nohup, SIGHUP. A second one finds the former
+    handlers in place. Off the main thread, where Python allows no
     handlers, nothing is noted.
     """
 
@@ -21,7 +22,10 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
                 self._former[number] = signal.signal(number, self._note)
         return self
 

@@ -38,7 +38,7 @@ class JsonlSink:
             os.ftruncate(self._file, end)
             sync_folder(path.parent)
         except OSError as error:
-            raise _cannot_write(path, error) from None
+            raise cannot_write(path, error) from None
 
     def append(self, line: bytes) -> int:
         """Write one line, newline included; the offset it begins at.
@@ -57,7 +57,7 @@ class JsonlSink:
             self._failed = True
             with suppress(OSError):  # then whoever goes on cuts the torn line off
                 os.ftruncate(self._file, self.end)
-            raise _cannot_write(self.path, error) from None
+            raise cannot_write(self.path, error) from None
         return start
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class JsonlSink:
                 self._sync()
                 self._require_unchanged()
         except OSError as error:
-            raise _cannot_write(self.path, error) from None
+            raise cannot_write(self.path, error) from None
         finally:
             os.close(self._file)
 
@@ -129,11 +129,11 @@ def write_whole(path: Path, content: bytes) -> None:
         with whole_file(path) as file:
             file.write(content)
     except OSError as error:
-        raise _cannot_write(path, error) from None
+        raise cannot_write(path, error) from None
 
 
-def _cannot_write(path: Path, error: OSError) -> OutputError:
+def cannot_write(path: Path, error: OSError) -> OutputError:
     return OutputError(
-        f"{path} cannot be written: {error.strerror}. What was written before is whole; make room "
-        "or give another output.path, and run the same command again to go on"
+        f"{path} cannot be written: {error.strerror or error}. What was written before is whole; "
+        "make room or give another output.path, and run the same command again to go on"
     )

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rollout.cli import main
+from tests.helpers.small_jobs import small_files
 from tests.helpers.tiny_model import save_tiny_llama
 
 ROWS = [{"prompt": [5, 6, 7], "id": 0}, {"prompt": [8, 9], "id": 1}]
@@ -309,14 +309,8 @@ def test_the_whole_error_on_request(
 
 def test_a_full_disk(specrollout: Command, arguments: list[str], tmp_path: Path) -> None:
     write_rows(tmp_path / "prompts.jsonl", ROWS * 20)
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, former[1]))  # no file larger than this
-    try:
+    with small_files(8000):
         full = specrollout(*arguments, "output.path=out.jsonl")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-        signal.signal(signal.SIGXFSZ, handler)
     assert full.code == 1
     assert "error: out.jsonl cannot be written: " in full.err
     assert "run the same command again" in full.err

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,3 +57,16 @@ def output_rows(config: RunConfig) -> list[dict[str, Any]]:
 
 def with_output(config: RunConfig, **changes: Any) -> RunConfig:
     return replace(config, output=replace(config.output, **changes))
+
+
+@contextmanager
+def small_files(max_bytes: int) -> Iterator[None]:
+    """As on a full disk: no file of this process may grow beyond ``max_bytes``."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -430,36 +430,74 @@ def test_columns_that_make_no_parquet_are_named_before_any_work(
 # Stopping
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP ends a process, whatever these tests were started by."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
 def test_a_signal_stops_between_steps_and_the_job_goes_on(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangup: None
 ) -> None:
+    config = replace(config, sampling=replace(PARAMS, n=8))
     whole = with_output(config, path=str(tmp_path / "whole.jsonl"))
     run(whole)
     stops = 0
     path = Path(config.output.path or "")
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    for number in numbers:
         with monkeypatch.context() as patch:
             patch.setattr(RolloutEngine, "step", signalled_step(path, number))
             result = run(config)
         if result.status is JobStatus.STOPPED:
             stops += 1
             assert result.signal is number
-        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-    assert stops
-    assert run(config).status in (JobStatus.COMPLETED, JobStatus.NOTHING_TO_DO)
+        assert [signal.getsignal(number) for number in numbers] == handlers
+    assert stops == len(numbers)
+    assert run(config).status is JobStatus.COMPLETED
     assert output_rows(config) == output_rows(whole)
 
 
-def signalled_step(path: Path, number: signal.Signals):
-    """A step in which the signal comes, once, when the output has grown."""
+def test_a_second_signal_insists(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = with_output(config, path=str(tmp_path / "whole.jsonl"))
+    run(whole)
+    path = Path(config.output.path or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "step", signalled_step(path, signal.SIGINT, times=2))
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    done = len(output_rows(config))
+    result = run(config)
+    assert result.summary is not None
+    assert result.summary.resumed == done > 0
+    assert output_rows(config) == output_rows(whole)
+
+
+def test_a_signal_that_is_ignored_stays_so(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, hangup: None
+) -> None:
+    """As under nohup."""
+    path = Path(config.output.path or "")
+    monkeypatch.setattr(RolloutEngine, "step", signalled_step(path, signal.SIGHUP))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert run(config).status is JobStatus.COMPLETED
+
+
+def signalled_step(path: Path, number: signal.Signals, times: int = 1):
+    """A step in which the signal comes so many times, when the output has grown."""
     real_step, sent = RolloutEngine.step, []
     before = path.stat().st_size if path.exists() else 0
 
     def step(engine: RolloutEngine) -> list[Rollout]:
         if not sent and path.exists() and path.stat().st_size > before:
             sent.append(number)
-            os.kill(os.getpid(), number)
+            for _ in range(times):
+                signal.raise_signal(number)
         return real_step(engine)
 
     return step

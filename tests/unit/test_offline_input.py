@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,16 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import SchedulerConfig
-from rollout.offline import DataConfig, JobStatus, RunConfig
-from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
+from rollout.errors import InvalidInputError
+from rollout.offline import DataConfig, JobStatus, OutputError, RunConfig
+from tests.helpers.small_jobs import (
+    output_rows,
+    run,
+    small_files,
+    small_job,
+    with_output,
+    write_rows,
+)
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=2, seed=5)
 # Long lines and small groups of rows, so that most are read after the first step.
@@ -84,3 +94,83 @@ def test_a_job_runs_what_it_began_with(
     assert carried == ROWS
     path.write_bytes(original)
     assert run(config).status is JobStatus.NOTHING_TO_DO
+
+
+def parquet_job(config: RunConfig, columns: Any, **options: Any) -> RunConfig:
+    path = Path(config.data.path).with_suffix(".parquet")
+    pq.write_table(pa.table(columns) if isinstance(columns, dict) else columns, path, **options)
+    return replace(config, data=DataConfig(path=str(path)))
+
+
+BAD_TEXT = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
+UNREADABLE: list[tuple[Any, str]] = [
+    ({"prompt": BAD_TEXT}, "cannot be read as Parquet: 'utf-8' codec"),
+    ({"prompt": ["a"], "x": pa.array([10**15], pa.timestamp("s"))}, "cannot be read as Parquet"),
+    ({"prompt": ["a"], "x": pa.array([10**7], pa.date32())}, "cannot be read as Parquet: date val"),
+    (
+        {"prompt": ["a"], "x": pa.array([1], pa.timestamp("us", "No/City"))},
+        "cannot be .* 'No/Ci",
+    ),
+    (pa.table([["a"], [1], [2]], names=["prompt", "x", "x"]), "has columns twice: x"),
+    ({"x": pa.array([1])}, "1 of 1 rows cannot be used:\n  row 1 has no prompt"),
+    ({"prompt": pa.array([None], pa.string())}, "1 of 1 rows cannot be used:\n  row 1 has no pr"),
+    ({"prompt": pa.array([], pa.string())}, "holds no prompt that could be used"),
+]
+
+
+@pytest.mark.parametrize(("columns", "reason"), UNREADABLE)
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+def test_parquet_that_python_cannot_hold(
+    config: RunConfig, tmp_path: Path, columns: Any, reason: str, output: str
+) -> None:
+    config = with_output(parquet_job(config, columns), path=str(tmp_path / output))
+    with pytest.raises(InvalidInputError, match=reason) as raised:
+        run(config)
+    assert raised.value.field == "data.path"
+
+
+def test_damaged_parquet_is_told_before_any_work(config: RunConfig) -> None:
+    """With page checksums every damaged value is noticed, else what cannot be decoded."""
+    config = parquet_job(
+        config,
+        pa.Table.from_pylist(ROWS),
+        row_group_size=4,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,  # so that the values are in pages alone
+        write_page_checksum=True,
+    )
+    path = Path(config.data.path)
+    content = path.read_bytes()
+    middle = content.index(b"xxxx", len(content) // 2)
+    for damaged in (
+        content[:middle] + b"y" + content[middle + 1 :],
+        content[:middle],
+        content[:-20] + bytes(20),
+        b"",
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidInputError, match="cannot be read as Parquet"):
+            run(config)
+    assert not Path(config.output.path or "").exists()
+
+
+def test_columns_that_only_parquet_has(config: RunConfig) -> None:
+    """All of them can be written as JSON, or are refused before the model is loaded."""
+    values = {
+        "uuid": pa.array([uuid.UUID(int=7).bytes], pa.uuid()),
+        "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())),
+        "when": pa.array([datetime.timedelta(seconds=1)]),
+    }
+    config = parquet_job(config, {"prompt": [[5, 6]], **values})
+    run(config)
+    (row,) = output_rows(config)
+    assert row["uuid"] == "00000000-0000-0000-0000-000000000007"
+    assert (row["map"], row["when"]) == ([["a", 1]], "0:00:01")
+
+
+def test_a_disk_without_room_for_the_copy(config: RunConfig) -> None:
+    """No file of this process may grow beyond a few bytes."""
+    with small_files(100), pytest.raises(OutputError, match="cannot hold a copy of"):
+        run(config)
+    assert run(config).status is JobStatus.COMPLETED

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rollout.offline.lock import OutputLock
 from rollout.offline.sink import JsonlSink, OutputError, whole_rows, write_whole
+from tests.helpers.small_jobs import small_files
 
 
 def line(number: int) -> bytes:
@@ -79,24 +77,11 @@ def test_a_broken_row_before_others_is_refused(tmp_path: Path) -> None:
 MOST_BYTES = 4096
 
 
-@contextmanager
-def small_files() -> Iterator[None]:
-    """As on a full disk: no file of this process may grow beyond MOST_BYTES."""
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, former[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     sink = JsonlSink(path)
     long = json.dumps({"text": "x" * 1000}).encode() + b"\n"
-    with small_files():
+    with small_files(MOST_BYTES):
         for _ in range(MOST_BYTES // len(long)):
             sink.append(long)
         with pytest.raises(
@@ -110,7 +95,7 @@ def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
 def test_write_whole_keeps_the_old_content_when_it_fails(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_whole(path, b"old")
-    with small_files(), pytest.raises(OutputError, match="cannot be written"):
+    with small_files(MOST_BYTES), pytest.raises(OutputError, match="cannot be written"):
         write_whole(path, b"x" * (MOST_BYTES + 1))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
