@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.errors import InvalidInputError
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.manifest import Manifest, StoredWeights, TensorSpec
 
 _DTYPES = {
     "F64": torch.float64,
@@ -76,8 +76,8 @@ class ReceivedFile:
         return InvalidInputError(self.field, f"{size} bytes", remedy)
 
 
-class ReceivedTensors:
-    """The tensors of one or several files, as a WeightSource. They are views of the files.
+class ReceivedTensors(StoredWeights):
+    """The tensors of one or several files. They are views of the files.
 
     Read inside ``with`` they leave nothing behind. Raises InvalidInputError, naming the file's
     field, for what is no safetensors file, and for a name that comes twice.

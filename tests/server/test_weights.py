@@ -261,6 +261,21 @@ def test_wrong_names_are_listed_and_nothing_has_changed(client, first, second):
     assert output_ids(client) == first.output_ids
 
 
+def test_a_value_that_is_no_number_is_found_before_anything_is_written(client, first, second):
+    broken = dict(second.tensors)
+    broken[max(broken)] = torch.full_like(broken[max(broken)], float("nan"))
+    query = {"check_finite": "true"}
+    for answer in (
+        client.post(QUERY, content=save(broken), headers=RAW, params=query),
+        client.post(QUERY, json=in_base64(save(broken)) | {"check_finite": True}),
+    ):
+        assert "NaN" in refused(answer)
+        assert answer.json()["state"] == ""
+    assert output_ids(client) == first.output_ids
+    ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
+    assert output_ids(client) == second.output_ids
+
+
 class Trap:
     """Unpickled, it makes a folder."""
 
