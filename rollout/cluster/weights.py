@@ -22,7 +22,7 @@ from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets
 from rollout.weights.checks import manifest_of, pairs_of, refuse_not_finite
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import announced_manifest
-from rollout.weights.manifest import Manifest, NamedTensors
+from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights
 from rollout.weights.options import UpdateOptions
 from rollout.weights.packed_bucket import PackedBucket
 
@@ -138,7 +138,7 @@ class WeightCalls(ABC):
             named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
         pairs = pairs_of(named_tensors)
         with self._transaction(lambda: manifest_of(pairs), options) as update:
-            if update.options.check_finite and isinstance(pairs, Collection):
+            if update.options.check_finite and isinstance(pairs, Collection | StoredWeights):
                 for name, tensor in pairs:
                     refuse_not_finite(name, tensor)
             self._load_stream(pairs, direct=load_format == "direct")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from json import JSONDecodeError
 from typing import Any
 
 _PIECE = 2**16  # characters
+_MOST_CONTAINERS = 2**18  # lists and objects
 _NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
@@ -33,7 +35,7 @@ def _comes_twice(name: str) -> ValueError:
     return ValueError(f"{name[:100]!r} comes twice")
 
 
-_PARSER = json.JSONDecoder(object_pairs_hook=_members)
+_PARSER = json.JSONDecoder()
 
 
 class Integers(list[int]):
@@ -42,7 +44,8 @@ class Integers(list[int]):
 
 def loads_in_pieces(data: bytes) -> Any:
     """What ``json.loads`` gives, where arrays of integers may be `Integers`. Raises what it does,
-    and ValueError for a name that comes twice in an object.
+    and ValueError for a name that comes twice in an object and for too many lists and objects: each
+    takes longer to make, and more memory, than the bytes that say it.
 
     Whatever is long in a body is an array of numbers or a text. The numbers of an array go through
     the C parser in pieces of 64 Ki characters, a text as one; the rest is walked in Python.
@@ -50,23 +53,27 @@ def loads_in_pieces(data: bytes) -> Any:
     if len(data) <= _PIECE:
         return json.loads(data, object_pairs_hook=_members)
     text = data.decode(json.detect_encoding(data), "surrogatepass")
-    value, end = _value(text, _after_blanks(text, 0))
+    value, end = _value(text, _after_blanks(text, 0), iter(range(_MOST_CONTAINERS)))
     if _after_blanks(text, end) != len(text):
         raise JSONDecodeError("Extra data", text, end)
     return value
 
 
-def _value(text: str, place: int) -> tuple[Any, int]:
-    """What begins at ``place``, and the place after it."""
+def _value(text: str, place: int, left: Iterator[int]) -> tuple[Any, int]:
+    """What begins at ``place``, and the place after it.
+
+    ``left``: one for each list or object that may still come.
+    """
     begin = text[place : place + 1]
-    if begin == "[":
-        return _array(text, _after_blanks(text, place + 1))
-    if begin == "{":
-        return _object(text, _after_blanks(text, place + 1))
-    return _PARSER.raw_decode(text, place)
+    if begin not in ("[", "{"):
+        return _PARSER.raw_decode(text, place)
+    if next(left, None) is None:
+        raise ValueError(f"it holds more than {_MOST_CONTAINERS} lists and objects")
+    inside = _after_blanks(text, place + 1)
+    return _array(text, inside, left) if begin == "[" else _object(text, inside, left)
 
 
-def _array(text: str, place: int) -> tuple[list[Any], int]:
+def _array(text: str, place: int, left: Iterator[int]) -> tuple[list[Any], int]:
     if text[place : place + 1] == "]":
         return [], place + 1
     values: list[Any] = Integers()
@@ -80,14 +87,14 @@ def _array(text: str, place: int) -> tuple[list[Any], int]:
             place = numbers_end
         else:
             holds_others = True
-            value, place = _value(text, place)
+            value, place = _value(text, place, left)
             values.append(value)
         place, is_end = _after_member(text, place, "]")
         if is_end:
             return list(values) if holds_others else values, place
 
 
-def _object(text: str, place: int) -> tuple[dict[str, Any], int]:
+def _object(text: str, place: int, left: Iterator[int]) -> tuple[dict[str, Any], int]:
     members: dict[str, Any] = {}
     if text[place : place + 1] == "}":
         return members, place + 1
@@ -100,7 +107,7 @@ def _object(text: str, place: int) -> tuple[dict[str, Any], int]:
             raise JSONDecodeError("Expecting ':' delimiter", text, place)
         if name in members:
             raise _comes_twice(name)
-        members[name], place = _value(text, _after_blanks(text, place + 1))
+        members[name], place = _value(text, _after_blanks(text, place + 1), left)
         place, is_end = _after_member(text, place, "}")
         if is_end:
             return members, place

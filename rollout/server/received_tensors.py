@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.errors import InvalidInputError
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.server.tensor_count import too_many
+from rollout.weights.manifest import Manifest, StoredWeights, TensorSpec
 
 _DTYPES = {
     "F64": torch.float64,
@@ -32,6 +33,7 @@ _DTYPES = {
 }
 """Which of them weights may have is for the transaction to say."""
 
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 _PICKLES = (b"\x80", b"PK\x03\x04")  # of any protocol since 2; torch.save's archive
 
 
@@ -62,6 +64,14 @@ class ReceivedFile:
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
 
+    @property
+    def tensor_count(self) -> int:
+        """Tensors that the file's header speaks of, or more where a name holds odd things."""
+        announced = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        size = os.fstat(self._descriptor).st_size
+        header = os.pread(self._descriptor, min(announced, size, _LONGEST_HEADER), 8)
+        return header.count(b'"dtype"')
+
     def refuse(self, error: Exception) -> InvalidInputError:
         """What it is if it is no safetensors file."""
         start = os.pread(self._descriptor, 4, 0)
@@ -76,8 +86,8 @@ class ReceivedFile:
         return InvalidInputError(self.field, f"{size} bytes", remedy)
 
 
-class ReceivedTensors:
-    """The tensors of one or several files, as a WeightSource. They are views of the files.
+class ReceivedTensors(StoredWeights):
+    """The tensors of one or several files. They are views of the files.
 
     Read inside ``with`` they leave nothing behind. Raises InvalidInputError, naming the file's
     field, for what is no safetensors file, and for a name that comes twice.
@@ -85,6 +95,8 @@ class ReceivedTensors:
 
     def __init__(self, files: Sequence[ReceivedFile]) -> None:
         self._files = files
+        if reason := too_many(sum(file.tensor_count for file in files)):
+            raise InvalidInputError(files[-1].field, f"{len(files)} files", reason)
         headers = [_header(file) for file in files]
         twice = [
             name

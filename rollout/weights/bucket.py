@@ -17,7 +17,7 @@ from rollout.weights.bucket_layout import (
 )
 from rollout.weights.checks import manifest_of
 from rollout.weights.closed_iterator import closed_iterator
-from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
+from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, TensorSpec
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 CACHED_BUCKET_BYTES = 32 * 2**20
@@ -123,8 +123,8 @@ def unflattened(stream: Iterable[FlattenedBucket]) -> NamedTensors:
     return _Buckets(stream)
 
 
-class _Buckets:
-    """Buckets that are all there, as a WeightSource."""
+class _Buckets(StoredWeights):
+    """Buckets that are all there."""
 
     def __init__(self, stream: Collection[FlattenedBucket]) -> None:
         self._buckets = stream

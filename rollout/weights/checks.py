@@ -38,7 +38,10 @@ def manifest_of(named_tensors: NamedTensors) -> Manifest | None:
         return None
     for name, tensor in named_tensors:
         refuse_unreadable(name, tensor)
-    return {name: TensorSpec.of(tensor) for name, tensor in named_tensors}
+    manifest = {name: TensorSpec.of(tensor) for name, tensor in named_tensors}
+    if len(manifest) < len(named_tensors):
+        raise InvalidInputError("named_tensors", len(named_tensors), "holds a name twice")
+    return manifest
 
 
 def refuse_mismatches(

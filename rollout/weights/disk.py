@@ -9,11 +9,11 @@ from typing import Self
 import torch
 
 from rollout.models.checkpoint import Checkpoint
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.manifest import Manifest, StoredWeights, TensorSpec
 
 
-class CheckpointSource:
-    """A folder with model.safetensors, or with shards and their index, as a WeightSource.
+class CheckpointSource(StoredWeights):
+    """A folder with model.safetensors, or with shards and their index.
 
     Opening reads every header: a missing or truncated shard raises CheckpointError here, and wrong
     names and shapes are in the manifest. Tensors are views of the mapped files.

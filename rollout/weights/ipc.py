@@ -12,7 +12,7 @@ from rollout.weights import cuda_ipc, shared_memory
 from rollout.weights.bucket_layout import manifest_of_layouts
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.cuda_ipc import CudaIpcHandle, cuda_tensors
-from rollout.weights.manifest import Manifest, NamedTensors
+from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights
 from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemoryReceiver
 
 Handle = SharedMemoryHandle | CudaIpcHandle
@@ -68,8 +68,8 @@ class HandleReceiver:
                 yield from self.tensors_of(_handle(handle, field), field)
 
 
-class _HandleSource:
-    """Handles that are all valid now, as a WeightSource."""
+class _HandleSource(StoredWeights):
+    """Handles that are all valid now."""
 
     def __init__(self, handles: Mapping[str, Handle], receiver: HandleReceiver) -> None:
         self._handles = handles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -39,3 +40,17 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor is valid until the next one is asked for."""
         ...
+
+
+class StoredWeights(ABC):
+    """A WeightSource whose tensors all lie in memory or in files before an update begins.
+
+    It may be read again and again, and what it yielded stays valid: so values too are checked
+    before the first is written.
+    """
+
+    @abstractmethod
+    def manifest(self) -> Manifest: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...

@@ -34,7 +34,7 @@ from rollout.layers.destination import Destination
 from rollout.parallel import RankGroup, SingleRank
 from rollout.weights import checks
 from rollout.weights.closed_iterator import closed_iterator
-from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
+from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, TensorSpec
 from rollout.weights.options import UpdateOptions
 from rollout.weights.part import WeightPart
 from rollout.weights.parts import WeightParts
@@ -214,18 +214,20 @@ class WeightTransaction:
     def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
         """Write tensors of the open update; called as often as they come.
 
-        What is known of ``named_tensors`` beforehand, all of a collection and the manifest of a
-        `WeightSource`, is checked before the first is written; of a generator each is checked as it
-        comes. ``direct``: nothing is converted, the dtype must be the model's. Any failure ends the
-        update. Raises InvalidInputError, and what ``named_tensors`` raises.
+        What is known of ``named_tensors`` beforehand is checked before the first is written: all of
+        a collection or of `StoredWeights`, the manifest of any other `WeightSource`; what streams
+        is checked as it comes. ``direct``: nothing is converted, the dtype must be the model's. Any
+        failure ends the update. Raises InvalidInputError, and what ``named_tensors`` raises.
         """
         update = self._under_way()
-        check_finite = update.options.check_finite and not isinstance(named_tensors, Collection)
+        streams = not isinstance(named_tensors, Collection | StoredWeights)
+        check_finite = update.options.check_finite and streams
         try:
-            if isinstance(named_tensors, Collection):
-                _check_collection(update, named_tensors, direct)
-            elif isinstance(named_tensors, WeightSource):
-                _check_incoming(update, update.taken(named_tensors.manifest()), direct)
+            manifest = checks.manifest_of(named_tensors)
+            if manifest is not None:
+                _check_incoming(update, update.taken(manifest), direct)
+            if not streams:
+                _check_values(update, named_tensors)
             with closed_iterator(named_tensors) as tensors:
                 for name, tensor in tensors:
                     if update.takes(name):
@@ -347,21 +349,23 @@ class WeightTransaction:
             self.abandon(self.expired)
 
 
-def _check_collection(
-    update: _Update, named_tensors: Collection[tuple[str, torch.Tensor]], direct: bool
-) -> None:
-    tensors = dict(named_tensors)
-    if len(tensors) < len(named_tensors):
-        raise InvalidInputError("named_tensors", len(named_tensors), "holds a name twice")
-    tensors = {name: tensor for name, tensor in tensors.items() if update.takes(name)}
-    for name, tensor in tensors.items():
-        checks.refuse_unreadable(name, tensor)
-    incoming = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-    _check_incoming(update, incoming, direct)
-    checks.refuse_untied(update.destinations, tensors)
-    if update.options.check_finite:
-        for name, tensor in tensors.items():
-            checks.refuse_not_finite(name, tensor)
+def _check_values(update: _Update, named_tensors: NamedTensors) -> None:
+    """Read tensors through that are all there, for what shapes and dtypes do not say."""
+    destinations = update.destinations
+    tied = {name for name, it in destinations.items() if it.alias_of is not None}
+    tied |= {destinations[name].alias_of or name for name in tied}
+    twins: dict[str, torch.Tensor] = {}
+    with closed_iterator(named_tensors) as tensors:
+        for name, tensor in tensors:
+            if not update.takes(name):
+                continue
+            if update.options.check_finite:
+                checks.refuse_not_finite(name, tensor)
+            if destinations[name].is_borrowed:
+                destinations[name].write(tensor)  # which compares
+            if name in tied:
+                twins[name] = tensor
+    checks.refuse_untied(destinations, twins)
 
 
 def _check_incoming(update: _Update, incoming: Manifest, direct: bool) -> None:

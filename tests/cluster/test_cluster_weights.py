@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.cluster import weights
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.errors import InvalidInputError, WeightUpdateError
@@ -329,7 +330,7 @@ def test_a_group_does_not_know_those_who_came_later(make, tensors):
         cluster.update_weights_from_distributed(**arguments)
 
 
-def test_options_and_calls_out_of_turn_are_refused(make, tensors):
+def test_options_and_calls_out_of_turn_are_refused(make, tensors, monkeypatch):
     cluster, _ = make(1)
     with pytest.raises(InvalidInputError, match="weight_version=0"):
         cluster.begin_weight_update(weight_version=0)
@@ -345,6 +346,13 @@ def test_options_and_calls_out_of_turn_are_refused(make, tensors):
     nan = {name: tensor * float("nan") for name, tensor in tensors[0].items()}
     with pytest.raises(InvalidInputError, match="NaN"):
         cluster.update_weights_from_tensor(nan, check_finite=True)
+    monkeypatch.setattr(weights, "CACHED_BUCKET_BYTES", 8192)  # of which many are sent
+    nan_last = tensors[0] | {max(nan): nan[max(nan)]}
+    packed = list(buckets(nan_last.items(), 1 << 30))
+    with pytest.raises(InvalidInputError, match="NaN"):
+        cluster.update_weights_from_tensor(
+            packed, load_format="flattened_bucket", check_finite=True
+        )
     assert cluster.can_run
 
 

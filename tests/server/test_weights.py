@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from rollout.server import tensor_count
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
@@ -259,6 +260,49 @@ def test_wrong_names_are_listed_and_nothing_has_changed(client, first, second):
     assert "model.norm.weight" in message
     assert answer.json()["state"] == ""
     assert output_ids(client) == first.output_ids
+
+
+def test_a_value_that_is_no_number_is_found_before_anything_is_written(client, first, second):
+    broken = dict(second.tensors)
+    broken[max(broken)] = torch.full_like(broken[max(broken)], float("nan"))
+    query = {"check_finite": "true"}
+    for answer in (
+        client.post(QUERY, content=save(broken), headers=RAW, params=query),
+        client.post(QUERY, json=in_base64(save(broken)) | {"check_finite": True}),
+    ):
+        assert "NaN" in refused(answer)
+        assert answer.json()["state"] == ""
+    assert output_ids(client) == first.output_ids
+    ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
+    assert output_ids(client) == second.output_ids
+
+
+def test_one_call_names_so_many_tensors_and_no_more(client, first, monkeypatch):
+    """A million names would hold up generation for as long as they are looked at."""
+    monkeypatch.setattr(tensor_count, "MOST_TENSORS", 20)
+    names = [f"layer.{index}" for index in range(21)]
+    entry = {"dtype": "float32", "shape": [4]}
+    packed = [entry | {"name": name, "start": 0, "end": 16} for name in names]
+    handle = {"kind": "shared_memory", "layout": {"num_bytes": 16, "entries": packed[:11]}}
+    tensors = save({name: torch.zeros(1) for name in names})
+    for answer in (
+        client.post(QUERY, content=tensors, headers=RAW),
+        client.post(QUERY, json=in_base64(tensors)),
+        client.post("/begin_weight_update", json={"manifest": dict.fromkeys(names, entry)}),
+        client.post(
+            "/update_weights_from_distributed",
+            json={"names": names, "dtypes": ["float32"] * 21, "shapes": [[4]] * 21},
+        ),
+        client.post("/update_weights_from_ipc", json={"handles": [handle, handle]}),
+    ):
+        assert answer.status_code in (400, 422)
+        assert "at most 20 tensors" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"]
+    halves = [save(first.part(last=last)) for last in (False, True)]
+    ok(client.post("/begin_weight_update", json={}))
+    for half in halves:
+        ok(client.post(QUERY, content=half, headers=RAW))
+    ok(client.post("/end_weight_update", json={}))
 
 
 class Trap:

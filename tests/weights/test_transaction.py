@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.layers.destination import Destination, with_alias
+from rollout.weights.disk import CheckpointSource
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.options import UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
@@ -327,6 +329,22 @@ def test_tied_names_may_both_bring_the_same_nan():
     update(weights, [("embedding", broken), ("head", broken.clone())])
     with pytest.raises(InvalidInputError, match="tied twin"):
         update(weights, [("embedding", broken), ("head", torch.zeros(2))])
+
+
+def test_a_folder_whose_tied_names_differ_changes_nothing(tmp_path):
+    tied = torch.zeros(2)
+
+    class Tied(Part):
+        def destinations(self) -> dict[str, Destination]:
+            return with_alias("embedding", "head", Destination.of(tied))
+
+    save_file({"embedding": torch.ones(2), "head": torch.zeros(2)}, tmp_path / "model.safetensors")
+    weights = WeightTransaction({"target": Tied()})
+    weights.begin(UpdateOptions())
+    with pytest.raises(InvalidInputError, match="tied twin"):
+        weights.load(CheckpointSource(tmp_path))
+    assert weights.state is WeightState.WHOLE
+    assert tied.tolist() == [0, 0]
 
 
 def test_a_draft_counts_versions_of_its_own(weights):

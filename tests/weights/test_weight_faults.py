@@ -19,6 +19,8 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
+from rollout.weights.bucket import buckets
+from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.weight_transports import TRANSPORTS, opened
 from tests.weights.conftest import PARAMS, PROMPTS, outputs
 
@@ -100,10 +102,34 @@ def test_a_bad_update(engine, policies, tmp_path, kind, fault):
         with pytest.raises(RolloutError, match=message):
             update(bad, check_finite=True)
         assert_old_or_refuses(engine, old, before=0)
-        if kind in CHECKED_BEFORE and (fault != "NaN" or kind == "collection"):
+        if kind in CHECKED_BEFORE and (fault != "NaN" or kind in ("collection", "disk")):
             assert engine.can_run, "this was known before a byte moved"
         update(other.tensors)
     assert_serves(engine, other)
+
+
+@pytest.mark.parametrize("kind", ["handles", "buckets"])
+def test_values_that_are_all_there_are_looked_at_before_the_first_is_written(
+    engine, policies, kind
+):
+    old, new, _ = policies
+    bad = dict(new.tensors)
+    bad[max(bad)] = torch.full_like(bad[max(bad)], float("inf"))
+    with SharedMemorySender(1 << 20, num_segments=4) as sender:
+
+        def update(tensors, **options):
+            if kind == "handles":
+                engine.update_weights_from_ipc(list(sender.handles(tensors.items())), **options)
+            else:
+                packed = list(buckets(tensors.items(), 1 << 20))
+                engine.update_weights_from_tensor(packed, load_format="flattened_bucket", **options)
+
+        with pytest.raises(InvalidInputError, match="infinite"):
+            update(bad, check_finite=True)
+        assert engine.can_run
+        assert engine.weights_digest() == old.digest
+        update(new.tensors, check_finite=True)
+    assert_serves(engine, new)
 
 
 def save_sharded(tensors, folder):

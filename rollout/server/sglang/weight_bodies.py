@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rollout.server.body_fields import Listed
 from rollout.server.sglang.fields import Body
+from rollout.server.tensor_count import Handles, PerTensor
 from rollout.weights.dtype_names import named_dtype
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.options import UpdateOptions
@@ -56,9 +57,9 @@ class DiskBody(UpdateFields):
 
 
 class DistributedBody(UpdateFields):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    names: PerTensor[Listed[str]]
+    dtypes: PerTensor[Listed[str]]
+    shapes: PerTensor[Listed[Listed[int]]]
     group_name: str = "weight_update_group"
     load_format: str | None = None  # or flattened_bucket, from a DistributedSender
 
@@ -66,7 +67,7 @@ class DistributedBody(UpdateFields):
 class IpcBody(UpdateFields):
     """Handles of `SharedMemorySender` or `CudaIpcSender`, all valid at once."""
 
-    handles: list[dict[str, Any]] = Field(min_length=1)
+    handles: Handles = Field(min_length=1)
 
 
 class AnnouncedTensor(Body):
@@ -77,7 +78,7 @@ class AnnouncedTensor(Body):
 class BeginBody(UpdateFields):
     """``manifest``: all that is going to come, by name."""
 
-    manifest: dict[str, AnnouncedTensor] | None = None
+    manifest: PerTensor[dict[str, AnnouncedTensor]] | None = None
 
     def announced(self) -> Manifest | None:
         if self.manifest is None:
