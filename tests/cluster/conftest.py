@@ -18,11 +18,10 @@ from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerCon
 from rollout.specs import WorkerFactory
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
+from tests.helpers.forked import ROOT
 from tests.helpers.text_model import save_text_model
 
 MakeCluster = Callable[..., tuple[RolloutCluster, ThreadPool]]
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster import broken_workers
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
-from tests.cluster.workload import drain, ngram, submit_all
+from tests.cluster.workload import drain, submit_all
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
 
@@ -109,9 +109,7 @@ def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
     assert drain(cluster) == expected
 
 
-def test_replicas_that_hang_are_not_seen_and_replaced(
-    cluster, expected, flag, monkeypatch, caplog
-):
+def test_replicas_that_hang_are_not_seen_and_replaced(cluster, expected, flag, monkeypatch, caplog):
     """One is stopped as a debugger would; the step of the other never ends."""
     heartbeats = cluster.members._pool._heartbeats
     monkeypatch.setattr(heartbeats, "_silence_seconds", 5.0)
