@@ -22,7 +22,8 @@ class ClusterConfig:
     num_cpus: int | None = None  # of each replica, and its torch threads; default: an equal share
     num_gpus: float | None = None  # of each; default: one each if the model goes to a GPU
     # Of Ray: local starts one of its own, auto joins the one that runs, host:port and
-    # ray://host:port name one. Default: the one that runs, if there is one, else one of its own.
+    # ray://host:port name one. Default: what RAY_ADDRESS names or `ray start` left here, if there
+    # is any, else one of its own.
     address: str | None = None
     namespace: str | None = None  # of Ray, for the actors' names; default: one of its own
     start_seconds: float = 600.0  # for a replica to be placed and to read its model

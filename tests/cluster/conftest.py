@@ -1,8 +1,10 @@
-"""A small engine's configuration and its rollouts, and one small Ray for a module's tests."""
+"""A small engine's configuration and its rollouts, and one small Ray."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,26 +18,27 @@ from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerCon
 from rollout.specs import WorkerFactory
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
+from tests.helpers.forked import ROOT
 from tests.helpers.text_model import save_text_model
 
 MakeCluster = Callable[..., tuple[RolloutCluster, ThreadPool]]
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
+@pytest.fixture(scope="session")
+def own_ray() -> Iterator[str]:
+    """A Ray of this process alone, in a folder of its own; where it listens."""
     ray = pytest.importorskip("ray")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        "local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths, "GOMP_SPINCOUNT": "10000"}},
-    )
-    yield
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets are in it, whose paths are short
+    with pytest.MonkeyPatch.context() as patch:  # for actors, which Ray's own processes start
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("GOMP_SPINCOUNT", "10000")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        context = ray.init(
+            "local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder
+        )
+    yield context.address_info["address"]
     ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -190,8 +190,9 @@ def test_pausing_with_abort_hands_out_every_token_there_is(make_cluster, config)
     engine = RolloutEngine.from_config(config, ngram())
     for each in running:
         engine.submit([5, 6, each.prompt_index], LONG, prompt_index=each.prompt_index)
-        (undisturbed,) = drain(engine).values()
-        rest = ends[each.prompt_index, 0]
+    whole = drain(engine)
+    for each in running:
+        undisturbed, rest = whole[each.prompt_index, 0], ends[each.prompt_index, 0]
         assert [*each.token_ids, *rest[0]] == undisturbed[0]
         assert [*each.logprobs, *rest[1]] == undisturbed[1]
 

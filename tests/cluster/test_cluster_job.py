@@ -6,10 +6,9 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import psutil
@@ -24,11 +23,11 @@ from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from rollout.specs import worker_factory
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
+from tests.helpers.forked import ROOT, forked, run_module
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_PROMPTS, N, MAX_NEW_TOKENS = 100, 4, 100
-ROOT = Path(__file__).parents[2]
+NUM_PROMPTS, N, MAX_NEW_TOKENS = 60, 4, 100
 
 
 @pytest.fixture
@@ -50,74 +49,69 @@ def config(tmp_path: Path, tiny_model_path: Path) -> RunConfig:
 @pytest.fixture
 def start(config: RunConfig, tmp_path: Path) -> Iterator:
     """Starts the same job on two replicas, in a process group of its own."""
-    started: list[subprocess.Popen] = []
+    started: list[ForkServerProcess] = []
 
-    def start(output: Path) -> subprocess.Popen:
-        command = [
-            sys.executable, "-m", "rollout.cli", "cluster=ray", "cluster.replicas=2",
-            "cluster.num_cpus=1", "cluster.address=local", "cluster.report_seconds=0.005",
+    def start(output: Path, *options: str) -> ForkServerProcess:
+        arguments = [
+            "cluster=ray", "cluster.replicas=2", "cluster.num_cpus=1",
+            "cluster.report_seconds=0.005",
             f"model.path={config.model.path}", f"data.path={config.data.path}",
             f"output.path={output}", "spec.corpus_bytes=1048576",
             f"sampling.n={N}", f"sampling.max_new_tokens={MAX_NEW_TOKENS}",
             "sampling.ignore_eos=true", "sampling.seed=11", "memory.max_kv_tokens=2048",
             "scheduler.max_running=4", "scheduler.max_step_tokens=16", "scheduler.chunk_len=8",
             f"log.jsonl={tmp_path / 'log.jsonl'}", "num_threads=1",
-            f"hydra.run.dir={tmp_path / 'hydra'}",
+            f"hydra.run.dir={tmp_path / 'hydra'}", *options,
         ]  # fmt: skip
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env=environment,
-                start_new_session=True,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
+        environment = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+        process = forked(
+            run_module, "rollout.cli", *arguments, log=tmp_path / "log", environment=environment
         )
-        return started[-1]
+        started.append(process)
+        return process
 
     yield start
     for process in started:
-        if process.poll() is None:
+        if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
-def wait_for_lines(journal: Path, count: int, process: subprocess.Popen) -> None:
+def wait_for_lines(journal: Path, count: int, process: ForkServerProcess, log: Path) -> None:
     deadline = time.monotonic() + 240
     while not journal.exists() or journal.read_bytes().count(b"\n") < count:
-        if process.poll() is not None:
-            pytest.fail(f"it ended with {process.returncode}: {process.communicate()[0]}")
+        assert process.is_alive(), f"it ended with {process.exitcode}: {log.read_text()}"
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, tmp_path):
+def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, tmp_path, own_ray):
+    """First on a Ray of its own, though another runs here that is this process's, then on that."""
     run_job(config, worker_factory("none"), Console(file=io.StringIO()))
     output, journal = tmp_path / "many.parquet", tmp_path / "many.parquet.partial.jsonl"
+    log = tmp_path / "log"
 
     process = start(output)
-    wait_for_lines(journal, 20, process)
+    wait_for_lines(journal, 20, process, log)
     below = psutil.Process(process.pid).children(recursive=True)
     assert len(replica_processes(process.pid)) == 2
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group get it
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT, text
-    assert "run the same command again" in text.replace("\n", " ")
+    process.join(240)
+    assert process.exitcode == 128 + signal.SIGINT, log.read_text()
+    assert "run the same command again" in log.read_text().replace("\n", " ")
     wait_until_gone(below, 60)
     written = journal.read_bytes().count(b"\n")
     assert 20 <= written < NUM_PROMPTS * N
 
-    process = start(output)
-    wait_for_lines(journal, written + 20, process)
-    replica_processes(process.pid)[0].kill()
-    below = psutil.Process(process.pid).children(recursive=True)
-    text, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, text
-    wait_until_gone(below, 60)
-    assert "died and is started anew" in text
+    process = start(output, f"cluster.address={own_ray}")
+    wait_for_lines(journal, written + 20, process, log)
+    replicas = replica_processes()
+    replicas[0].kill()
+    process.join(240)
+    assert process.exitcode == 0, log.read_text()
+    wait_until_gone(replicas, 60)
+    assert "died and is started anew" in log.read_text()
     assert output.read_bytes() == Path(config.output.path).read_bytes()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in lines} >= {"run", "step", "rollout", "totals"}

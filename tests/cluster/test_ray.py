@@ -1,4 +1,4 @@
-"""Replicas as Ray actors: killed for real."""
+"""Replicas as Ray actors: killed and stopped for real, and brought weights and corpora."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 
 pytest.importorskip("ray")
 
+from safetensors.torch import load_file
+
+from rollout import ExternalState
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_with
 from rollout.cluster.ray.pool import RayPool
 from rollout.cluster.ray.replica import import_failure
-from rollout.cluster.replica import Opened
 from rollout.errors import CheckpointError, ClusterError
+from rollout.weights.distributed_sender import DistributedSender
+from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster import broken_workers
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
-from tests.cluster.workload import drain, ngram, submit_all
+from tests.cluster.workload import drain, submit_all
+from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.weight_transports import TensorSource, group_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_ray")]
 
@@ -35,18 +42,51 @@ def settings(replicas: int, **options) -> ClusterConfig:
 
 
 @pytest.fixture(scope="module")
-def cluster(own_ray, config) -> Iterator[RolloutCluster]:
-    options = settings(2, report_seconds=0.005, max_deaths_per_request=100)
-    cluster = open_with(config, ngram(), options)
+def flag(tmp_path_factory) -> Path:
+    """Whichever replica finds it, hangs."""
+    return tmp_path_factory.mktemp("hang") / "flag"
+
+
+@pytest.fixture(scope="module")
+def cluster(own_ray, config, flag) -> Iterator[RolloutCluster]:
+    """Two replicas that nobody looked at until they had opened: they are not late for that."""
+    options = settings(
+        2, report_seconds=0.005, share_seconds=0.02, heartbeat_seconds=20.0, max_deaths=100,
+        max_deaths_per_request=100,
+    )  # fmt: skip
+    pool = RayPool(config, partial(broken_workers.sticks, flag), options)
+    while pool._answers.qsize() < 4:  # where each lives, and its engine
+        assert pool._failure is None
+        time.sleep(0.05)
+    pool._cluster = replace(options, start_seconds=0.01)
+    cluster = RolloutCluster(config, options, pool)
+    pool._cluster = options
     yield cluster
     left = replica_processes()
     cluster.close()
     wait_until_gone(left, 60)
 
 
+def rejoined(cluster: RolloutCluster) -> None:
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while not cluster.members.all_joined:
+        cluster.step()
+        assert time.monotonic() < deadline
+
+
 def test_two_replicas_give_the_rollouts_of_one_engine(cluster, expected):
     submit_all(cluster)
     assert drain(cluster) == expected
+
+
+def test_what_one_actor_commits_the_other_learns(cluster):
+    assert cluster.corpus_exchange is not None
+    cluster.corpus_exchange.finish()
+    submit_all(cluster)
+    drain(cluster)
+    for each in cluster.members.on_all("status").values():
+        assert each.counters["corpus/shared_tokens"] > 0
+        assert each.counters["corpus/learned_tokens"] > 0
 
 
 def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
@@ -56,47 +96,40 @@ def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
     def kill_one() -> None:
         nonlocal kills
         processes = replica_processes()  # those that start, too
-        if kills < 3 and processes and rng.random() < 0.3:
+        if kills < 2 and processes and rng.random() < 0.3:
             with contextlib.suppress(psutil.NoSuchProcess):  # it was dying since the last time
                 rng.choice(processes).kill()
                 kills += 1
 
-    while kills < 3:  # again, where the rollouts ended before
+    while kills < 2:  # again, where the rollouts ended before
         submit_all(cluster)
         assert drain(cluster, kill_one) == expected
-    killed = time.monotonic()
-    while not cluster.members.all_joined:
-        cluster.members.attend(0.05)
-        assert time.monotonic() - killed < RECOVERY_SECONDS
+    rejoined(cluster)
     submit_all(cluster)
     assert drain(cluster) == expected
 
 
-def test_replicas_that_hang_are_not_seen_and_replaced(config, expected, tmp_path, caplog):
+def test_replicas_that_hang_are_not_seen_and_replaced(cluster, expected, flag, monkeypatch, caplog):
     """One is stopped as a debugger would; the step of the other never ends."""
-    flag = tmp_path / "flag"
-    options = settings(2, heartbeat_seconds=5.0, stall_seconds=5.0, max_deaths=100)
-    before = replica_processes()
-    hanging = open_with(config, partial(broken_workers.sticks, flag), options)
+    heartbeats = cluster.members._pool._heartbeats
+    monkeypatch.setattr(heartbeats, "_silence_seconds", 5.0)
+    monkeypatch.setattr(heartbeats, "_stall_seconds", 5.0)
     stopped: list[psutil.Process] = []
+    tokens = cluster.metrics().generated_tokens
 
     def hang() -> None:
-        if not stopped and hanging.metrics().generated_tokens:
-            stopped.append(next(each for each in replica_processes() if each not in before))
+        if not stopped and cluster.metrics().generated_tokens > tokens:
+            stopped.append(replica_processes()[0])
             stopped[0].suspend()
             flag.touch()
 
-    try:
-        submit_all(hanging)
-        started = time.monotonic()
-        assert drain(hanging, hang) == expected
-        assert time.monotonic() - started < RECOVERY_SECONDS
-        assert not flag.exists()
-        assert "no sign of life for" in caplog.text
-        assert "in one step or call" in caplog.text
-        wait_until_gone(stopped, 60)
-    finally:
-        hanging.close()
+    while not stopped or flag.exists():  # again, where the rollouts ended before
+        submit_all(cluster)
+        assert drain(cluster, hang) == expected
+    assert "no sign of life for" in caplog.text
+    assert "in one step or call" in caplog.text
+    wait_until_gone(stopped, 60)
+    rejoined(cluster)
 
 
 def test_one_that_does_not_come_again_is_done_without(cluster, expected, monkeypatch, caplog):
@@ -105,9 +138,50 @@ def test_one_that_does_not_come_again_is_done_without(cluster, expected, monkeyp
     replica_processes()[0].kill()
     submit_all(cluster)
     assert drain(cluster) == expected
-    while not cluster.members.all_joined:
-        cluster.members.attend(0.05)
+    rejoined(cluster)
     assert "go on without: replica-" in caplog.text
+
+
+def test_what_cannot_be_sent_takes_no_turn(cluster):
+    """The replica would wait for it, and all that comes later with it."""
+    replica = next(iter(cluster.members.joined.values()))
+    with pytest.raises(TypeError, match="pickle"):
+        replica.call("learn_corpus_deltas", (each for each in []))
+    assert replica.call("weights_digest").result(60)
+
+
+def test_weights_come_by_every_way_and_to_who_is_replaced(cluster, tmp_path):
+    folders = [save_tiny_llama(tmp_path / str(seed), seed=seed) for seed in (21, 22, 23, 24)]
+    policies = [load_file(folder / "model.safetensors") for folder in folders]
+    digests = []
+    cluster.update_weights_from_tensor(policies[0])
+    digests.append(cluster.weights_digest())
+    with SharedMemorySender(8192) as sender:
+        cluster.update_weights_from_ipc(sender.handles(policies[1].items()))
+    digests.append(cluster.weights_digest())
+    with group_of(cluster, 3) as (group, threads):
+        sender, source = DistributedSender(group), TensorSource(policies[2])
+        sending = threads.submit(sender.send, source)
+        cluster.update_weights_from_distributed(**sender.arguments(source))
+        sending.result()
+    digests.append(cluster.weights_digest())
+    cluster.update_weights_from_disk(folders[3])
+    digests.append(cluster.weights_digest())
+    assert len(set(digests)) == 4
+    cluster.add_external_corpus("texts", token_chunks=[[5, 6, 7]], wait=True)
+    submit_all(cluster)
+    before = drain(cluster)
+    assert {version for each in before.values() for version in each[2]} == {4}
+
+    replica_processes()[0].kill()
+    submit_all(cluster)
+    assert drain(cluster) == before  # on the one that is left, and on the one that came
+    rejoined(cluster)
+    assert cluster.weights_digest() == digests[-1]
+    assert set(cluster.members.on_all("weights_digest")) == {"replica-0", "replica-1"}
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while cluster.external_corpora()[0].state is not ExternalState.PUBLISHED:
+        assert time.monotonic() < deadline
 
 
 def test_one_that_dies_too_often_ends_it_with_its_last_words(config):
@@ -130,23 +204,3 @@ def test_an_engine_that_cannot_be_made_raises_its_own_error(config):
         open_with(config, broken_workers.lacks, settings(1, max_deaths=1))
     with pytest.raises(TypeError, match="pickle"):
         open_with(config, partial(broken_workers.refuses, progress=(i for i in [])), settings(1))
-
-
-def test_what_cannot_be_sent_takes_no_turn(cluster):
-    """The replica would wait for it, and all that comes later with it."""
-    replica = next(iter(cluster.members.joined.values()))
-    with pytest.raises(TypeError, match="pickle"):
-        replica.call("learn_corpus_deltas", (each for each in []))
-    assert replica.call("weights_digest").result(60)
-
-
-def test_a_replica_that_opened_while_nobody_looked_is_not_late(config):
-    pool = RayPool(config, ngram(), settings(1, start_seconds=0.5))
-    try:
-        deadline = time.monotonic() + 120
-        while pool._answers.qsize() < 2:  # its residence, and its engine
-            time.sleep(0.1)
-            assert time.monotonic() < deadline
-        assert [type(event) for event in pool.events(1.0)] == [Opened]
-    finally:
-        pool.close()

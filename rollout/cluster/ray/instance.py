@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import ray
+from ray._private.utils import read_ray_address
 
 from rollout.cluster.config import ClusterConfig
 from rollout.errors import InvalidInputError
@@ -38,26 +39,28 @@ def _connect(config: ClusterConfig) -> None:
         "log_to_driver": False,
         "configure_logging": False,
     }
-    if config.address is None and not os.environ.get("RAY_ADDRESS"):
-        try:
-            ray.init("auto", **options)
-        except (ConnectionError, RuntimeError):  # none, or one of another version of Ray
-            _start(wanted, options)
-        else:
-            log.warning(
-                "joined the Ray that runs here, at %s: cluster.address=local starts another",
-                ray.get_runtime_context().gcs_address,
-            )
-        return
-    if config.address == "local":
+    address = config.address
+    if address is None and not os.environ.get("RAY_ADDRESS"):
+        # What `ray start` left here. Not "auto": that takes any Ray it finds, also one that another
+        # process started for itself and ends before this one is done.
+        address = read_ray_address() or "local"
+        if address != "local":
+            try:
+                ray.init(address, **options)
+                log.warning(
+                    "joined the Ray that was started here, at %s: cluster.address=local starts "
+                    "another", address,
+                )  # fmt: skip
+                return
+            except (ConnectionError, RuntimeError):  # it is gone, or of another version of Ray
+                address = "local"
+    if address == "local":
         _start(wanted, options)
         return
     try:
-        ray.init(config.address, **options)
+        ray.init(address, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise InvalidInputError("cluster.address", config.address, f"leads nowhere: {error}") from (
-            error
-        )
+        raise InvalidInputError("cluster.address", address, f"leads nowhere: {error}") from error
 
 
 def _start(wanted: int, options: dict[str, Any]) -> None:
