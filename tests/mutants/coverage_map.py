@@ -22,6 +22,7 @@ _CORPUS = "ngram_native/corpus.py"
 class TestFile:
     path: str
     seconds: float
+    cpu_seconds: float
     lines: dict[str, set[int]]  # by source file
 
 
@@ -42,7 +43,7 @@ class CoverageMap:
         wanted = self._corpus_lines if mutation.is_native else set(range(first, last + 1))
         file = _CORPUS if mutation.is_native else mutation.file
         found = [each for each in self.files if each.lines.get(file, set()) & wanted]
-        return sorted(found, key=lambda each: each.seconds)
+        return sorted(found, key=lambda each: each.cpu_seconds)
 
 
 def coverage_map(bench: Workbench, tests: Sequence[str], file: Path) -> CoverageMap:
@@ -61,6 +62,7 @@ def coverage_map(bench: Workbench, tests: Sequence[str], file: Path) -> Coverage
         TestFile(
             each["path"],
             each["seconds"],
+            each["cpu_seconds"],
             {name: set(lines) for name, lines in each["lines"].items()},
         )
         for each in measured
@@ -70,12 +72,19 @@ def coverage_map(bench: Workbench, tests: Sequence[str], file: Path) -> Coverage
 
 def _measured(bench: Workbench, path: str) -> dict:
     answer = bench.run([path], [_LONGEST_SECONDS], log="map.log", covers=True)
-    print(f"{answer['seconds']:7.1f} s, exit code {answer['code']}: {path}", flush=True)
+    seconds, cpu_seconds, code = (answer[name] for name in ("seconds", "cpu_seconds", "code"))
+    print(f"{seconds:7.1f} s, {cpu_seconds:6.1f} s of a core, exit {code}: {path}", flush=True)
     lines = {
         Path(name).relative_to(bench.tree).as_posix(): numbers
         for name, numbers in answer.get("lines", {}).items()
     }
-    return {"path": path, "seconds": answer["seconds"], "code": answer["code"], "lines": lines}
+    return {
+        "path": path,
+        "code": code,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "lines": lines,
+    }
 
 
 def _test_files(tests: Sequence[str]) -> list[str]:

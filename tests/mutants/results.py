@@ -31,6 +31,7 @@ class Result:
     num_files: int  # test files that were chosen
     num_covering: int  # those that run the mutated statement
     seconds: float
+    cpu_seconds: float  # of the tests
     diff: str
 
     @property
@@ -55,7 +56,11 @@ def print_results(results: Sequence[Result]) -> None:
             print(result.line, result.diff, sep="\n")
     console.print(table)
     seconds = sum(result.seconds for result in results)
-    print(f"{seconds:.0f} s, {seconds / max(1, len(results)):.1f} s a mutant")
+    cpu_seconds = sum(result.cpu_seconds for result in results)
+    count = max(1, len(results))
+    print(
+        f"{seconds:.0f} s, {seconds / count:.1f} s a mutant; {cpu_seconds / count:.1f} s of a core"
+    )
 
 
 def write_results(path: Path, results: Sequence[Result]) -> None:
@@ -70,6 +75,7 @@ def write_results(path: Path, results: Sequence[Result]) -> None:
             "files": result.num_files,
             "covering": result.num_covering,
             "seconds": round(result.seconds, 1),
+            "cpu_seconds": round(result.cpu_seconds, 1),
         }
         for result in results
     ]

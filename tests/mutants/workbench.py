@@ -35,7 +35,7 @@ class Workbench:
         self._copy()
         environment = os.environ | {
             "PYTHONPATH": f"{self.tree}{os.pathsep}{self._folder / 'site'}",
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",  # in processes that tests start
             "OMP_NUM_THREADS": "1",
         }
         self._zygote = subprocess.Popen(
@@ -73,11 +73,14 @@ class Workbench:
         original = path.read_bytes()
         extension = self.tree / "ngram_native" / "_ext.abi3.so"
         built = extension.read_bytes()
+        written = path.stat().st_mtime_ns
         path.write_bytes(mutation.applied_to(original))
         try:
             yield not mutation.is_native or self._build(extension)
         finally:
             path.write_bytes(original)
+            if not mutation.is_native:  # a build goes by the time as well
+                os.utime(path, ns=(written, written))  # what was compiled of it holds again
             if mutation.is_native:
                 _replace(extension, built)
 
@@ -94,18 +97,20 @@ class Workbench:
         return json.loads(line)
 
     def _copy(self) -> None:
-        shutil.rmtree(self.tree, ignore_errors=True)
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT, capture_output=True, check=True, text=True,
         )  # fmt: skip
-        for name in filter(None, listed.stdout.split("\0")):
-            if (ROOT / name).is_file():
-                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.tree / name)
-        (self.tree / "rollout" / "conf").symlink_to("../conf")  # as in a wheel
-        if (ROOT / "models").exists():
-            (self.tree / "models").symlink_to(ROOT / "models")
+        names = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+        for path in self.tree.rglob("*.py"):  # what was compiled and built earlier stays
+            if path.relative_to(self.tree).as_posix() not in names:
+                path.unlink()
+        for name in names:
+            (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, self.tree / name)
+        for link, target in (("rollout/conf", Path("../conf")), ("models", ROOT / "models")):
+            (self.tree / link).unlink(missing_ok=True)
+            (self.tree / link).symlink_to(target)
         for name in _EXTENSIONS:
             spec = importlib.util.find_spec(name)
             if spec is None or spec.origin is None:

@@ -3,7 +3,8 @@
 Started in the tree to be tested. Reads a JSON object per line, writes one per line:
 
     {"files": [...], "limits": [seconds of each], "log": path, "cover": [folder, ...]}
-    {"code": pytest's exit code or None, "failed": test, "seconds": ..., "lines": {file: [...]}}
+    {"code": pytest's exit code or None, "failed": test, "lines": {file: [...]},
+     "seconds": ..., "cpu_seconds": ...}
 
 A child that takes longer for a file than its limit is killed; its code is None, as is that of one
 that dies.
@@ -15,6 +16,7 @@ import ctypes
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -45,7 +47,7 @@ def main() -> None:
 
 
 def _run(order: dict[str, Any]) -> Answer:
-    started = time.monotonic()
+    started, cpu_before = time.monotonic(), _cpu_seconds()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -55,7 +57,14 @@ def _run(order: dict[str, Any]) -> Answer:
     answer = _watch(reading, dict(zip(order["files"], order["limits"], strict=True)))
     os.close(reading)
     _kill_children()
-    return answer | {"seconds": time.monotonic() - started}
+    spent = {"seconds": time.monotonic() - started, "cpu_seconds": _cpu_seconds() - cpu_before}
+    return answer | spent
+
+
+def _cpu_seconds() -> float:
+    """Of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _watch(reading: int, limits: dict[str, float]) -> Answer:
@@ -99,6 +108,9 @@ def _be_pytest(order: dict[str, Any], writing: int) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     import pytest
+
+    # What is compiled of a mutant must not outlive it.
+    sys.dont_write_bytecode = not order["cover"]
 
     def tell(**word: Any) -> None:
         os.write(writing, json.dumps(word).encode() + b"\n")
