@@ -51,7 +51,8 @@ class RunRecord:
             return cls(fingerprint)
         if not isinstance(complete, dict):
             raise ValueError("its complete must be null or an object")
-        counts = [complete.get(name) for name in ("rollouts", "skipped_prompts", "bytes")]
+        names = ("rollouts", "skipped_prompts", "bytes")
+        counts: list[Any] = [complete.get(name) for name in names]  # Completion checks them
         return cls(fingerprint, Completion(*counts))
 
     def write(self, path: Path) -> None:
