@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -36,10 +37,13 @@ def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
         elif name in own:
             chosen["engine"][name] = value
         else:
-            known = ", ".join(sorted((owner.keys() | own) - {"path"}))
-            raise InvalidInputError(f"overrides[{name!r}]", value, f"unknown; there are {known}")
+            names = ", ".join(sorted((owner.keys() | own) - {"path"}))
+            raise InvalidInputError(f"overrides[{name!r}]", value, f"unknown; there are {names}")
     parallel = chosen["engine"].pop("parallel", {})
     if not isinstance(parallel, ParallelConfig):
+        names = [f.name for f in fields(ParallelConfig)]
+        if not isinstance(parallel, Mapping) or not set(parallel) <= set(names):
+            raise InvalidInputError("parallel", parallel, f"must map some of {', '.join(names)}")
         parallel = ParallelConfig(**parallel)
     return EngineConfig(
         model=ModelConfig(path=str(path), **chosen["model"]),
