@@ -37,8 +37,8 @@ def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
         elif name in own:
             chosen["engine"][name] = value
         else:
-            names = ", ".join(sorted((owner.keys() | own) - {"path"}))
-            raise InvalidInputError(f"overrides[{name!r}]", value, f"unknown; there are {names}")
+            known = ", ".join(sorted((owner.keys() | own) - {"path"}))
+            raise InvalidInputError(f"overrides[{name!r}]", value, f"unknown; there are {known}")
     parallel = chosen["engine"].pop("parallel", {})
     if not isinstance(parallel, ParallelConfig):
         names = [f.name for f in fields(ParallelConfig)]
