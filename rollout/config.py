@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
+from rollout.checked import (
+    checked_flag,
+    checked_int,
+    checked_member,
+    checked_name,
+    checked_path,
+    checked_seconds,
+)
 from rollout.errors import InvalidInputError
 
 
@@ -42,19 +51,16 @@ class ModelConfig:
         if not isinstance(self.dtype, DType):
             try:  # a name, or a torch.dtype
                 self.dtype = DType(str(self.dtype).removeprefix("torch."))
-            except ValueError:
+            except (ValueError, RecursionError):
                 names = ", ".join(d.value for d in DType)
                 raise InvalidInputError("model.dtype", self.dtype, f"one of {names}") from None
-        if not isinstance(self.load_format, LoadFormat):
-            try:
-                self.load_format = LoadFormat(self.load_format)
-            except ValueError:
-                names = ", ".join(LoadFormat)
-                raise InvalidInputError(
-                    "model.load_format", self.load_format, f"one of {names}"
-                ) from None
-        if self.max_context_len is not None and self.max_context_len < 2:
-            raise InvalidInputError("model.max_context_len", self.max_context_len, "must be >= 2")
+        self.path = checked_path(self.path, "model.path")
+        if self.tokenizer is not None:
+            self.tokenizer = checked_path(self.tokenizer, "model.tokenizer")
+        self.device = checked_name(self.device, "model.device")
+        self.load_format = checked_member(self.load_format, "model.load_format", LoadFormat)
+        self.record_routes = checked_flag(self.record_routes, "model.record_routes")
+        _check_counts(self, "model", max_context_len=2)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,24 +79,14 @@ class MemoryConfig:
     graph_rows: int = 256  # query rows of the largest step that is captured
 
     def __post_init__(self) -> None:
-        if self.kv_bytes is not None and self.kv_bytes <= 0:
-            raise InvalidInputError("memory.kv_bytes", self.kv_bytes, "must be > 0 bytes")
-        if not 0 < self.kv_fraction < 1:
-            raise InvalidInputError("memory.kv_fraction", self.kv_fraction, "must be in (0, 1)")
-        if self.max_kv_tokens is not None and self.max_kv_tokens < 2:
-            raise InvalidInputError("memory.max_kv_tokens", self.max_kv_tokens, "must be >= 2")
-        if self.state_slots is not None and self.state_slots < 2:
-            raise InvalidInputError(
-                "memory.state_slots", self.state_slots, "must be >= 2 for each request at a time"
-            )
-        if self.state_interval < 1:
-            raise InvalidInputError(
-                "memory.state_interval", self.state_interval, "must be >= 1 token"
-            )
-        if self.graph_bytes < 0:
-            raise InvalidInputError("memory.graph_bytes", self.graph_bytes, "must be >= 0 bytes")
-        if not 1 <= self.graph_rows <= 4096:
-            raise InvalidInputError("memory.graph_rows", self.graph_rows, "must be in [1, 4096]")
+        fraction = self.kv_fraction
+        if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
+            raise InvalidInputError("memory.kv_fraction", fraction, "must be in (0, 1)")
+        self.prefix_cache = checked_flag(self.prefix_cache, "memory.prefix_cache")
+        _check_counts(self, "memory", kv_bytes=1, max_kv_tokens=2, state_slots=2)
+        self.state_interval = checked_int(self.state_interval, "memory.state_interval", least=1)
+        self.graph_bytes = checked_int(self.graph_bytes, "memory.graph_bytes")
+        self.graph_rows = checked_int(self.graph_rows, "memory.graph_rows", least=1, most=4096)
 
 
 class Overlap(enum.StrEnum):
@@ -115,17 +111,8 @@ class SchedulerConfig:
     overlap: Overlap = Overlap.auto
 
     def __post_init__(self) -> None:
-        if not isinstance(self.overlap, Overlap):
-            try:
-                self.overlap = Overlap(self.overlap)
-            except ValueError:
-                names = ", ".join(Overlap)
-                raise InvalidInputError(
-                    "scheduler.overlap", self.overlap, f"must be one of {names}"
-                ) from None
-        for name in ("max_running", "max_step_tokens", "chunk_len"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InvalidInputError(f"scheduler.{name}", value, "must be >= 1")
+        self.overlap = checked_member(self.overlap, "scheduler.overlap", Overlap)
+        _check_counts(self, "scheduler", max_running=1, max_step_tokens=1, chunk_len=1)
         running, tokens = self.max_running, self.max_step_tokens
         if running is not None and tokens is not None and tokens < running:
             raise InvalidInputError(
@@ -153,20 +140,16 @@ class ParallelConfig:
     check: bool = False  # compare what ranks drafted and sampled, each step
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, ParallelMode):
-            try:
-                self.mode = ParallelMode(self.mode)
-            except ValueError:
-                names = ", ".join(ParallelMode)
-                raise InvalidInputError("parallel.mode", self.mode, f"one of {names}") from None
-        if self.size < 1 or (self.size > 1) != (self.mode is not ParallelMode.none):
+        self.mode = checked_member(self.mode, "parallel.mode", ParallelMode)
+        self.size = checked_int(self.size, "parallel.size", least=1)
+        self.check = checked_flag(self.check, "parallel.check")
+        self.timeout = checked_seconds(self.timeout, "parallel.timeout")
+        if (self.size > 1) != (self.mode is not ParallelMode.none):
             raise InvalidInputError(
                 "parallel.size", self.size,
                 f"must be {'1' if self.mode is ParallelMode.none else '2 or more'} "
                 f"with parallel.mode={self.mode}",
             )  # fmt: skip
-        if not 0 < self.timeout < 1e6:
-            raise InvalidInputError("parallel.timeout", self.timeout, "must be seconds > 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -177,3 +160,15 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     exact: bool = True  # bitwise the same whatever shares the batch and however it was reached
     num_threads: int | None = None  # CPU threads; default: torch's
+
+    def __post_init__(self) -> None:
+        self.exact = checked_flag(self.exact, "exact")
+        if self.num_threads is not None:
+            self.num_threads = checked_int(self.num_threads, "num_threads", least=1, most=4096)
+
+
+def _check_counts(part: Any, section: str, **least: int) -> None:
+    """Integers that may be left out."""
+    for name, lowest in least.items():
+        if (value := getattr(part, name)) is not None:
+            setattr(part, name, checked_int(value, f"{section}.{name}", least=lowest))

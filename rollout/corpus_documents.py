@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.checked import checked_path
 from rollout.encoding import PromptEncoder
 from rollout.errors import InvalidInputError
 
@@ -94,7 +95,7 @@ class FileDocuments(CorpusDocuments):
         self, encoder: PromptEncoder, path: str | os.PathLike[str], field: str = "file_path"
     ) -> None:
         """Raises InvalidInputError naming ``field``."""
-        self._path = Path(path)
+        self._path = Path(checked_path(path, field))
         if not self._path.is_file():
             raise InvalidInputError(field, str(path), "there is no such file")
         super().__init__(encoder, str(path), self._path.stat().st_size)

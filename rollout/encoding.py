@@ -18,6 +18,9 @@ from rollout.errors import InvalidInputError
 from rollout.text_bound import TextBound
 from rollout.types import Prompt
 
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers to Python
+_PROMPT = "must be text, chat messages or a sequence of integers"
+
 
 class PromptEncoder:
     """Text, chat messages or token ids to checked token ids.
@@ -47,14 +50,27 @@ class PromptEncoder:
         return TextBound.of(self.tokenizer)
 
     def encode(
-        self, prompt: Prompt, field: str = "prompt", *, max_tokens: int | None = None
+        self,
+        prompt: Prompt,
+        field: str = "prompt",
+        *,
+        max_tokens: int | None = None,
+        may_be_empty: bool = False,
     ) -> list[int]:
-        """Token ids of a prompt. Raises InvalidInputError naming ``field``.
+        """Token ids of a prompt: text, chat messages, or token ids in a sequence of Python's or
+        numpy's integers, an array or a tensor of one dimension. Raises InvalidInputError naming
+        ``field``.
 
         Args:
             max_tokens: a text that is sure to have more is refused before the work of encoding it,
                 naming ``len(prompt)``; a shorter one may have more all the same.
         """
+        if isinstance(prompt, _BYTES) or not (
+            isinstance(prompt, Sequence) or getattr(prompt, "ndim", None) == 1
+        ):
+            raise InvalidInputError(field, prompt, _PROMPT)
+        if not len(prompt) and may_be_empty:
+            return []
         if not len(prompt):
             raise InvalidInputError(field, prompt, "is empty; give at least one token")
         if isinstance(prompt, str):
@@ -201,12 +217,16 @@ def _require_encodable(text: str, field: str) -> None:
 
 
 def _integers(prompt: Any, field: str) -> list[int]:
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    kinds = set(map(type, tokens))
+    if kinds <= {int}:
+        return list(tokens)
     try:
-        return [operator.index(token) for token in prompt]
+        if kinds & {bool, np.bool_}:  # integers to Python
+            raise TypeError
+        return [operator.index(token) for token in tokens]
     except TypeError:
-        raise InvalidInputError(
-            field, prompt, "must be text, chat messages or a sequence of integers"
-        ) from None
+        raise InvalidInputError(field, prompt, _PROMPT) from None
 
 
 def _integer_array(tokens: Any, field: str) -> NDArray[np.integer]:

@@ -10,18 +10,19 @@ import copy
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rollout.call_guard import CallGuard, exclusive
+from rollout.checked import checked_int, checked_path
 from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.engine_metrics import EngineMetrics, MetricsRecorder, StepMetrics
 from rollout.engine_state import StateCalls
 from rollout.engine_status import EngineStatus
-from rollout.errors import OutOfMemoryError
+from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
 from rollout.overrides import engine_config
@@ -69,6 +70,10 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         self.worker = worker
         folder = config.model.tokenizer or config.model.path
         self.encoder = PromptEncoder.from_pretrained(folder, worker.vocab_size)
+        if config.model.tokenizer and self.encoder.tokenizer is None:
+            raise InvalidInputError(
+                "model.tokenizer", folder, "must be a folder with a tokenizer.json"
+            )
         self.scheduler = Scheduler(
             worker.limits,
             worker.memory,
@@ -121,8 +126,11 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         Raises InvalidInputError for an unknown name or value, CheckpointError for a broken folder,
         UnsupportedModelError for an architecture or a field of its config not implemented.
         """
-        factory = worker_factory(spec, **(spec_options or {}))
-        return cls.from_config(engine_config(os.fspath(path), overrides), factory)
+        options = {} if spec_options is None else spec_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise InvalidInputError("spec_options", options, "must map names of options to values")
+        factory = worker_factory(spec, **options)
+        return cls.from_config(engine_config(checked_path(path, "path"), overrides), factory)
 
     @property
     def vocab_size(self) -> int:
@@ -187,7 +195,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         Raises InvalidInputError or OutOfMemoryError; the engine is as it was.
         """
         prompt_ids = self.encoder.encode(prompt)
-        partial = self.encoder.encode(partial_ids, "partial_ids") if len(partial_ids) else []
+        partial = self.encoder.encode(partial_ids, "partial_ids", may_be_empty=True)
         request = self._requests.make(
             prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
         )
@@ -196,6 +204,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
     def watch(self, request_id: int) -> None:
         """Of an `Engine`. Nothing to do: here every step shows what each request has."""
+        checked_int(request_id, "request_id")
 
     @property
     def has_unfinished(self) -> bool:
@@ -313,6 +322,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     @exclusive
     def abort(self, request_id: int) -> None:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
+        request_id = checked_int(request_id, "request_id")
         if not self.scheduler.has(request_id):
             return
         self._settle()

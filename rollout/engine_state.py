@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from rollout.call_guard import CallGuard, exclusive
-from rollout.errors import EngineStateError, InvalidInputError
+from rollout.checked import checked_flag, checked_iterable, checked_member
+from rollout.errors import EngineStateError
 from rollout.scheduler import Scheduler
 from rollout.types import MemoryTag, PauseMode
 from rollout.weights.ipc import HandleReceiver
@@ -32,11 +33,7 @@ class StateCalls(ABC):
 
         Requests can be submitted meanwhile; they wait.
         """
-        try:
-            mode = PauseMode(mode)
-        except ValueError:
-            known = ", ".join(PauseMode)
-            raise InvalidInputError("mode", mode, f"must be one of {known}") from None
+        mode = checked_member(mode, "mode", PauseMode)
         self._settle()
         if mode is PauseMode.ABORT:
             self._abort_all()
@@ -76,6 +73,7 @@ class StateCalls(ABC):
         released then.
         """
         wanted = _memory_tags(tags)
+        keep_weights = checked_flag(keep_weights, "keep_weights")
         residency = self.worker.residency
         residency.require_held(wanted)
         self._settle()
@@ -134,13 +132,6 @@ class StateCalls(ABC):
 
 def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:
     """Each once. Raises InvalidInputError."""
-    known = ", ".join(MemoryTag)
-    if isinstance(tags, str):
-        raise InvalidInputError("tags", tags, f"must be a list of some of {known}")
-    found: list[MemoryTag] = []
-    for tag in dict.fromkeys(tags):
-        try:
-            found.append(MemoryTag(tag))
-        except ValueError:
-            raise InvalidInputError("tags", tag, f"must be some of {known}") from None
-    return found
+    noun = f"some of {', '.join(MemoryTag)}"
+    found = [checked_member(tag, "tags", MemoryTag) for tag in checked_iterable(tags, "tags", noun)]
+    return list(dict.fromkeys(found))

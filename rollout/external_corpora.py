@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rollout.call_guard import CallGuard, exclusive
+from rollout.checked import (
+    checked_flag,
+    checked_iterable,
+    checked_member,
+    checked_path,
+    checked_seconds,
+)
 from rollout.corpus_delta import CorpusDelta
 from rollout.corpus_documents import FileDocuments, documents_from
 from rollout.draft_corpus import (
@@ -78,7 +85,8 @@ class CorpusCalls(ABC):
         if name is None:
             name = self.worker.ranks.tensor.exchange(uuid.uuid4().hex)[0]
         check_name("name", name)
-        publishing = publishing_of(publish)
+        publishing = checked_member(publish, "publish", Publishing)
+        wait = checked_flag(wait, "wait")
         there = corpus.external_corpora()
         if any(each.name == name and each.state is not ExternalState.FAILED for each in there):
             raise InvalidInputError("name", name, "is taken: remove that corpus, or choose another")
@@ -132,6 +140,8 @@ class CorpusCalls(ABC):
         Raises TimeoutError after ``timeout`` seconds.
         """
         corpus = self._external()
+        if timeout is not None:
+            timeout = checked_seconds(timeout, "timeout", least=0)
         deadline = None if timeout is None else time.monotonic() + timeout
         for name in _loading(corpus):
             corpus.wait(name, None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -170,6 +180,10 @@ class CorpusCalls(ABC):
         passed over. The next steps feed the corpus, each a bounded number of tokens. Raises
         InvalidInputError, and before `share_corpus`.
         """
+        deltas = list(checked_iterable(deltas, "deltas", "CorpusDeltas"))
+        for delta in deltas:
+            if not isinstance(delta, CorpusDelta):
+                raise InvalidInputError("deltas", delta, "must be a list of CorpusDeltas")
         self._corpus().learn_deltas(deltas)
 
     @exclusive
@@ -180,7 +194,7 @@ class CorpusCalls(ABC):
         alike, rank 0 writes it. What else was learned for speed (the cost
         curve, lengths of rollouts) goes into ``<path>.learned.json``. Raises OSError.
         """
-        corpus = self._corpus()
+        corpus, path = self._corpus(), checked_path(path, "path")
         if self.worker.ranks.tensor.rank:
             return
         corpus.save(path)
@@ -201,7 +215,7 @@ class CorpusCalls(ABC):
         ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
         Trouble with the file beside it is logged and left at that.
         """
-        corpus = self._corpus()
+        corpus, path = self._corpus(), checked_path(path, "path")
         self._settle()
         file = learned_file(path)
         learned = _whole_learned(file)
@@ -287,6 +301,7 @@ class CorpusCalls(ABC):
         return corpus
 
     def _require_known(self, corpus: DraftCorpus, name: str) -> None:
+        check_name("name", name)
         if name not in (known := [each.name for each in corpus.external_corpora()]):
             raise InvalidInputError(
                 "name", name, f"is unknown; there are {', '.join(known) or 'none'}"
@@ -306,14 +321,6 @@ def _whole_learned(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         log.warning("%s is not used: %s", file, error)
         return {}
-
-
-def publishing_of(publish: Publishing | str) -> Publishing:
-    """Raises InvalidInputError."""
-    try:
-        return Publishing(publish)
-    except ValueError:
-        raise InvalidInputError("publish", publish, "must be when_ready or on_request") from None
 
 
 def _loading(corpus: DraftCorpus) -> list[str]:

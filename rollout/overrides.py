@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -40,6 +41,9 @@ def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
             raise InvalidInputError(f"overrides[{name!r}]", value, f"unknown; there are {known}")
     parallel = chosen["engine"].pop("parallel", {})
     if not isinstance(parallel, ParallelConfig):
+        names = [f.name for f in fields(ParallelConfig)]
+        if not isinstance(parallel, Mapping) or not set(parallel) <= set(names):
+            raise InvalidInputError("parallel", parallel, f"must map some of {', '.join(names)}")
         parallel = ParallelConfig(**parallel)
     return EngineConfig(
         model=ModelConfig(path=str(path), **chosen["model"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rollout.checked import checked_int
 from rollout.encoding import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
@@ -51,12 +52,10 @@ class RequestFactory:
         Raises InvalidInputError or OutOfMemoryError, naming ``field`` where it is the prompt.
         """
         self._check_params(params)
-        indices = {"prompt_index": prompt_index, "sample_index": sample_index}
-        for name, index in indices.items():
-            if index < 0:
-                raise InvalidInputError(name, index, "must be >= 0")
-        if seed is not None and not 0 <= seed < 2**64:
-            raise InvalidInputError("request_seed", seed, "must be in [0, 2**64)")
+        prompt_index = checked_int(prompt_index, "prompt_index")
+        sample_index = checked_int(sample_index, "sample_index")
+        if seed is not None:
+            seed = checked_int(seed, "request_seed", most=2**64 - 1)
         if len(partial) >= params.max_new_tokens:
             raise InvalidInputError(
                 "partial_ids",
@@ -110,6 +109,8 @@ class RequestFactory:
         )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError("params", params, "must be a SamplingParams")
         if params.routed_experts and not self._records_routes:
             raise InvalidInputError(
                 "sampling.routed_experts", True,

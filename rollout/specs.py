@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from rollout.checked import checked_name
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
@@ -36,7 +37,7 @@ def worker_factory(spec: str, **options: Any) -> WorkerFactory:
     """
     folder = _conf() / "spec"
     known = {entry.name[:-5]: entry for entry in folder.iterdir() if entry.name.endswith(".yaml")}
-    if spec not in known:
+    if checked_name(spec, "spec") not in known:
         raise InvalidInputError("spec", spec, f"one of {', '.join(sorted(known))}")
     return factory_of(yaml.safe_load(known[spec].read_text()) | options)
 

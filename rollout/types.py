@@ -32,7 +32,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    if not isinstance(value, (int, float, np.integer, np.floating)):
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         return False
     return bool(-_LARGEST_FLOAT <= value <= _LARGEST_FLOAT)
 
@@ -98,6 +98,14 @@ class SamplingParams:
 
         for name in ("top_k", "min_new_tokens", "max_new_tokens", "seed", "n", "top_logprobs"):
             require(name, _is_integer(getattr(self, name)), "must be an integer")
+        for name in (
+            "ignore_eos",
+            "raw_logprobs",
+            "sampling_logprobs",
+            "entropy",
+            "routed_experts",
+        ):
+            require(name, isinstance(getattr(self, name), bool), "must be True or False")
         for name in ("stop", "stop_token_ids"):
             require(name, isinstance(getattr(self, name), (list, tuple)), "must be a list")
         require("stop", all(isinstance(text, str) and text for text in self.stop),

@@ -11,6 +11,13 @@ from typing import Any, cast
 import torch
 
 from rollout.call_guard import CallGuard, exclusive
+from rollout.checked import (
+    checked_flag,
+    checked_int,
+    checked_iterable,
+    checked_name,
+    checked_path,
+)
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
 from rollout.weights.bucket_layout import BucketLayout
@@ -57,6 +64,8 @@ class WeightCalls(ABC):
         first byte to `end_weight_update` no step runs. Raises InvalidInputError, and
         WeightUpdateError while another update is under way.
         """
+        if manifest is not None and not isinstance(manifest, Mapping):
+            raise InvalidInputError("manifest", manifest, "must map names to TensorSpecs")
         for name, spec in (manifest or {}).items():
             if not isinstance(spec, TensorSpec):
                 raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
@@ -115,7 +124,8 @@ class WeightCalls(ABC):
 
         Raises InvalidInputError, WeightUpdateError, and whatever a generator raises.
         """
-        if load_format not in (None, "direct", "flattened_bucket"):
+        formats = ("direct", "flattened_bucket")
+        if load_format is not None and checked_name(load_format, "load_format") not in formats:
             raise InvalidInputError(
                 "load_format", load_format, "must be None, direct or flattened_bucket"
             )
@@ -132,6 +142,9 @@ class WeightCalls(ABC):
 
         ``direct``: as ``load_format="direct"``. Raises InvalidInputError, WeightUpdateError.
         """
+        if not isinstance(bucket, PackedBucket):
+            raise InvalidInputError("bucket", bucket, "must be a PackedBucket")
+        checked_flag(direct, "direct")
         with self.worker.weights.heard():
             self._load(unflattened([bucket.unpacked()]), options, direct=direct)
 
@@ -143,10 +156,11 @@ class WeightCalls(ABC):
         from. Raises CheckpointError for a missing, truncated or damaged file, and for the folder of
         another draft, before a byte moves, else what `update_weights_from_tensor` does.
         """
+        folder = Path(checked_path(model_path, "model_path"))
         weights = self.worker.weights
         with weights.heard():
             selector = (UpdateOptions.of(options) if options else weights.options).selector
-            self._load(weights.parts.source(Path(model_path), selector), options)
+            self._load(weights.parts.source(folder, selector), options)
 
     @exclusive
     def update_weights_from_ipc(
@@ -189,6 +203,7 @@ class WeightCalls(ABC):
         missing after ``timeout`` seconds or were told another size. An update through it that says
         no timeout of its own waits as long.
         """
+        rank_offset = checked_int(rank_offset, "rank_offset")
         self.weight_groups.init(
             master_address, master_port, rank_offset + self.worker.ranks.all.rank, world_size,
             group_name, backend, timeout, self.worker.model_device, sender,
@@ -260,7 +275,7 @@ class WeightCalls(ABC):
         parts = self.worker.weights.parts
         if model_path is None:
             return dict(parts.manifest(selector))
-        return dict(parts.source(Path(model_path), selector).manifest())
+        return dict(parts.source(Path(checked_path(model_path, "model_path")), selector).manifest())
 
     @exclusive
     def read_weights(self, names: Sequence[str]) -> PackedBucket:
@@ -269,6 +284,9 @@ class WeightCalls(ABC):
         Raises InvalidInputError for an unknown name, WeightUpdateError while the weights are not
         those of one version, EngineStateError while they are released.
         """
+        names = [
+            checked_name(name, "names") for name in checked_iterable(names, "names", "tensor names")
+        ]
         self.worker.weights.require_whole()
         tensors = dict(self.worker.weights.parts.read(names))
         empty = FlattenedBucket(torch.empty(0, dtype=torch.uint8), BucketLayout(()))
@@ -282,8 +300,8 @@ class WeightCalls(ABC):
     @exclusive
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
-        if truncate_size < 1:
-            raise InvalidInputError("truncate_size", truncate_size, "must be >= 1")
+        checked_name(name, "name")
+        truncate_size = checked_int(truncate_size, "truncate_size", least=1)
         self.worker.weights.require_resident()
         for part in self.worker.weights.parts.values():
             destination = part.destinations().get(name)

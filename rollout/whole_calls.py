@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, closing
 
 from rollout.call_guard import CallGuard, exclusive
+from rollout.checked import checked_iterable
 from rollout.config import EngineConfig
 from rollout.encoding import PromptEncoder
 from rollout.errors import InvalidInputError, OutOfMemoryError
@@ -16,6 +17,9 @@ from rollout.scheduler import Scheduler
 from rollout.streaming import RolloutStream, in_order_of_plain_decoding
 from rollout.types import Prompt, Request, Rollout, SamplingParams, TokenExtras
 from rollout.worker import Worker
+
+_MOST_REQUESTS = 1 << 22
+"""Each takes some kilobytes from the first step to the last."""
 
 
 class WholeCalls(ABC):
@@ -83,15 +87,25 @@ class WholeCalls(ABC):
     def _checked_requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, dict))):
+        listed = list(checked_iterable(prompts, "prompts", "prompts, not one prompt"))
+        if listed and (isinstance(listed[0], (int, dict)) or getattr(listed[0], "ndim", 1) == 0):
             raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
+        if isinstance(params, SamplingParams):
+            each = [params] * len(listed)
+        else:
+            each = list(checked_iterable(params, "params", "SamplingParams, or one for all"))
+        if len(each) != len(listed):
+            raise InvalidInputError("params", len(each), f"must be one, or {len(listed)}: one each")
+        for index, own in enumerate(each):
+            if not isinstance(own, SamplingParams):
+                raise InvalidInputError(f"params[{index}]", own, "must be a SamplingParams")
+        num_requests = sum(own.n for own in each)
+        if num_requests > _MOST_REQUESTS:
             raise InvalidInputError(
-                "params", len(each), f"must be one, or {len(prompts)}: one each"
+                "params.n", num_requests, f"must be at most {_MOST_REQUESTS} samples in one call"
             )
         requests: list[Request] = []
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
             field = f"prompts[{index}]"
             ids = self.encoder.encode(prompt, field)
             requests += [
@@ -166,7 +180,9 @@ class WholeCalls(ABC):
         self.require_running()
         self._settle()
         try:
-            request, output = self._scored(prompt_ids, output_ids, params or SamplingParams())
+            request, output = self._scored(
+                prompt_ids, output_ids, SamplingParams() if params is None else params
+            )
             with self._all_or_none():
                 return self.worker.score(request, output)
         except (InvalidInputError, OutOfMemoryError):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ngram_native import Corpus
 from ngram_native.external_loads import ExternalLoads
 from ngram_native.external_loads import ExternalState as LoadState
+from rollout.checked import checked_path
 from rollout.corpus_delta import CorpusDelta
 from rollout.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
 from rollout.errors import InvalidInputError
@@ -49,6 +50,7 @@ class NgramCorpus:
         ``vocab_size``: of the target. Raises InvalidInputError.
         """
         for option, value in (
+            ("corpus_bytes", corpus_bytes),
             ("max_external_bytes", max_external_bytes),
             ("max_external_tokens", max_external_tokens),
         ):
@@ -78,6 +80,7 @@ class NgramCorpus:
         self._ranks: RankLoads | None = None  # where others must draft alike
         self.begun_with = corpus_path
         if corpus_path is not None:
+            checked_path(corpus_path, "spec.corpus_path")
             if not Path(corpus_path).is_file():
                 raise InvalidInputError("spec.corpus_path", corpus_path, "there is no such file")
             self.load(corpus_path, "spec.corpus_path")

@@ -23,7 +23,7 @@ def check_number(
 
 
 def check_budget(value: object) -> None:
-    if value not in ("learned", "fixed"):
+    if not isinstance(value, str) or value not in ("learned", "fixed"):
         raise InvalidInputError("spec.budget", value, "must be learned or fixed")
 
 

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from rollout.checked import checked_member
 from rollout.cluster.external_corpora import ExternalCorpora
 from rollout.cluster.members import Members
 from rollout.draft_corpus import ExternalCorpus, Publishing, check_name
-from rollout.external_corpora import publishing_of
 
 
 class CorpusCalls:
@@ -34,7 +34,7 @@ class CorpusCalls:
         if name is None:
             name = uuid.uuid4().hex
         check_name("name", name)
-        publishing = publishing_of(publish)
+        publishing = checked_member(publish, "publish", Publishing)
         given = {"documents": documents, "token_chunks": token_chunks, "file_path": file_path}
         source = {
             key: self.members.share(value) for key, value in given.items() if value is not None

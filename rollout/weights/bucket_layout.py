@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import torch
 
+from rollout.checked import checked_int, checked_list, checked_name, checked_object
 from rollout.errors import InvalidInputError
-from rollout.weights.checked_json import checked_int, checked_list, checked_name, checked_object
 from rollout.weights.dtype_names import dtype_name, named_dtype
 from rollout.weights.manifest import Manifest, TensorSpec
 

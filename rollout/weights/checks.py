@@ -19,7 +19,8 @@ def pairs_of(named_tensors: object) -> NamedTensors:
     """What a caller handed over as names and tensors: a mapping's items, or as it is."""
     if isinstance(named_tensors, Mapping):
         return named_tensors.items()
-    if isinstance(named_tensors, str | bytes) or not isinstance(named_tensors, Iterable):
+    wrong = str | bytes | torch.Tensor
+    if isinstance(named_tensors, wrong) or not isinstance(named_tensors, Iterable):
         raise InvalidInputError(
             "named_tensors", named_tensors, "must be pairs of name and tensor, or a mapping"
         )

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from rollout.checked import checked_hex, checked_int, checked_name, checked_object
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.weights.bucket import (
     DEFAULT_BUCKET_BYTES,
@@ -21,7 +22,6 @@ from rollout.weights.bucket import (
     buckets,
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.checked_json import checked_hex, checked_int, checked_name, checked_object
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import NamedTensors
 from rollout.weights.nonce import (

@@ -30,10 +30,10 @@ from typing import Any, Self
 
 import torch
 
+from rollout.checked import checked_int, checked_list, checked_name
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import FlattenedBucket
 from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts
-from rollout.weights.checked_json import checked_int, checked_list, checked_name
 from rollout.weights.dtype_names import named_dtype
 from rollout.weights.group import BroadcastGroup, WeightGroup
 from rollout.weights.manifest import Manifest, TensorSpec

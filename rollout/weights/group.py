@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from rollout.checked import checked_int, checked_name, checked_seconds
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.time_limit import answered, within
-from rollout.weights.checked_json import checked_int, checked_name
 from rollout.weights.group_store import GroupStore
 
 log = logging.getLogger(__name__)
@@ -219,13 +219,6 @@ class WeightGroup(BroadcastGroup):
             raise WeightUpdateError(
                 f"group {self.name!r}: the members did not connect in {seconds:g} seconds"
             ) from error
-
-
-def checked_seconds(value: object, field: str) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < float(value) < 1e6:  # type: ignore[arg-type]
-        raise InvalidInputError(field, value, "must be a number of seconds > 0")
-    return float(value)  # type: ignore[arg-type]
 
 
 def _checked_backend(value: object) -> str:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+from rollout.checked import checked_int, checked_name, checked_seconds
 from rollout.errors import InvalidInputError
 from rollout.weights.distributed import DistributedSource, announced_manifest
-from rollout.weights.group import BroadcastGroup, WeightGroup, checked_seconds
+from rollout.weights.group import BroadcastGroup, WeightGroup
 from rollout.weights.torch_group import TorchGroup
 
 _SENDERS = {"specrollout": WeightGroup, "torch": TorchGroup}
@@ -37,11 +38,11 @@ class WeightGroups:
         nothing but torch's own groups. Raises what `WeightGroup` and `TorchGroup` do, and
         InvalidInputError for a name that is taken.
         """
-        if group_name in self._groups:
+        if checked_name(group_name, "group_name") in self._groups:
             raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
-        if rank == 0:
+        if checked_int(rank, "rank_offset") == 0:
             raise InvalidInputError("rank_offset", rank, "must be 1 or more: rank 0 is the sender")
-        if sender not in _SENDERS:
+        if checked_name(sender, "sender") not in _SENDERS:
             raise InvalidInputError("sender", sender, f"must be one of {', '.join(_SENDERS)}")
         self._groups[group_name] = _SENDERS[sender](
             master_address=master_address,
@@ -85,7 +86,7 @@ class WeightGroups:
             self.destroy(group_name)
 
     def _named(self, group_name: str) -> BroadcastGroup:
-        if group_name not in self._groups:
+        if checked_name(group_name, "group_name") not in self._groups:
             known = ", ".join(sorted(self._groups)) or "none"
             raise InvalidInputError(
                 "group_name", group_name, f"is no group of this engine, which has: {known}"

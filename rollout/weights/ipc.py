@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rollout.checked import checked_iterable
 from rollout.errors import InvalidInputError
 from rollout.weights import cuda_ipc, shared_memory
 from rollout.weights.bucket_layout import manifest_of_layouts
@@ -34,6 +35,7 @@ class HandleReceiver:
         self._segments.release_removed()
         if isinstance(handles, Mapping):
             handles = [handles]
+        checked_iterable(handles, "handles", "handles")
         if not isinstance(handles, Collection):
             return self._streamed(handles)
         parsed = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 
+from rollout.checked import checked_hex
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.weights.checked_json import checked_hex
 
 NONCE_BYTES = 16
 HEADER_BYTES = 64

@@ -38,7 +38,7 @@ class UpdateOptions:
         is_version = type(version) is int and 0 <= version < 2**63
         require("weight_version", version is None or is_version, "must be an integer >= 0")
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        ok = is_number and math.isfinite(timeout) and timeout > 0
+        ok = is_number and 0 < timeout < math.inf
         require("timeout", ok, "must be a number of seconds > 0")
 
     @classmethod

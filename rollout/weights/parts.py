@@ -94,6 +94,8 @@ class WeightParts(Mapping[str, WeightPart]):
 
     def selected(self, selector: str) -> frozenset[str]:
         """Parts to update. Raises InvalidInputError for an unknown one, listing those there are."""
+        if not isinstance(selector, str):
+            raise InvalidInputError("selector", selector, "must be all or the name of a part")
         if selector == "all":
             return frozenset(self) - self._frozen
         steps = frozenset(part for part in self if _DRAFT_STEP.fullmatch(part))
@@ -151,7 +153,8 @@ class WeightParts(Mapping[str, WeightPart]):
         Of ``all`` every part has a share, frozen ones too.
         """
         digest = hashlib.sha256()
-        for part in sorted(self if selector == "all" else self.selected(selector)):
+        parts = self.selected(selector)
+        for part in sorted(self if selector == "all" else parts):
             for name, destination in sorted(self[part].destinations().items()):
                 if destination.required:
                     digest.update(f"{part} {name} {destination.dtype} {destination.shape}".encode())

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from rollout.checked import checked_int, checked_name, checked_object
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.weights.bucket import (
     CACHED_BUCKET_BYTES,
@@ -22,7 +23,6 @@ from rollout.weights.bucket import (
     buckets,
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.checked_json import checked_int, checked_name, checked_object
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import NamedTensors
 from rollout.weights.nonce import checked_nonce, new_nonce, refuse_refilled, refuse_replaced

@@ -109,7 +109,7 @@ def test_values_of_every_kind_reach_the_dataclasses() -> None:
         ("log.every=0", r"log.every=0: must be >= 1"),
         ("log.seconds=0", r"log.seconds=0.0: must be > 0"),
         ("memory.kv_fraction=1", r"memory.kv_fraction=1.0: must be in"),
-        ("scheduler.max_running=0", r"scheduler.max_running=0: must be >= 1"),
+        ("scheduler.max_running=0", r"scheduler.max_running=0: must be an integer >= 1"),
         ("data.path=???", r"data.path=None: must be given, for example data.path=prompts.jsonl"),
     ],
 )

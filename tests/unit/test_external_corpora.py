@@ -191,7 +191,7 @@ def test_on_request_it_is_drafted_from_when_it_is_asked_for(model: str) -> None:
     assert states(engine) == {"answers": "published", "others": "ready"}
     with pytest.raises(InvalidInputError, match=r"name='more': is unknown; there are answers, oth"):
         engine.publish_external_corpus("more")
-    with pytest.raises(InvalidInputError, match="publish='soon': must be when_ready or on_request"):
+    with pytest.raises(InvalidInputError, match="publish='soon': must be one of when_ready"):
         engine.add_external_corpus("more", token_chunks=[[1]], publish="soon")
     engine.add_external_corpus("bad", token_chunks=[[-1]], publish="on_request")
     engine.wait_for_external_corpora(30)

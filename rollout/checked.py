@@ -1,0 +1,101 @@
+"""Values that callers and other processes hand over: taken as they should be, or refused by field.
+
+Each function raises InvalidInputError naming ``field``.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollout.errors import InvalidInputError
+
+_MOST = 2**62
+
+E = TypeVar("E", bound=enum.StrEnum)
+
+
+def checked_object(value: object, keys: Collection[str], field: str) -> Mapping[str, Any]:
+    """An object with these keys and no others."""
+    if not isinstance(value, Mapping) or set(value) != set(keys):
+        raise InvalidInputError(field, value, f"must be an object of {', '.join(keys)}")
+    return value
+
+
+def checked_list(value: object, field: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidInputError(field, value, "must be a list")
+    return list(value)
+
+
+def checked_iterable(value: object, field: str, noun: str) -> Iterable[Any]:
+    """Anything that gives one value after the other, but no text and no mapping."""
+    # A tensor of no dimension has an __iter__ that raises.
+    if isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", 1) == 0:
+        raise InvalidInputError(field, value, f"must be a list of {noun}")
+    try:
+        iter(value)  # type: ignore[call-overload]
+    except TypeError:
+        raise InvalidInputError(field, value, f"must be a list of {noun}") from None
+    return value  # type: ignore[return-value]
+
+
+def checked_int(value: object, field: str, *, least: int = 0, most: int = _MOST) -> int:
+    """numpy's integers too, as Python's."""
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:  # type: ignore[operator]
+        bound = f">= {least}" if most == _MOST else f"from {least} to {most}"
+        raise InvalidInputError(field, value, f"must be an integer {bound}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def checked_seconds(value: object, field: str, *, least: float = 1e-9) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value < 1e6:  # type: ignore[operator]
+        bound = ">= 0" if least == 0 else "> 0"
+        raise InvalidInputError(field, value, f"must be a number of seconds {bound}, below 1e6")
+    return float(value)  # type: ignore[arg-type]
+
+
+def checked_flag(value: object, field: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidInputError(field, value, "must be True or False")
+    return bool(value)
+
+
+def checked_member(value: object, field: str, kind: type[E]) -> E:
+    """One of an enumeration's members, or its name."""
+    if isinstance(value, str) and value in list(kind):
+        return kind(value)
+    raise InvalidInputError(field, value, f"must be one of {', '.join(kind)}")
+
+
+def checked_path(value: object, field: str) -> str:
+    """A file's or folder's name, whether there is one or not."""
+    remedy = "must be a path: text or os.PathLike, not empty, without null characters"
+    try:
+        path = os.fspath(value)  # type: ignore[call-overload]
+        ok = isinstance(path, str) and bool(path) and b"\0" not in os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):
+        ok = False
+    if not ok:
+        raise InvalidInputError(field, value, remedy)
+    return path
+
+
+def checked_name(value: object, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidInputError(field, value, "must be a name")
+    return value
+
+
+def checked_hex(value: object, field: str) -> bytes:
+    """Bytes written as lower-case hexadecimal digits."""
+    try:
+        return bytes.fromhex(checked_name(value, field))
+    except ValueError:
+        raise InvalidInputError(field, value, "must be bytes in hexadecimal") from None
