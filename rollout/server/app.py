@@ -10,6 +10,7 @@ from starlette.routing import Route
 from rollout.server import health, metrics
 from rollout.server.auth import RequireUser, require_admin
 from rollout.server.documented import ERRORS
+from rollout.server.ending import AnswerAtEnd
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.limits import BodyLimit
@@ -62,6 +63,7 @@ def make_app(serving: Serving) -> FastAPI:
     app.add_middleware(BodyLimit, config=config)
     app.add_middleware(RequireUser, config=config, public_paths=_paths(public))
     app.add_middleware(SameOrigin, config=config)
+    app.add_middleware(AnswerAtEnd, serving=serving)
     app.add_middleware(CountRequests, metrics=serving.http_metrics)
     return app
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import cast
 
 import hydra
@@ -106,15 +107,20 @@ class _Server(uvicorn.Server):
 
 
 async def _until_stopped(server: _Server, serving: Serving, listener: socket.socket) -> None:
-    """The first signal drains, the second ends at once."""
+    """The first signal drains, the second aborts what is left, the third ends at once."""
     event_loop = asyncio.get_running_loop()
     stop = event_loop.create_future()
     running = event_loop.create_task(server.serve([listener]))
     draining: asyncio.Task[None] | None = None
 
+    signals = count(1)
+
     def on_signal() -> None:
-        if not stop.done():
+        number = next(signals)
+        if number == 1:
             stop.set_result(None)
+        elif number == 2:
+            serving.end_drain()
         elif draining is not None:
             draining.cancel()
             server.force_exit = True
@@ -130,7 +136,7 @@ async def _until_stopped(server: _Server, serving: Serving, listener: socket.soc
         if serving.num_unfinished:
             seconds = serving.config.drain_seconds
             log.info(
-                "stopping: %d requests have %g seconds to finish; once more: at once",
+                "stopping: %d requests have %g seconds to finish; once more: they are aborted",
                 serving.num_unfinished,
                 seconds,
             )

@@ -51,6 +51,7 @@ class Serving:
         self.started = time.time()
         self.seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
         self.is_draining = False
+        self._is_hurried = False
         self._requests = count()  # that brought no seed
         self._scoring = 0
         self._named: dict[str, set[Ticket]] = {}  # unfinished, by rid
@@ -268,10 +269,14 @@ class Serving:
         """Take nothing new; wait for what runs, ``drain_seconds`` at most; abort what is left."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while self.num_unfinished and time.monotonic() < deadline:
+        while self.num_unfinished and time.monotonic() < deadline and not self._is_hurried:
             await asyncio.sleep(_POLL_SECONDS)
         if self.loop.num_unfinished:
             await asyncio.wrap_future(self.loop.abort_all())
+
+    def end_drain(self) -> None:
+        """Wait no longer: abort what is left now, and let it answer with what it has."""
+        self._is_hurried = True
 
     def close(self) -> None:
         """Abort what is unfinished and end the engine's thread; the caller has the engine again."""

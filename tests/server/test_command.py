@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.server.command import register_serve_schema, serve_config_from
 from rollout.server.config import ServerConfig
+from tests.helpers.http_raw import open_request, read_status
 
 TIMEOUT = 60.0
 SMALL = ("num_threads=1", "memory.max_kv_tokens=2048", "spec.calibration_seconds=0")
@@ -159,16 +159,26 @@ def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(text_model_path):
         assert "Traceback" not in process.stdout.read()
 
 
-def test_a_second_signal_ends_at_once(text_model_path):
+def test_a_second_signal_ends_with_what_there_is(text_model_path):
+    """What waits is answered, the body that never comes too, and the log has nothing of it."""
     with served(text_model_path, "server.drain_seconds=600") as (process, url):
+        stream = stream_of(url, 500)
+        lines = stream.__enter__().iter_lines()
+        next(lines)
         httpx.post(f"{url}/pause_generation", json={"mode": "in_place"})
-        waiting = threading.Thread(target=status_of, args=(url,))
-        waiting.start()
-        while not httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"]:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{url}/health").status_code == 200:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": "1000"}
+        with open_request(url, "POST", "/update_weights_from_tensor", headers) as half:
+            half.sendall(b"a" * 500)
+            while "in_flight 3.0" not in httpx.get(f"{url}/metrics").text:  # this one as well
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{url}/health").status_code == 200:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            assert last_event(lines)["meta_info"]["finish_reason"]["type"] == "abort"
+            stream.__exit__(None, None, None)
+            assert read_status(half) == 503
         assert process.wait(TIMEOUT) == 0
-        waiting.join(TIMEOUT)
+        log = process.stdout.read()
+        assert "Traceback" not in log
+        assert "stopping: 1 requests" in log

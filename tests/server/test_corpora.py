@@ -201,6 +201,26 @@ def test_not_waiting_and_waiting_for_what_is_removed(client, shared):
             each.opened.set()
 
 
+def test_whoever_waits_for_a_load_hears_of_the_servers_end(open_server):
+    live = open_server(engine={"num_threads": 1, "spec_options": {"max_external_tokens": 200_000}})
+    slow = [add_slow(live, f"slow-{index}") for index in range(2)]
+    try:
+        with live.client() as client, ThreadPoolExecutor(1) as threads:
+            body = {"corpus_id": "awaited", "documents": [TEXT]}
+            awaited = threads.submit(client.post, ADD, json=body)
+            with live.client() as other:
+                deadline = time.monotonic() + TIMEOUT
+                while "awaited" not in listed(other):
+                    assert time.monotonic() < deadline
+            live.serving.is_draining = True
+            answer = awaited.result(TIMEOUT)
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+    finally:
+        for each in slow:
+            each.opened.set()
+
+
 def test_a_worker_without_a_corpus(open_server):
     with open_server(engine={"spec": "none"}).client() as client:
         answer = client.post(ADD, json={"documents": [TEXT]})

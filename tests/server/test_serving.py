@@ -130,8 +130,19 @@ def test_drain_finishes_what_runs_and_aborts_what_is_left(run):
         await serving.drain()
         assert {r.finish_reason for r in await call} == {FinishReason.ABORT}
 
+    async def is_hurried(serving):
+        await pause(serving)
+        call = asyncio.create_task(serving.generate(samples(SHORT)))
+        await asyncio.sleep(0)
+        drained = asyncio.create_task(serving.drain())
+        await asyncio.sleep(0)
+        serving.end_drain()
+        await drained
+        assert {r.finish_reason for r in await call} == {FinishReason.ABORT}
+
     run(finishes)
     run(aborts, {"drain_seconds": 0.1})
+    run(is_hurried, {"drain_seconds": 10 * TIMEOUT})
 
 
 def test_scores_wait_for_room_and_fail_alone_where_there_is_never_any(run):

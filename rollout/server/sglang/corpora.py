@@ -14,6 +14,7 @@ from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import KnownIds, Listed
 from rollout.server.documented import CHANGED
+from rollout.server.errors import DrainingError
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import json_body, openapi_body
 from rollout.server.json_route import JsonRoute
@@ -51,6 +52,8 @@ def routes(serving: Serving) -> APIRouter:
             corpus = await attempt(serving, lambda engine: _settled(engine, corpus_id))
             if corpus.state is ExternalState.PUBLISHED:
                 return corpus
+            if serving.is_draining:
+                raise DrainingError("the server is shutting down: the load ends with it")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])
 
