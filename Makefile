@@ -92,14 +92,16 @@ gpu-session: $(STAMP)  ## checks and times for half an hour on a GPU, the most t
 	$(BIN)/python benchmarks/gpu_session.py --output runs/gpu --seconds $(GPU_SECONDS)
 
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
-# transformers and ray. verl is run from the wheel.
+# transformers and ray. verl is run from the wheel. pip leaves modules uncompiled: most are never
+# imported.
 VERL_VENV ?= build/venv-verl
 OPENRLHF_VENV ?= build/venv-openrlhf
 
 $(OPENRLHF_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(OPENRLHF_VENV)/bin/python || $(PYTHON) -m venv $(OPENRLHF_VENV)
-	$(OPENRLHF_VENV)/bin/python -m pip install -q $(TORCH) $(BUILD_REQUIRES)
-	$(OPENRLHF_VENV)/bin/python -m pip install -q $(TORCH) --no-build-isolation -e ".[openrlhf]" pytest pytest-timeout
+	$(OPENRLHF_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(BUILD_REQUIRES)
+	$(OPENRLHF_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation \
+	  -e ".[openrlhf]" pytest pytest-timeout
 	$(OPENRLHF_VENV)/bin/python -m pip install -q --no-deps openrlhf==0.11.2
 	touch $@
 
@@ -109,7 +111,7 @@ test-verl:  ## verl's own trainer, with this engine's wheel
 
 .PHONY: test-openrlhf
 test-openrlhf: $(OPENRLHF_VENV)/.installed  ## OpenRLHF's own trainer, with this engine
-	$(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf
+	$(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
 
 .PHONY: test-frameworks
 test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 15 minutes

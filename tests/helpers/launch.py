@@ -28,7 +28,10 @@ def extensions_never_compiled(folder: Path) -> Path:
     return folder / "extensions"
 
 
-def launch(module: str, folder: Path, *, ranks: int, timeout: float = 120.0) -> list[Any]:
+TIMEOUT = 900.0  # ends what hangs
+
+
+def launch(module: str, folder: Path, *, ranks: int, timeout: float = TIMEOUT) -> list[Any]:
     """Run ``python -m module out.json`` on ``ranks`` processes of one gloo group.
 
     Returns what each wrote to its file, as JSON. A rank that fails, or all of them taking longer

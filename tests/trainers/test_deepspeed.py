@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.launch import launch
+from tests.helpers.launch import TIMEOUT, launch
 
 pytest.importorskip("deepspeed")
 
+pytestmark = pytest.mark.timeout(TIMEOUT + 100)
 BUCKET_BYTES = 24 * 1024  # as in deepspeed_ranks.py
 FLOAT32_BYTES = {"untied": 179_520, "tied": 160_896}
 
@@ -16,7 +17,7 @@ FLOAT32_BYTES = {"untied": 179_520, "tied": 160_896}
 def by_rank(request, tmp_path_factory):
     """What each rank measured."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    return launch("tests.trainers.deepspeed_ranks", folder, ranks=request.param, timeout=280)
+    return launch("tests.trainers.deepspeed_ranks", folder, ranks=request.param)
 
 
 @pytest.mark.parametrize("case", ["0", "1", "2", "3", "3-tied"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.launch import launch
+from tests.helpers.launch import TIMEOUT, launch
 
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.timeout(TIMEOUT + 100)
 BUCKET_BYTES = 24 * 1024  # as in fsdp_ranks.py
 UNIT_BYTES = 71_040  # a decoder layer
 
@@ -16,7 +17,7 @@ UNIT_BYTES = 71_040  # a decoder layer
 def by_rank(tmp_path_factory):
     """What each rank measured."""
     folder = tmp_path_factory.mktemp("fsdp")
-    return launch("tests.trainers.fsdp_ranks", folder, ranks=2, timeout=180)
+    return launch("tests.trainers.fsdp_ranks", folder, ranks=2)
 
 
 @pytest.mark.parametrize("kind", ["", "-tied", "-lora"])

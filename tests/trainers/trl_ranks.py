@@ -1,7 +1,6 @@
 """One of several processes of a GRPO run, started by test_trl_processes.py.
 
-Beside its output file there are the model's folder and ``options.json``: how to generate and
-whether to shard.
+The model's folder is beside its output file.
 """
 
 from __future__ import annotations
@@ -28,29 +27,30 @@ ZERO3 = {
 SHARES: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 8, "max_steps": 2}
 
 
-def main(output: Path) -> None:
-    folder = output.parent
-    options = json.loads((folder / "options.json").read_text())
-    build = {"rollout_func": by_rollout_func, "generation": by_generation}[options["way"]]
-    sharding = {"deepspeed": ZERO3} if options["zero3"] else {}
-    sleeping = {"vllm_enable_sleep_mode": True} if options["way"] == "generation" else {}
-    trainer = build(folder / "model", folder / "run", **SHARES, **sharding, **sleeping)
+def by_way(way: str, folder: Path) -> dict[str, Any]:
+    """``generation`` is sharded by ZeRO-3, and its engine sleeps while the trainer steps."""
+    build, options = by_rollout_func, {}
+    if way == "generation":
+        build, options = by_generation, {"deepspeed": ZERO3, "vllm_enable_sleep_mode": True}
+    trainer = build(folder / "model", folder / way, **SHARES, **options)
     record = run(trainer)
     engine = engine_of(trainer)
-    if sleeping:
+    if way == "generation":
         if distributed.get_rank() == 0:  # as when its samples alone called a tool
             trainer.vllm_generation.generate([[7, 8]], None, 1)
         engine.resume_memory()
-    output.write_text(
-        json.dumps(
-            {
-                "completion_ids": record.completion_ids,
-                "digest": engine.weights_digest(),
-                "version": engine.weight_version,
-                "logp_differences": record.column("sampling/sampling_logp_difference/max"),
-            }
-        )
-    )
+    return {
+        "sharded": trainer.is_deepspeed_enabled,
+        "completion_ids": record.completion_ids,
+        "digest": engine.weights_digest(),
+        "version": engine.weight_version,
+        "logp_differences": record.column("sampling/sampling_logp_difference/max"),
+    }
+
+
+def main(output: Path) -> None:
+    results = {way: by_way(way, output.parent) for way in ("rollout_func", "generation")}
+    output.write_text(json.dumps(results))
     distributed.barrier()
     os._exit(0)  # DeepSpeed's threads sometimes abort while the interpreter ends
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+RAY_IS_SLOW = "The current node timed out during startup"  # Ray waits 30 s, and can't be told more
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[2] / "examples" / "verl_grpo.py"
 
@@ -106,9 +107,13 @@ def run_main_ppo(
             raise TimeoutError(f"main_ppo hangs:\n{log.read_text()[-4000:]}") from None
         finally:
             _end_session(process.pid)
-    steps = [line["data"] for file in folder.glob(metrics.name) for line in _lines(file)]
+    written = log.read_text()
+    if code and RAY_IS_SLOW in written:  # nothing of the run has begun
+        again = {"workers": workers, "pretended_gpus": pretended_gpus, "steps": steps}
+        return run_main_ppo(model, folder, *overrides, **again, timeout=timeout)
+    metrics_by_step = [line["data"] for file in folder.glob(metrics.name) for line in _lines(file)]
     rows = [line for file in sorted(samples.glob("*.jsonl")) for line in _lines(file)]
-    return Outcome(code, steps, rows, log.read_text())
+    return Outcome(code, metrics_by_step, rows, written)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

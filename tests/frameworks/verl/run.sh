@@ -9,7 +9,7 @@ WHEELS=$(mktemp -d)
 trap 'rm -rf "$WHEELS"' EXIT
 test -x "$VENV/bin/python" || "${PYTHON:-python3}" -m venv "$VENV"
 "$VENV/bin/python" -m pip wheel -q --no-deps --wheel-dir "$WHEELS" "$ROOT"
-"$VENV/bin/python" -m pip install -q "${TORCH:-torch==2.13.0}" pytest pytest-timeout \
+"$VENV/bin/python" -m pip install -q --no-compile "${TORCH:-torch==2.13.0}" pytest pytest-timeout \
   "$(echo "$WHEELS"/specrollout-*.whl)[verl]"
 # The same version is installed already where the environment is used again.
 "$VENV/bin/python" -m pip install -q --no-deps --force-reinstall "$WHEELS"/specrollout-*.whl

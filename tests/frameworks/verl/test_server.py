@@ -47,21 +47,37 @@ def model_config(checkpoint):
     return HFModelConfig(path=str(checkpoint), override_config={"attn_implementation": "sdpa"})
 
 
-@pytest.fixture
+def start(model_config, seeds, rank, *, standalone=False, **changes):
+    server = ray.remote(Server).options(name=server_name(rank), max_concurrency=100)
+    started = server.remote(
+        rollout_config(**changes),
+        model_config,
+        replica_rank=rank,
+        standalone=standalone,
+        seeds=seeds,
+    )
+    ray.get(started.launch.remote())
+    return started
+
+
+@pytest.fixture(scope="module")
 def seeds(own_ray):
     return ray.remote(RequestSeeds).remote(42)
 
 
+@pytest.fixture(scope="module")
+def server(model_config, seeds):
+    """Replica 0, of many tests: each leaves it serving the checkpoint's weights."""
+    return start(model_config, seeds, 0)
+
+
 @pytest.fixture
 def launch(model_config, seeds):
-    """Makes servers, by replica rank; they end with the test."""
+    """Starts other servers, each of a rank of its own; they end with the test."""
     servers = []
 
-    def make(rank, standalone=False, **changes):
-        server = ray.remote(Server).options(name=server_name(rank), max_concurrency=100)
-        arguments = {"replica_rank": rank, "standalone": standalone, "seeds": seeds}
-        servers.append(server.remote(rollout_config(**changes), model_config, **arguments))
-        ray.get(servers[-1].launch.remote())
+    def make(rank, seeds=seeds, **changes):
+        servers.append(start(model_config, seeds, rank, **changes))
         return servers[-1]
 
     yield make
@@ -99,16 +115,17 @@ def has_emitted(server):
     return server.__ray_call__.remote(lambda actor: actor._loop.call(look).result())
 
 
-def test_a_cut_request_goes_on_bit_for_bit_on_another_server(launch, model_config, seeds):
-    first, second = launch(0), launch(1)
+def test_a_cut_request_goes_on_bit_for_bit_on_another_server(server, launch):
+    second = launch(1)
+    ray.get(server.set_global_steps.remote(3))  # seeds go by the step
     for token in itertools.count(5):  # until the cut falls into the middle
-        prompt = [5, 6, token]
-        running = generate(first, prompt)
-        while not ray.get(has_emitted(first)) and not ray.wait([running], timeout=0)[0]:
+        prompt = [50, 60, token]
+        running = generate(server, prompt)
+        while not ray.get(has_emitted(server)) and not ray.wait([running], timeout=0)[0]:
             pass
-        ray.get(first.abort_all_requests.remote())
+        ray.get(server.abort_all_requests.remote())
         cut = ray.get(running)
-        ray.get(first.resume_generation.remote())
+        ray.get(server.resume_generation.remote())
         if 0 < len(cut.token_ids) < RESPONSE:
             break
     assert cut.stop_reason == "aborted"
@@ -117,20 +134,16 @@ def test_a_cut_request_goes_on_bit_for_bit_on_another_server(launch, model_confi
     assert rest.stop_reason == "completed"
 
     again = ray.remote(RequestSeeds).remote(42)  # counts this prompt's samples from the first
-    server = ray.remote(Server).remote(
-        rollout_config(), model_config, replica_rank=2, standalone=True, seeds=again
-    )
-    ray.get(server.launch.remote())
-    uncut = ray.get(generate(server, prompt))
-    ray.kill(server)
+    third = launch(2, seeds=again, standalone=True)
+    ray.get(third.set_global_steps.remote(3))
+    uncut = ray.get(generate(third, prompt))
     assert cut.token_ids + rest.token_ids == uncut.token_ids
     assert cut.log_probs + rest.log_probs == uncut.log_probs
     counters = [f"spec_num_{what}" for what in ("draft_tokens", "accepted_tokens", "verify_steps")]
     assert all(uncut.extra_fields[name] > 0 for name in counters)
 
 
-def test_samples_of_a_prompt_differ(launch):
-    server = launch(0)
+def test_samples_of_a_prompt_differ(server):
     outputs = ray.get([generate(server, [5, 6, 7], max_tokens=20) for _ in range(4)])
     assert len({tuple(output.token_ids) for output in outputs}) == 4
     without = ray.get(generate(server, [5], logprobs=False, max_tokens=2))
@@ -138,8 +151,7 @@ def test_samples_of_a_prompt_differ(launch):
     assert without.log_probs is None
 
 
-def test_requests_wait_while_generation_is_stopped_or_are_sent_back(launch):
-    server = launch(0)
+def test_requests_wait_while_generation_is_stopped_or_are_sent_back(server):
     ray.get(server.abort_all_requests.remote())
     waiting = generate(server, [5, 6, 7], max_tokens=3)
     assert not ray.wait([waiting], timeout=0.5)[0]
@@ -148,24 +160,24 @@ def test_requests_wait_while_generation_is_stopped_or_are_sent_back(launch):
     ray.get(server.abort_all_requests.remote(reject_request=True))
     sent_back = ray.get(generate(server, [5, 6, 7]))
     assert (sent_back.token_ids, sent_back.stop_reason) == ([], "aborted")
+    ray.get(server.resume_generation.remote())
 
 
 def test_weights_are_those_of_the_trainers_step(launch, model_config, tensors):
-    server = launch(0, load_format="dummy")
+    server = launch(3, load_format="dummy")
     with pytest.raises(WeightUpdateError, match="none have come yet"):
         ray.get(generate(server, [5, 6, 7], max_tokens=4))
-    update(model_config, iter(tensors), step=7)
+    update(model_config, iter(tensors), step=7, rank=3)
     output = ray.get(generate(server, [5, 6, 7], max_tokens=4))
     assert output.extra_fields["global_steps"] == output.extra_fields["min_global_steps"] == 7
     changed = [(name, tensor * 1.5) for name, tensor in tensors]
-    update(model_config, iter(changed), step=8)
+    update(model_config, iter(changed), step=8, rank=3)
     after = ray.get(generate(server, [5, 6, 7], max_tokens=4))
     assert after.extra_fields["global_steps"] == 8
     assert after.log_probs != output.log_probs
 
 
-def test_a_sender_that_fails_midway_leaves_a_server_that_says_so(launch, model_config, tensors):
-    server = launch(0)
+def test_a_sender_that_fails_midway_leaves_a_server_that_says_so(server, model_config, tensors):
     ray.get(server.abort_all_requests.remote())
     waiting = generate(server, [5, 6, 7], max_tokens=4)
 
@@ -183,8 +195,7 @@ def test_a_sender_that_fails_midway_leaves_a_server_that_says_so(launch, model_c
     assert len(ray.get(generate(server, [5, 6, 7], max_tokens=4)).token_ids) == 4
 
 
-def test_where_the_server_fails_the_weights_run_to_their_end(launch, model_config, tensors):
-    launch(0)
+def test_where_the_server_fails_the_weights_run_to_their_end(server, model_config, tensors):
     taken = []
 
     def counted():
@@ -196,10 +207,13 @@ def test_where_the_server_fails_the_weights_run_to_their_end(launch, model_confi
     with pytest.raises(InvalidInputError, match=r"model\.unknown\.weight"):
         update(model_config, counted(), step=1)
     assert len(taken) == len(tensors)
+    update(model_config, iter(tensors), step=1)
 
 
-def test_a_standalone_server_takes_weights_that_come_asynchronously(launch, model_config, tensors):
-    server = launch(0, standalone=True, load_format="dummy")
+def test_a_standalone_server_takes_weights_that_come_asynchronously(
+    server, launch, model_config, tensors
+):
+    standalone = launch(4, standalone=True, load_format="dummy")
 
     async def received():
         scratch = tensors[0][1].clone()
@@ -210,13 +224,12 @@ def test_a_standalone_server_takes_weights_that_come_asynchronously(launch, mode
                 yield name, tensor
 
     for method in ("abort_all_requests", "release_kv_cache"):
-        ray.get(getattr(server, method).remote())
-    update(model_config, received(), step=2)
+        ray.get(getattr(standalone, method).remote())
+    update(model_config, received(), step=2, rank=4)
     for method in ("resume_kv_cache", "resume_generation"):
-        ray.get(getattr(server, method).remote())
-    other = launch(1)
+        ray.get(getattr(standalone, method).remote())
     outputs = ray.get(
-        [generate(each, [9, 8], temperature=0, max_tokens=9) for each in (server, other)]
+        [generate(each, [9, 8], temperature=0, max_tokens=9) for each in (standalone, server)]
     )
     assert outputs[0].log_probs == outputs[1].log_probs
 
@@ -224,25 +237,24 @@ def test_a_standalone_server_takes_weights_that_come_asynchronously(launch, mode
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(launch, model_config, tensors, level):
     own = rollout_config().engine_kwargs[NAME] | {"sleep_level": level}
-    server = launch(0, engine_kwargs={NAME: own})
+    server = launch(4 + level, engine_kwargs={NAME: own})
     before = ray.get(generate(server, [9, 8], temperature=0, max_tokens=9))
     ray.get([server.sleep.remote(), server.sleep.remote()])
     waiting = generate(server, [9, 8], temperature=0, max_tokens=9)
     ray.get(server.wake_up.remote(tags=["weights"]))
     if level == 2:
-        update(model_config, iter(tensors), step=1)
+        update(model_config, iter(tensors), step=1, rank=4 + level)
     assert not ray.wait([waiting], timeout=0.5)[0]
     ray.get(server.wake_up.remote(tags=["kv_cache"]))
     assert ray.get(waiting).log_probs == before.log_probs
 
 
-def test_what_cannot_be_honoured_is_refused(launch, model_config, own_ray):
+def test_what_cannot_be_honoured_is_refused(server, model_config):
     replica = RolloutReplicaRegistry.get(NAME)
     with pytest.raises(InvalidInputError, match="tensor_model_parallel_size=2"):
         replica(0, rollout_config(tensor_model_parallel_size=2), model_config)
     with pytest.raises(InvalidInputError, match="reward model"):
         replica(0, rollout_config(), model_config, is_reward_model=True)
-    server = launch(0)
     with pytest.raises(InvalidInputError, match="image_data"):
         ray.get(
             server.generate.remote(
