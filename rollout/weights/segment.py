@@ -111,6 +111,10 @@ class MappedSegment(_Mapped):
         """Whether its owner has removed it, or has died and another sender has."""
         return os.fstat(self._descriptor).st_nlink == 0
 
+    def remove_if_orphan(self) -> None:
+        """Remove the file where its owner has died. The descriptor may hold its lock then."""
+        _remove_if_orphan(self.name, self._descriptor)
+
 
 def remove_orphans() -> None:
     """Remove the segments whose owner has died."""
@@ -122,12 +126,17 @@ def remove_orphans() -> None:
         except OSError:  # just removed, another user's, or none that this wrote
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:  # its owner lives
-            continue
+            _remove_if_orphan(path.name, descriptor)
         finally:
             os.close(descriptor)
+
+
+def _remove_if_orphan(name: str, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # its owner lives
+        return
+    (_FOLDER / name).unlink(missing_ok=True)
 
 
 def _create() -> tuple[str, int]:

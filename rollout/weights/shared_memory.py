@@ -148,7 +148,10 @@ class SharedMemoryReceiver:
         refuse_refilled(handle.nonce, segment.nonce, f"segment {handle.segment}")
 
     def release(self) -> None:
-        """Let go of every segment."""
+        """Let go of every segment. Those of senders that have died are removed: the next sender
+        would, but there may be none."""
+        for segment in self._mapped.values():
+            segment.remove_if_orphan()
         self._mapped.clear()
 
     def release_removed(self) -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -23,12 +25,14 @@ from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_with
 from rollout.cluster.ray.pool import RayPool
 from rollout.cluster.ray.replica import import_failure
+from rollout.config import EngineConfig
 from rollout.errors import CheckpointError, ClusterError
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster import broken_workers
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
-from tests.cluster.workload import drain, submit_all
+from tests.cluster.workload import drain, ngram, submit_all
+from tests.helpers.forked import forked
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
 
@@ -204,3 +208,23 @@ def test_an_engine_that_cannot_be_made_raises_its_own_error(config):
         open_with(config, broken_workers.lacks, settings(1, max_deaths=1))
     with pytest.raises(TypeError, match="pickle"):
         open_with(config, partial(broken_workers.refuses, progress=(i for i in [])), settings(1))
+
+
+def opened(pipe: Connection, config: EngineConfig) -> None:
+    try:
+        open_with(config, ngram(), settings(1))
+    except ClusterError as error:
+        pipe.send(str(error))
+
+
+def test_a_ray_that_cannot_start_is_a_clusters_error(config, tmp_path):
+    """Its sockets' names would be too long for the system."""
+    mine, theirs = Pipe()
+    folder = tmp_path / ("long" * 30)
+    process = forked(opened, theirs, config, environment={"RAY_TMPDIR": str(folder)})
+    theirs.close()
+    try:
+        assert mine.recv().startswith("Ray cannot start on this machine: ")
+    finally:
+        process.kill()
+        process.join()

@@ -130,6 +130,29 @@ def test_segments_of_the_dead_are_removed_and_no_others(sender, handle):
         foreign.unlink()
 
 
+def share_and_die(pipe):
+    sender = SharedMemorySender(128)
+    pipe.send(next(sender.handles(TENSORS.items())))
+    pipe.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_who_lets_go_removes_the_segments_of_the_dead(sender, handle):
+    mine, theirs = Pipe()
+    dying = forked(share_and_die, theirs)
+    dead = mine.recv()
+    receiver = HandleReceiver()
+    assert len(list(receiver.tensors([dead]))) == len(list(receiver.tensors([handle])))
+    receiver.release()
+    assert (SHM / dead["segment"]).exists()
+    assert len(list(receiver.tensors([dead, handle]))) > 0
+    mine.send("die")
+    dying.join()
+    receiver.release()
+    assert not (SHM / dead["segment"]).exists()
+    assert (SHM / handle["segment"]).exists(), "its owner lives"
+
+
 def test_a_fork_of_the_owner_leaves_the_segment():
     segment = OwnedSegment(100)
     if (child := os.fork()) == 0:

@@ -10,7 +10,7 @@ import ray
 from ray._private.utils import read_ray_address
 
 from rollout.cluster.config import ClusterConfig
-from rollout.errors import InvalidInputError
+from rollout.errors import ClusterError, InvalidInputError
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,8 @@ class RayInstance:
     """Connected while it lives; `close` ends only what it began."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """Raises InvalidInputError where ``config.address`` leads nowhere."""
+        """Raises InvalidInputError where ``config.address`` leads nowhere, ClusterError where Ray
+        cannot start."""
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             _connect(config)
@@ -66,4 +67,10 @@ def _connect(config: ClusterConfig) -> None:
 def _start(wanted: int, options: dict[str, Any]) -> None:
     """CPUs are Ray's bookkeeping: replicas that were asked for may share them."""
     num_cpus = max(wanted, os.cpu_count() or 1)
-    ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)
+    try:
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)
+    except Exception as error:  # also bare ones: "The current node timed out during startup"
+        raise ClusterError(
+            f"Ray cannot start on this machine: {error}. Start it with `ray start --head`, or name "
+            "one that runs in cluster.address"
+        ) from error
