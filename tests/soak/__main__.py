@@ -69,10 +69,12 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="specrollout-soak-"))
     ledger = Ledger(options.seed, folder / "events.log")
+    code = 0
     try:
         asyncio.run(_interruptible(Soak(options, folder, ledger)))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except Exception:  # the server is gone, or the soak itself is wrong: the table is printed
         ledger.require(False, ledger.begin("rest", "cut short"), traceback.format_exc())
     finally:
@@ -82,7 +84,7 @@ def main() -> int:
             print(f"logs: {folder}")
         else:
             shutil.rmtree(folder)
-    return 1 if ledger.violations else 0
+    return 1 if ledger.violations else code
 
 
 async def _interruptible(soak: Soak) -> None:
@@ -116,6 +118,7 @@ class Soak:
             expected = await job.undisturbed()
             server = ServerProcess(self._server_arguments(folders[0], root), self._folder)
             at_end.callback(server.kill)
+            await server.wait_until_ready()
             async with httpx.AsyncClient(
                 base_url=server.url,
                 timeout=TIMEOUT,
