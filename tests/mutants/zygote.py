@@ -27,7 +27,7 @@ from typing import Any
 _HEAVY = (
     "torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "tokenizers", "httpx", "fastapi",
     "uvicorn", "hydra", "omegaconf", "rich.console", "pyarrow.parquet", "prometheus_client",
-    "psutil", "scipy", "coverage", "_pytest.pytester", "nanobind_backend",
+    "psutil", "scipy", "coverage", "nanobind_backend",
 )  # fmt: skip
 _COLLECTION_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36

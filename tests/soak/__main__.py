@@ -50,12 +50,12 @@ class Scale:
     """How much is generated, by the size of the model."""
 
     asks: int
-    tokens: int  # of a rollout, at most
+    tokens: int  # of a rollout of the server, at most; a third as many of one of the job
     prompts: int  # of the job
     kv_tokens: int  # so few that requests are preempted
 
 
-TINY = Scale(asks=96, tokens=160, prompts=150, kv_tokens=640)
+TINY = Scale(asks=96, tokens=160, prompts=100, kv_tokens=640)
 LARGE = Scale(asks=24, tokens=24, prompts=12, kv_tokens=640)
 
 
@@ -69,10 +69,12 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="specrollout-soak-"))
     ledger = Ledger(options.seed, folder / "events.log")
+    code = 0
     try:
         asyncio.run(_interruptible(Soak(options, folder, ledger)))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except Exception:  # the server is gone, or the soak itself is wrong: the table is printed
         ledger.require(False, ledger.begin("rest", "cut short"), traceback.format_exc())
     finally:
@@ -82,7 +84,7 @@ def main() -> int:
             print(f"logs: {folder}")
         else:
             shutil.rmtree(folder)
-    return 1 if ledger.violations else 0
+    return 1 if ledger.violations else code
 
 
 async def _interruptible(soak: Soak) -> None:
@@ -116,6 +118,7 @@ class Soak:
             expected = await job.undisturbed()
             server = ServerProcess(self._server_arguments(folders[0], root), self._folder)
             at_end.callback(server.kill)
+            await server.wait_until_ready()
             async with httpx.AsyncClient(
                 base_url=server.url,
                 timeout=TIMEOUT,
@@ -227,7 +230,7 @@ class Soak:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return [
             f"model.path={model}", f"data.path={data}", "num_threads=1", "sampling.n=4",
-            "sampling.temperature=0.9", f"sampling.max_new_tokens={self._scale.tokens}",
+            "sampling.temperature=0.9", f"sampling.max_new_tokens={self._scale.tokens // 3}",
             "memory.max_kv_tokens=1024", "scheduler.max_running=8",
             "scheduler.max_step_tokens=64", "scheduler.chunk_len=16",
         ]  # fmt: skip

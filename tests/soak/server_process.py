@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Usage:
 
 
 class ServerProcess:
-    """Serves when this is made; `kill` it."""
+    """Serves when `wait_until_ready` returns; `kill` it."""
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self.log = folder / "server.log"
@@ -46,7 +46,7 @@ class ServerProcess:
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
-        self.port = self._wait_until_ready()
+        self.port = 0  # known when it is ready
 
     @property
     def url(self) -> str:
@@ -56,16 +56,14 @@ class ServerProcess:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def _wait_until_ready(self) -> int:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.is_alive:
-            if ready := re.search(
-                r"serving \S+ at http://127\.0\.0\.1:(\d+)", self.log.read_text()
-            ):
-                return int(ready[1])
-            time.sleep(0.05)
-        self.kill()
-        raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
+    async def wait_until_ready(self) -> None:
+        ready = re.compile(r"serving \S+ at http://127\.0\.0\.1:(\d+)")
+        async with asyncio.timeout(START_SECONDS):
+            while not (found := ready.search(self.log.read_text())):
+                if not self.is_alive:
+                    raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
+                await asyncio.sleep(0.05)
+        self.port = int(found[1])
 
     def usage(self) -> Usage:
         process = psutil.Process(self.process.pid)
