@@ -7,76 +7,106 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.overrides import engine_config
-from tests.helpers.oracle_worker import oracle_factory
+from spec_workers.budget import FixedBudget
+from spec_workers.ngram import NgramWorker
+from spec_workers.ngram_corpus import NgramCorpus
+from spec_workers.none import PlainWorker
+from spec_workers.target import TargetWorker
+from tests.helpers.oracle_worker import OracleWorker
 
 PROMPTS = [
     [{"role": "user", "content": "What is the capital of France?"}],
-    [{"role": "user", "content": "Repeat after me: one two three, one two three, one two three."}],
-    "Once upon a time there was a fox who",
+    "Repeat after me: one two three, one two three, one two three.",
 ]
 PARAMS = {
-    "greedy": SamplingParams(temperature=0.0, max_new_tokens=28),
-    "sampled": SamplingParams(temperature=1.0, max_new_tokens=28, n=2, seed=9),
+    "greedy": SamplingParams(temperature=0.0, max_new_tokens=10),
+    "sampled": SamplingParams(temperature=1.0, max_new_tokens=10, n=2, seed=9),
 }
 
 
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs, r.text) for r in rollouts]
-
-
 @pytest.fixture(scope="module", params=["auto", "float32"])
-def dtype(request):
-    return request.param
+def config(request, demo_model_path):
+    return engine_config(
+        demo_model_path, {"dtype": request.param, "max_running": 3, "chunk_len": 5}
+    )
 
 
 @pytest.fixture(scope="module")
-def plain(demo_model_path, dtype):
-    engine = RolloutEngine.from_pretrained(
-        demo_model_path, spec="none", dtype=dtype, max_running=1, prefix_cache=False
-    )
-    return {name: engine.generate(PROMPTS, params) for name, params in PARAMS.items()}
+def target(config):
+    return TargetWorker(config)
+
+
+def engine_of(config, worker) -> RolloutEngine:
+    worker.memory.reset()
+    return RolloutEngine(config, worker)
+
+
+@pytest.fixture(scope="module")
+def plain(config, target):
+    """Plain decoding, one request at a time, nothing cached."""
+    engine = engine_of(config, PlainWorker(target))
+    found = {}
+    for name, params in PARAMS.items():
+        for prompt_index, prompt in enumerate(PROMPTS):
+            for sample_index in range(params.n):
+                engine.flush_cache()
+                engine.submit(prompt, params, prompt_index=prompt_index, sample_index=sample_index)
+                while engine.has_unfinished:
+                    for rollout in engine.step():
+                        found[name, prompt_index, sample_index] = rollout
+    return found
+
+
+def check(engine, plain, name):
+    rollouts = engine.generate(PROMPTS, PARAMS[name])
+    for r in rollouts:
+        wanted = plain[name, r.prompt_index, r.sample_index]
+        assert (r.token_ids, r.logprobs, r.text) == (wanted.token_ids, wanted.logprobs, wanted.text)
+    engine.check_integrity()
+    return rollouts
 
 
 def test_the_model_answers(plain):
-    assert "Paris" in plain["greedy"][0].text
+    assert "Paris" in plain["greedy", 0, 0].text
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"spec": "none", "max_running": 3, "chunk_len": 5},
-        {
-            "spec": "ngram",
-            "max_running": 8,
-            "spec_options": {"min_probability": 0.0, "budget": "fixed"},
-        },
-    ],
-    ids=["company and chunks", "ngram"],
-)
-def test_nothing_can_be_seen(demo_model_path, dtype, plain, options):
-    engine = RolloutEngine.from_pretrained(demo_model_path, dtype=dtype, **options)
+def test_company_and_chunks_cannot_be_seen(config, target, plain):
+    engine = engine_of(config, PlainWorker(target))
     for name, params in PARAMS.items():
-        assert numbers(engine.generate(PROMPTS, params)) == numbers(plain[name])
-        again = engine.generate(PROMPTS, params)
-        assert numbers(again) == numbers(plain[name])
-        if options["spec"] == "ngram":
-            assert sum(r.stats.accepted for r in again) > 0
-        for rollout in again:
-            assert engine.score(rollout.prompt_ids, rollout.token_ids, params) == rollout.logprobs
-    engine.check_integrity()
+        for r in check(engine, plain, name)[:2]:
+            assert engine.score(r.prompt_ids, r.token_ids, params) == r.logprobs
+
+
+def test_ngram_cannot_be_seen(config, target, plain):
+    worker = NgramWorker(
+        target,
+        NgramCorpus(
+            target.vocab_size,
+            corpus_bytes=1 << 20,
+            max_external_bytes=1,
+            max_external_tokens=1,
+            configured={},
+        ),
+        num_draft_tokens=8,
+        calibration_seconds=0,
+        budget=FixedBudget(0.0),
+    )
+    engine = engine_of(config, worker)
+    check(engine, plain, "sampled")
+    assert sum(r.stats.accepted for r in check(engine, plain, "sampled")) > 0
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_branching_trees_and_threads_cannot_be_seen(demo_model_path, dtype, plain, threads):
+def test_branching_trees_and_threads_cannot_be_seen(config, target, plain, threads):
+    recorded = {
+        (prompt_index, sample_index): r.prompt_ids + r.token_ids
+        for (name, prompt_index, sample_index), r in plain.items()
+        if name == "sampled"
+    }
+    worker = OracleWorker(target, recorded, size=16, right=0.7, chain=False)
     before = torch.get_num_threads()
     try:
-        for name, params in PARAMS.items():
-            recorded = {
-                (r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in plain[name]
-            }
-            config = engine_config(demo_model_path, {"dtype": dtype, "num_threads": threads})
-            factory = oracle_factory(recorded, size=16, right=0.7, chain=False)
-            engine = RolloutEngine.from_config(config, factory)
-            assert numbers(engine.generate(PROMPTS, params)) == numbers(plain[name])
+        torch.set_num_threads(threads)
+        check(engine_of(config, worker), plain, "sampled")
     finally:
         torch.set_num_threads(before)

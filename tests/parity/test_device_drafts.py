@@ -14,62 +14,51 @@ from rollout import RolloutEngine
 from rollout.graphs.captured_runs import CapturedRuns
 from spec_workers.neural.device_proposal import DeviceProposer
 from tests.helpers.draft_checks import numbers
+from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, ParityModels, prompts
 from tests.helpers.replaying import ReplayingCapture
-from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
-from tests.helpers.tiny_model import save_tiny_llama
-from tests.helpers.tiny_mtp import save_tiny_mtp
 from tests.helpers.tree_checks import check_trees
-from tests.parity.test_eagle_chain import FIXED, LEARNED, PARAMS, prompts
+
+DRAFTS = {  # worker, kind of draft, options
+    "eagle": ("eagle", "eagle", {}),
+    "eagle3": ("eagle", "eagle3", {"num_steps": 3, "topk": 7}),
+    "eagle-chain": ("eagle", "eagle", {"topk": 1}),
+    "mtp": ("mtp", "mtp", {"topk": 3}),
+    "mtp-chain": ("mtp", "mtp", {"topk": 1}),
+    "hybrid": ("hybrid", "eagle", {}),
+    "hybrid-mtp": ("hybrid", "mtp", {"topk": 2}),
+}
+FEW = {"max_running": 3, "chunk_len": 7}
+SCARCE = {"max_running": 8, "max_kv_tokens": 150}
 
 
 @pytest.fixture(scope="module")
-def drafts(tmp_path_factory):
-    """By name: target, worker, options."""
-    folder = tmp_path_factory.mktemp("drafts")
-    target = save_tiny_llama(folder / "target", num_layers=1)
-    copying = save_copying_eagle1(folder / "eagle", target)
-    eagle3 = save_tiny_eagle3(
-        folder / "eagle3", target, layers=(0, 1), draft_vocab_size=64, unsorted=True
-    )
-    mtp_target, chain = save_tiny_mtp(folder / "mtp", "separate", 3, likely=True, own_head=48)
-    return {
-        "eagle": (target, "eagle", {"draft_path": str(copying)}),
-        "eagle3": (target, "eagle", {"draft_path": str(eagle3), "num_steps": 3, "topk": 7}),
-        "eagle-chain": (target, "eagle", {"draft_path": str(copying), "topk": 1}),
-        "mtp": (mtp_target, "mtp", {"draft_path": str(chain), "topk": 3}),
-        "mtp-chain": (mtp_target, "mtp", {"draft_path": str(chain), "topk": 1}),
-        "hybrid": (target, "hybrid", {"draft_path": str(copying)}),
-        "hybrid-mtp": (mtp_target, "hybrid", {"draft_path": str(chain), "topk": 2}),
-    }
+def models(tmp_path_factory) -> ParityModels:
+    return ParityModels(tmp_path_factory.mktemp("drafts"))
 
 
-@pytest.fixture(scope="module")
-def plain(drafts):
-    found = {}
-    for target in {target for target, *_ in drafts.values()}:
-        engine = RolloutEngine.from_pretrained(target, spec="none", dtype="float32", max_running=1)
-        found[target] = {name: numbers(engine.generate(prompts(), PARAMS[name])) for name in PARAMS}
-    return found
+def make_engine(models, name, spec_options, **options) -> RolloutEngine:
+    spec, kind, own = DRAFTS[name]
+    draft = {"draft_path": str(models.draft("shallow", kind))}
+    return RolloutEngine.from_pretrained(
+        models.target("shallow"), spec, dtype="float32", **options,
+        spec_options=draft | own | spec_options,
+    )  # fmt: skip
+
+
+def wanted(models, params):
+    return numbers(models.reference("shallow", "float32", params))
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle", "eagle3", "eagle-chain", "mtp", "mtp-chain", "hybrid", "hybrid-mtp"]
-)
-@pytest.mark.parametrize(
-    ("options", "spec_options"),
+    ("name", "options", "spec_options"),
     [
-        ({"max_running": 3, "chunk_len": 7}, FIXED),
-        ({"max_running": 8, "max_kv_tokens": 150}, LEARNED | {"num_draft_tokens": 5}),
+        *((name, FEW, FIXED) for name in DRAFTS),
+        *((name, SCARCE, LEARNED | {"num_draft_tokens": 5}) for name in ("eagle", "mtp", "hybrid")),
     ],
     ids=str,
 )
-def test_the_trees_are_the_hosts_and_cannot_be_seen(
-    drafts, plain, name, options, spec_options
-) -> None:
-    target, spec, own = drafts[name]
-    engine = RolloutEngine.from_pretrained(
-        target, spec, dtype="float32", **options, spec_options=spec_options | own
-    )
+def test_the_trees_are_the_hosts_and_cannot_be_seen(models, name, options, spec_options) -> None:
+    engine = make_engine(models, name, spec_options, **options)
     drafter, compared, settled = engine.worker.drafter, [], []
     capture = ReplayingCapture()
     propose = as_on_a_device(drafter, capture).propose
@@ -85,9 +74,8 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
         return proposal
 
     drafter._proposer.propose = both
-    for params in ("greedy", "sampled", "cut"):
-        rollouts = engine.generate(prompts(), PARAMS[params])
-        assert numbers(rollouts) == plain[target][params]
+    for params in ("greedy", "cut"):
+        assert numbers(engine.generate(prompts(), PARAMS[params])) == wanted(models, params)
         engine.check_integrity()
     # A learned budget may find out soon that nothing pays.
     assert sum(own.num_nodes for own, _ in compared) > (50 if spec_options is FIXED else 0)
@@ -119,23 +107,17 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(
     ],
     ids=str,
 )
-def test_the_smallest_and_the_largest_trees(drafts, plain, name, own) -> None:
-    target, spec, options = drafts[name]
-    engine = RolloutEngine.from_pretrained(
-        target, spec, dtype="float32", max_running=5, spec_options=FIXED | options | own
-    )
+def test_the_smallest_and_the_largest_trees(models, name, own) -> None:
+    engine = make_engine(models, name, FIXED | own, max_running=5)
     as_on_a_device(engine.worker.drafter, ReplayingCapture())
     rollouts = engine.generate(prompts(), PARAMS["greedy"])
-    assert numbers(rollouts) == plain[target]["greedy"]
+    assert numbers(rollouts) == wanted(models, "greedy")
     assert sum(rollout.stats.drafted for rollout in rollouts) > 50
     engine.check_integrity()
 
 
-def test_a_proposal_that_no_graph_can_take_teaches_no_cost(drafts) -> None:
-    target, spec, options = drafts["eagle"]
-    engine = RolloutEngine.from_pretrained(
-        target, spec, dtype="float32", max_running=5, spec_options=FIXED | options
-    )
+def test_a_proposal_that_no_graph_can_take_teaches_no_cost(models) -> None:
+    engine = make_engine(models, "eagle", FIXED, max_running=5)
     proposer = as_on_a_device(engine.worker.drafter, ReplayingCapture(), input_bytes=16)
     settled, propose = [], proposer.propose
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,8 @@ from tests.helpers.draft_watch import DraftWatch
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
-PARAMS = SamplingParams(temperature=0.8, max_new_tokens=10, n=2, seed=3)
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
+PARAMS = SamplingParams(temperature=0.8, max_new_tokens=8, n=2, seed=3)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 VOCAB = 61
 
 
@@ -50,8 +52,12 @@ def make_engine(target_path, draft, *, spec_options=None, **options):
 
 
 def plain(target_path, *arguments):
-    engine = RolloutEngine.from_pretrained(str(target_path), "none", num_threads=1)
-    return numbers(engine.generate(*arguments))
+    return numbers(plain_engine(str(target_path)).generate(*arguments))
+
+
+@cache
+def plain_engine(path: str) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(path, "none", num_threads=1)
 
 
 def check(engine):
@@ -70,12 +76,11 @@ def check(engine):
 )
 def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
     engine, watch = make_engine(target_path, draft, **options)
-    for params in (PARAMS, GREEDY):
-        for _ in range(2):  # the second time prompts are in the prefix cache
-            rollouts = engine.generate(prompts(), params)
-            assert numbers(rollouts) == plain(target_path, prompts(), params)
-            check(engine)
-    assert watch.known > 200
+    for params in (GREEDY, PARAMS):  # the second time prompts are in the prefix cache
+        rollouts = engine.generate(prompts(), params)
+        assert numbers(rollouts) == plain(target_path, prompts(), params)
+        check(engine)
+    assert watch.known > 100
     assert watch.nodes > 100
     if options.get("prefix_cache") is False:
         assert not any(watch.holes)
@@ -106,11 +111,10 @@ def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
     assert max(watch.holes) == decoded - 1  # the last one had not been run yet
 
 
-@pytest.mark.parametrize("seed", [2, 3])
-def test_whatever_happens_between_and_within_steps(target_path, draft, seed, monkeypatch):
+def test_whatever_happens_between_and_within_steps(target_path, draft, monkeypatch):
     """Scarce slots, retractions, aborts, scoring, sleep, dropped prefixes, steps that fail."""
-    random = np.random.default_rng(seed)
-    params = SamplingParams(temperature=0.9, max_new_tokens=32, n=2, seed=seed)
+    random = np.random.default_rng(2)
+    params = SamplingParams(temperature=0.9, max_new_tokens=24, n=2, seed=2)
     wanted = plain(target_path, prompts(), params)
     engine, watch = make_engine(target_path, draft, max_kv_tokens=64)
 

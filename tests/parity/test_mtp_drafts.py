@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -18,8 +20,8 @@ from tests.helpers.draft_checks import check_disturbed, numbers
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
-SAMPLED = SamplingParams(temperature=0.8, max_new_tokens=12, n=2, seed=3)
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
+SAMPLED = SamplingParams(temperature=0.8, max_new_tokens=10, n=2, seed=3)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
 VOCAB = 61
 MODEL = {"vocab_size": VOCAB, "num_layers": 1, "sharpness": 4.0}
 HEADS = [(6, 2, 8), (4, 4, 12), (3, 1, 16)]
@@ -73,8 +75,12 @@ def make_engine(target_path, chain_paths, *, topk=2, num_draft_tokens=6, **optio
 
 
 def plain(target_path, *arguments):
-    engine = RolloutEngine.from_pretrained(str(target_path), "none", num_threads=1)
-    return numbers(engine.generate(*arguments))
+    return numbers(plain_engine(str(target_path)).generate(*arguments))
+
+
+@cache
+def plain_engine(path: str) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(path, "none", num_threads=1)
 
 
 def check(engine):
@@ -83,8 +89,11 @@ def check(engine):
         runner.kv.check_integrity(engine.scheduler.running)
 
 
-@pytest.mark.parametrize("topk", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"prefix_cache": False}, {"max_step_tokens": 11}], ids=str)
+@pytest.mark.parametrize(
+    ("topk", "options"),
+    [(1, {}), (2, {}), (2, {"prefix_cache": False}), (1, {"max_step_tokens": 11})],
+    ids=str,
+)
 def test_every_row_is_what_whole_sequences_give(target_path, chain_paths, topk, options):
     engine, watch = make_engine(target_path, chain_paths, topk=topk, **options)
     requests = 0
@@ -96,7 +105,7 @@ def test_every_row_is_what_whole_sequences_give(target_path, chain_paths, topk, 
             requests += len(rollouts)
             accepted = sum(r.stats.accepted for r in rollouts)
             assert accepted > 0.2 * sum(len(r.token_ids) for r in rollouts)
-    assert min(watch.known) > 250
+    assert min(watch.known) > 200
     assert min(watch.nodes[1:]) > 100
     if options.get("prefix_cache") is False:
         assert watch.holes == [0, 0, 0]
@@ -107,7 +116,7 @@ def test_every_row_is_what_whole_sequences_give(target_path, chain_paths, topk, 
         assert 0 < watch.holes[0] < watch.holes[1] < watch.holes[2]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_happens_between_and_within_steps(target_path, chain_paths, seed, monkeypatch):
     """Scarce slots, retractions, aborts, scoring, sleep, dropped prefixes, steps that fail, steps
     the budget keeps from the chain."""

@@ -1,4 +1,5 @@
-"""The parity chain on mixtures of experts, bit for bit; and their routers' choices with it."""
+"""Which experts routers chose, and forwards that are captured. That neither tokens nor choices
+depend on company, drafts or chunks is in the matrix."""
 
 from __future__ import annotations
 
@@ -11,9 +12,7 @@ import torch
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.overrides import engine_config
-from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
-from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe, tiny_moe
@@ -33,11 +32,11 @@ FAMILIES = {
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(3)
     shared = rng.integers(3, 97, 40).tolist()
-    own = [rng.integers(3, 97, length).tolist() for length in (1, 5, 63)]
+    own = [rng.integers(3, 97, length).tolist() for length in (1, 5, 33)]
     return [*own, shared, [*shared, 7], [*shared[:30], *own[1]]]
 
 
-CASES = [("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("qwen3_next", "float32")]
+CASES = [("qwen3_moe", "float32"), ("qwen3_next", "float32")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -88,61 +87,6 @@ def compare(engine, plain):
     engine.check_integrity()
     assert engine.worker.memory.usage.used == 0
     return rollouts
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_running": 8},
-        {"max_running": 3, "chunk_len": 7, "max_step_tokens": 11},
-        {"max_running": 8, "max_kv_tokens": 82},
-    ],
-    ids=str,
-)
-def test_company_chunks_cache_and_preemption_cannot_be_seen(folder, dtype, plain, options):
-    rollouts = compare(engine_of(folder, dtype, **options), plain)
-    if "max_kv_tokens" in options:
-        assert sum(r.stats.preemptions for r in rollouts) > 0, "the test must force preemption"
-    assert sum(r.stats.cached_tokens for r in rollouts) > 0, "the test must hit the cache"
-
-
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_no_draft_can_be_seen(folder, dtype, plain, chain):
-    known = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in plain}
-    factory = oracle_factory(known, size=12, right=0.6, chain=chain)
-    options = {"dtype": dtype, "max_running": 5, "record_routes": True, "num_threads": 1}
-    engine = RolloutEngine.from_config(engine_config(folder, options), factory)
-    assert sum(r.stats.accepted for r in compare(engine, plain)) > 0
-
-
-def test_ngram_cannot_be_seen(family, folder, dtype, plain):
-    if family != "qwen3_moe":
-        pytest.skip("once is enough")
-    options = {"num_draft_tokens": 8, "min_probability": 0.0, "budget": "fixed"}
-    engine = engine_of(folder, dtype, spec="ngram", max_running=4, spec_options=options)
-    compare(engine, plain)
-    second = compare(engine, plain)
-    assert sum(r.stats.accepted for r in second) > len(second)
-
-
-def test_score_is_what_generation_reported(folder, dtype, plain):
-    engine = engine_of(folder, dtype, chunk_len=19)
-    for rollout in plain:
-        scored = engine.score(rollout.prompt_ids, rollout.token_ids, PARAMS)
-        assert scored == rollout.logprobs
-    engine.check_integrity()
-
-
-def test_eagle_cannot_be_seen(folder, dtype, plain, family, tmp_path):
-    if family != "qwen3_moe":
-        pytest.skip("once is enough")
-    draft = save_tiny_eagle3(tmp_path, folder)
-    engine = engine_of(
-        folder, dtype, spec="eagle", max_running=4,
-        spec_options={"draft_path": str(draft), "budget": "fixed"},
-    )  # fmt: skip
-    rollouts = compare(engine, plain)
-    assert sum(r.stats.drafted for r in rollouts) > 0
 
 
 def test_captured_forwards_cannot_be_seen(family, folder, dtype, plain):

@@ -7,12 +7,11 @@ import pytest
 from safetensors.torch import load_file
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.errors import InvalidInputError
 from tests.helpers.gates import FlickeringGate, ShutGate
 from tests.helpers.tiny_model import save_tiny_llama
 
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12], list(range(20, 90))]
-PARAMS = SamplingParams(temperature=0.6, max_new_tokens=40, seed=3, n=3)
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12], list(range(20, 70))]
+PARAMS = SamplingParams(temperature=0.6, max_new_tokens=24, seed=3, n=3)
 EPOCHS = 3
 UPDATED = 2  # the epoch before which the weights change
 NGRAM = {"corpus_bytes": 1 << 20}
@@ -61,9 +60,7 @@ def fed_each_step(tiny_model_path, new_weights):
 @pytest.mark.parametrize(
     "options",
     [
-        {"budget": "fixed"},
         {"budget": "fixed", "num_draft_tokens": 63, "min_probability": 0.0},
-        {"budget": "learned", "calibration_seconds": 0},
         {"budget": "learned", "calibration_seconds": 0.05},
         {"budget": "learned", "calibration_seconds": 0, "num_draft_tokens": 0},
     ],
@@ -77,8 +74,7 @@ def test_no_budget_can_be_seen(tiny_model_path, new_weights, plain, options):
     engine.worker.corpus.check_integrity()
 
 
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "within"), [(1, False), (2, True)])
 def test_no_gate_can_be_seen(tiny_model_path, new_weights, plain, fed_each_step, seed, within):
     """And the corpus comes to hold the same, whenever it is told."""
     engine = make_engine(tiny_model_path, calibration_seconds=0)
@@ -110,8 +106,7 @@ def test_drafts_come_with_the_gate(tiny_model_path):
     assert make_engine(tiny_model_path, budget="fixed").worker.max_draft_tokens == 16
 
 
-@pytest.mark.parametrize("shut", [False, True])
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(("shut", "samples"), [(False, 3), (True, 1)])
 def test_retractions_cannot_be_seen(tiny_model_path, shut, samples):
     """In the midst of prompts too: a chunk may be as long as the last one, and not sampled from."""
     engine = make_engine(tiny_model_path, calibration_seconds=0.05)
@@ -178,27 +173,6 @@ def test_calibration_fits_whatever_memory_there_is(tmp_path):
     assert not engine.worker.budget.cost.is_known
     assert len(engine.generate([[5, 6, 7]], PARAMS)) == PARAMS.n
     engine.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"budget": "nonsense"}, "spec.budget"),
-        ({"calibration_seconds": -1}, "spec.calibration_seconds"),
-        ({"calibration_seconds": float("nan")}, "spec.calibration_seconds"),
-        ({"min_probability": 1.5}, "spec.min_probability"),
-        ({"min_probability": float("nan")}, "spec.min_probability"),
-        ({"num_draft_tokens": 64}, "spec.num_draft_tokens"),
-        ({"num_draft_tokens": -1}, "spec.num_draft_tokens"),
-    ],
-)
-def test_options_that_cannot_be(tiny_model_path, monkeypatch, options, field):
-    """And it is told before the model is loaded."""
-    monkeypatch.setattr(
-        "spec_workers.ngram.TargetWorker", lambda *args: pytest.fail("loads the model")
-    )
-    with pytest.raises(InvalidInputError, match=field.replace(".", r"\.")):
-        make_engine(tiny_model_path, **options)
 
 
 def test_what_is_seen_adds_up(tiny_model_path):

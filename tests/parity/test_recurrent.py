@@ -1,0 +1,125 @@
+"""Targets with recurrent layers: transformers' numbers, and where their states come and go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import OutOfMemoryError
+from rollout.trainers import weight_source
+from tests.helpers.draft_checks import numbers
+from tests.helpers.parity_models import FIXED, PARAMS, prompts
+from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
+
+FAMILIES = {"qwen3_5": False, "qwen3_next": True}  # whether with experts
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def target(family, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(family)
+    save_tiny_chain(folder, family, experts=FAMILIES[family])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    """A target of one family, without experts, in bfloat16."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    save_tiny_chain(folder, "qwen3_next")
+    return folder
+
+
+def make_engine(folder, **options) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(folder, "none", dtype="bfloat16", **options)
+
+
+def test_logprobs_are_those_of_transformers(family, target):
+    theirs = tiny_hybrid(family, experts=FAMILIES[family])
+    engine = RolloutEngine.from_pretrained(target, "none", max_running=3, chunk_len=7)
+    params = SamplingParams(max_new_tokens=20, seed=3)
+    for rollout in engine.generate(prompts(), params):
+        prompt = prompts()[rollout.prompt_index]
+        tokens = [*prompt, *rollout.token_ids]
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor([rollout.token_ids]).T)[:, 0]
+        torch.testing.assert_close(
+            torch.tensor(rollout.logprobs), expected, rtol=1e-4, atol=1e-4, check_dtype=False
+        )
+
+
+def test_a_trainers_update_is_a_load(family, target, tmp_path):
+    """The trainer's model comes without MTP heads, which stay; cached states go with their KV."""
+    options = {"max_running": 3, "chunk_len": 17}
+    spec_options = FIXED | {"draft_path": str(target)}
+    engine = RolloutEngine.from_pretrained(target, "mtp", **options, spec_options=spec_options)
+    old = numbers(engine.generate(prompts(), PARAMS["greedy"]))
+    trainer = tiny_hybrid(family, experts=FAMILIES[family], seed=1)
+    engine.update_weights_from_tensor(weight_source(trainer), selector="target")
+    trainer.save_pretrained(tmp_path)
+    fresh = RolloutEngine.from_pretrained(tmp_path, "none", **options)
+    new = numbers(engine.generate(prompts(), PARAMS["greedy"]))
+    assert new == numbers(fresh.generate(prompts(), PARAMS["greedy"]))
+    assert new != old
+    engine.check_integrity()
+
+
+def test_with_states_for_one_request_nothing_is_cached(recurrent):
+    wanted = make_engine(recurrent, max_running=1, prefix_cache=False)
+    engine = make_engine(recurrent, max_running=8, state_slots=2, state_interval=16)
+    rollouts = engine.generate(prompts(), PARAMS["shaped"])
+    assert numbers(rollouts) == numbers(wanted.generate(prompts(), PARAMS["shaped"]))
+    engine.check_integrity()
+    assert engine.worker.counters()["states/used"] == 0
+    assert engine.worker.memory.counters.hit == 0
+
+
+def test_scoring_needs_the_states_of_one_request(recurrent):
+    engine = make_engine(recurrent, max_running=4, state_slots=4)
+    [rollout] = engine.generate(prompts()[:1], PARAMS["greedy"])
+    for prompt in prompts()[1:3]:
+        engine.submit(prompt, PARAMS["greedy"])
+    engine.step()
+    with pytest.raises(OutOfMemoryError, match=r"all 4 state slots; raise memory\.state_slots"):
+        engine.score(rollout.prompt_ids, rollout.token_ids)
+    while engine.has_unfinished:
+        engine.step()
+    scored = engine.score(rollout.prompt_ids, rollout.token_ids, PARAMS["greedy"])
+    assert scored == rollout.logprobs
+
+
+def test_nothing_stays_reserved_for_requests_that_are_aborted_after_a_step_that_failed(recurrent):
+    engine = make_engine(recurrent, max_running=2)
+    request = engine.submit(prompts()[2], PARAMS["greedy"])
+
+    def fail(batch, results):
+        raise RuntimeError("at its commit")
+
+    engine.worker.target.commit = fail
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.abort(request.request_id)
+    engine.check_integrity()
+    assert engine.worker.counters()["states/used"] == 0
+
+
+def test_states_come_and_go_with_the_kv_cache(recurrent):
+    engine = make_engine(recurrent, max_running=2)
+    pool = engine.worker.target.state_pool
+    size = sum(t.numel() * t.itemsize for t in pool.convolutions + pool.recurrent)
+    each = pool.bytes_per_slot(
+        engine.worker.target.model.spec.linear_attention, pool.convolutions[0].dtype
+    )
+    assert size == (pool.num_slots + 1) * each
+    freed = engine.release_memory(["kv_cache"])["kv_cache"]
+    kv = engine.worker.target.kv_pool
+    assert freed == size + sum(t.numel() * t.itemsize for t in kv.keys + kv.values)
+    engine.resume_memory()
+    for tensor in pool.convolutions + pool.recurrent:
+        assert not tensor[0].any()
