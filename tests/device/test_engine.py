@@ -155,7 +155,7 @@ def test_of_a_drafts_table_what_changed_is_sent(
 
     sent: list[float] = []
     monkeypatch.setattr(DraftTable, "apply", checked)
-    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, ignore_eos=True, n=2))
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, ignore_eos=True, n=2))
     assert len(ends) > 6
     assert max(ends) > 8
     # A prompt whole, and then what was accepted: the extension sends it, a proposal nothing.

@@ -128,7 +128,8 @@ void fuzz(std::uint64_t seed, double seconds, std::uint64_t most_inputs) {
 }
 
 [[noreturn]] void usage() {
-  std::fprintf(stderr, "usage: %s [--seconds S | --inputs N] [--seed N] [--failing FILE] | INPUT...\n",
+  std::fprintf(stderr,
+               "usage: %s [--seconds S | --inputs N] [--seed N] [--failing FILE] | INPUT...\n",
                program);
   std::exit(2);
 }

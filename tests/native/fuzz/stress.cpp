@@ -32,7 +32,8 @@ std::vector<Token> random_tokens(std::mt19937& random, std::size_t most) {
 
 class Stress {
  public:
-  // For so many rounds of each engine, or, where that is 0, so many seconds. Returns the calls made.
+  // For so many rounds of each engine, or, where that is 0, so many seconds. Returns the calls
+  // made.
   std::uint64_t run(double seconds, std::uint64_t rounds, std::uint32_t seed) {
     std::vector<std::thread> engines, others;
     for (std::int64_t worker = 0; worker < kWorkers; ++worker) {
