@@ -18,13 +18,13 @@ from traces import synthetic_trace
 BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_host.py"
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(1200)
 def test_it_runs_and_says_what_was_recorded(tmp_path) -> None:
     """In a process of its own, for it pretends that the CPU is a GPU."""
     path = tmp_path / "host.json"
     subprocess.run(
         [sys.executable, str(BENCH), "--batch", "3", "--steps", "4", "--json", str(path)],
-        cwd=BENCH.parents[1], check=True, capture_output=True, timeout=180,
+        cwd=BENCH.parents[1], check=True, capture_output=True,
     )  # fmt: skip
     rows = {each["name"]: each["value"] for each in json.loads(path.read_text())}
     for spec in ("none", "fixed", "learned", "closed"):

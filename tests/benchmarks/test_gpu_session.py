@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +26,6 @@ finally:
 
 
 def test_what_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
-    started = time.monotonic()
     outcomes = run(
         [
             Stage(name="fails", command=("-c", "print('why'); raise SystemExit(3)"), seconds=20),
@@ -42,7 +40,6 @@ def test_what_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
     assert [outcome.status for outcome in outcomes] == [
         "failed: exit status 3", "over its limit", "not begun", "over its limit", "ok",
     ]  # fmt: skip
-    assert time.monotonic() - started < 30
     written = json.loads((tmp_path / "session.json").read_text())
     assert [each["name"] for each in written] == ["fails", "hangs", "long", "cut", "rows"]
     assert written[-1]["rows"] == written[-2]["rows"] == [{"name": "a", "ok": False}]

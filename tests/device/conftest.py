@@ -17,7 +17,7 @@ from tests.helpers.tiny_model import save_tiny_llama
 
 pytest.importorskip("triton")
 
-from tests.helpers.interpreted_products import ordered_products
+from tests.helpers.interpreter import quick_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = os.path.dirname(__file__)
@@ -57,6 +57,6 @@ def dtype_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ordered_products() -> Iterator[None]:
-    with ordered_products():
+def _interpreter() -> Iterator[None]:
+    with quick_interpreter():
         yield

@@ -148,6 +148,6 @@ def test_a_proposal_is_sent_once_and_read_once(drafts, dtype_name, name, monkeyp
         return proposal
 
     engine.worker.drafter._proposer.propose = watched
-    engine.generate(PROMPTS[:1], replace(PARAMS[0], max_new_tokens=8))
+    engine.generate(PROMPTS[:1], replace(PARAMS[0], max_new_tokens=6))
     assert max(levels) == 2
     assert all(seen == ["upload", "download"] for seen in calls), calls

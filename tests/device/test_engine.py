@@ -5,15 +5,11 @@ Against the CPU's own plain decoding, tokens are the same and logprobs within wh
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.ops import gpu
 from rollout.overrides import engine_config
 from spec_workers.neural.draft_table import DraftTable
 from tests.helpers.oracle_worker import oracle_factory
@@ -61,27 +57,17 @@ def recorded(rollouts):
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_the_cpu_says_the_same(small_model_path, dtype_name, plain, name) -> None:
-    """In a process of its own, for here the CPU's tensors may be the interpreter's."""
+def test_the_cpu_says_the_same(small_model_path, dtype_name, plain, name, monkeypatch) -> None:
     if dtype_name != "float32":
         pytest.skip("a token may differ where bfloat16 rounds another way")
-    script = (
-        "import json, sys; from rollout import RolloutEngine; from tests.device import test_engine "
-        "as t; e = RolloutEngine.from_pretrained(sys.argv[1], spec='none', dtype='float32', "
-        "device='cpu', kv_bytes=1 << 20); "
-        "print(json.dumps([(r.token_ids, r.logprobs) for r in "
-        "e.generate(t.PROMPTS, t.PARAMS[sys.argv[2]])]))"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(small_model_path), name],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    on_cpu = json.loads(done.stdout.splitlines()[-1])
-    assert [tokens for tokens, _ in on_cpu] == [r.token_ids for r in plain[name]]
-    for (_, logprobs), rollout in zip(on_cpu, plain[name], strict=True):
-        np.testing.assert_allclose(logprobs, rollout.logprobs, rtol=0, atol=1e-4)
+    monkeypatch.setattr(gpu, "_INTERPRETED", False)  # else the CPU's tensors are the interpreter's
+    options = engine_options(dtype_name, device="cpu")
+    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    assert not gpu.runs_on(engine.worker.target.model.device)
+    on_cpu = engine.generate(PROMPTS, PARAMS[name])
+    assert [r.token_ids for r in on_cpu] == [r.token_ids for r in plain[name]]
+    for ours, rollout in zip(on_cpu, plain[name], strict=True):
+        np.testing.assert_allclose(ours.logprobs, rollout.logprobs, rtol=0, atol=1e-4)
 
 
 def test_company_chunks_and_the_cache_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
@@ -169,7 +155,7 @@ def test_of_a_drafts_table_what_changed_is_sent(
 
     sent: list[float] = []
     monkeypatch.setattr(DraftTable, "apply", checked)
-    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, ignore_eos=True, n=2))
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, ignore_eos=True, n=2))
     assert len(ends) > 6
     assert max(ends) > 8
     # A prompt whole, and then what was accepted: the extension sends it, a proposal nothing.

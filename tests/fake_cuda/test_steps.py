@@ -1,4 +1,7 @@
-"""A step on a GPU waits once, for what it reads, and asks for nothing that cannot be had there."""
+"""A step on a GPU waits once, for what it reads, and asks for nothing that cannot be had there.
+
+Every kernel that it launches compiles for Hopper exactly as it is launched.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from tests.helpers.fake_cuda import FakeGpu, Kind, Seen
+from tests.helpers.fake_cuda.launches import Launch
 from tests.helpers.fake_cuda.models import MODELS, make_engine
+from tests.helpers.triton_compile import MAX_REGISTERS, MAX_SHARED, compiled
 
 PLAIN = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=3, n=2)
 SHAPED = SamplingParams(
@@ -18,7 +23,9 @@ SHAPED = SamplingParams(
 )  # fmt: skip
 WAITS = 2  # for what is read, and for the end of the forward, which came before it
 CASES = [("demo", True), ("8b", True), ("8b", False), ("sparse", True), ("recurrent", False)]
-if os.environ.get("SPECROLLOUT_EXHAUSTIVE"):
+COMPILED = [("8b", True), ("recurrent", False)]  # between them every kernel
+EXHAUSTIVE = bool(os.environ.get("SPECROLLOUT_EXHAUSTIVE"))
+if EXHAUSTIVE:
     CASES = [(model, exact) for model in MODELS for exact in (True, False)]
 PROMPTS = [[5, 6, 7], list(range(3, 400)), [8] * 65]
 
@@ -40,6 +47,18 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
     if graphs is not None:
         assert not graphs.runs.failure
         assert gpu.seen.of(Kind.REPLAY)
+    if EXHAUSTIVE or (model, exact) in COMPILED:
+        launches = gpu.launches.distinct()
+        assert len(launches) > 15
+        for launch in launches if EXHAUSTIVE else one_of_each(launches):
+            found = compiled(launch.source, launch.options)
+            assert found.shared <= MAX_SHARED, launch
+            assert found.registers * 32 * found.num_warps <= MAX_REGISTERS, launch
+
+
+def one_of_each(launches: list[Launch]) -> list[Launch]:
+    """Of each kernel the last, which is that of a graph where there is one."""
+    return list({launch.name: launch for launch in launches}.values())
 
 
 def run(gpu: FakeGpu, engine: RolloutEngine, params: SamplingParams) -> list[Seen]:

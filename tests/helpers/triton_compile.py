@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+
+HOPPER = GPUTarget("cuda", 90, 32)
+MAX_SHARED, MAX_REGISTERS = 227 * 1024, 65_536  # of a multiprocessor
+
+_CACHE = tempfile.TemporaryDirectory(prefix="triton-")  # this process's own
 
 
 class Compiled(NamedTuple):
@@ -19,6 +25,7 @@ class Compiled(NamedTuple):
     registers: int  # of a thread
     stack: int  # bytes of a thread: what registers did not hold
     shared: int  # bytes of a program
+    num_warps: int
 
 
 def compile_for_hopper(
@@ -42,13 +49,18 @@ def compile_for_hopper(
             if name.endswith(("_ptr", "_stride")) or name in aligned
         },
     )
-    compiled = compile(
-        source,
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False},
-    )
-    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    return Compiled(ptx, *_registers_and_stack(cubin), compiled.metadata.shared)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    return compiled(source, options)
+
+
+def compiled(source: ASTSource, options: Mapping[str, Any]) -> Compiled:
+    """By Triton and ptxas. Raises what they raise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", _CACHE.name)
+        kernel = compile(source, target=HOPPER, options=dict(options))
+    registers, stack = _registers_and_stack(kernel.asm["cubin"])
+    metadata = kernel.metadata
+    return Compiled(kernel.asm["ptx"], registers, stack, metadata.shared, metadata.num_warps)
 
 
 def _registers_and_stack(cubin: bytes) -> tuple[int, int]:

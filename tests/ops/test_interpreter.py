@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent / "triton"
+from tests.helpers.child_tests import run_tests
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
-def test_triton_ops_in_the_interpreter(name: str) -> None:
+@pytest.mark.timeout(3600)
+def test_triton_ops_in_the_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER / name)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=880,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_tests([str(Path(__file__).parent / "triton")], {"TRITON_INTERPRET": "1"}, tmp_path)

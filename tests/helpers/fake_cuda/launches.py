@@ -1,25 +1,18 @@
-"""Launches of Triton kernels on a pretended GPU, and whether each compiles for a real one."""
+"""Launches of Triton kernels on a pretended GPU."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tests.helpers.fake_cuda.seen import Kind, Seen
+from tests.helpers.triton_compile import HOPPER
 
-HOPPER = GPUTarget("cuda", 90, 32)
-MOST_SHARED = 232_448  # bytes of a block
 MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 
 
@@ -41,21 +34,16 @@ class Launch:
     key: str  # what it is compiled for
     in_capture: bool
     problems: tuple[str, ...]  # what a real launch would refuse, or the kernel does not expect
-    source: tuple[dict, dict, dict, dict] = field(
-        repr=False
-    )  # signature, constants, attrs, options
+    arguments: tuple[dict, dict, dict] = field(repr=False)  # signature, constants, attributes
+    options: dict[str, Any] = field(repr=False)
 
     @property
     def name(self) -> str:
         return self.kernel.__name__
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    shared_bytes: int
-    registers: int
-    stack_bytes: int
-    num_warps: int
+    @property
+    def source(self) -> ASTSource:
+        return ASTSource(self.kernel, *self.arguments)
 
 
 class Launches:
@@ -94,7 +82,8 @@ class Launches:
                 problems=tuple(
                     f"{kernel.__name__}: {problem}" for problem in _problems(grid, values)
                 ),
-                source=(signature, constants, attrs, chosen.__dict__),
+                arguments=(signature, constants, attrs),
+                options=dict(chosen.__dict__),
             )
         )
         self._seen.note(Kind.LAUNCH, kernel.__name__)
@@ -116,34 +105,6 @@ def _problems(grid: tuple[int, ...], values: dict[str, Any]) -> Iterator[str]:
         # The gate of shared experts is a column; its kernel is told the stride.
         if value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1 and name != "gate_ptr":
             yield f"{name} has strides {value.stride()}"
-
-
-def compiled(launch: Launch) -> Compiled:
-    """By Triton and ptxas, for Hopper. Raises what they raise."""
-    signature, constants, attrs, options = launch.source
-    kernel = compile(
-        ASTSource(launch.kernel, signature, constants, attrs), target=HOPPER, options=dict(options)
-    )
-    registers, stack = _resources(kernel.asm["cubin"])
-    return Compiled(
-        shared_bytes=kernel.metadata.shared,
-        registers=registers,
-        stack_bytes=stack,
-        num_warps=kernel.metadata.num_warps,
-    )
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found is not None, said
-    return int(found[1]), int(found[2])
 
 
 def _pointer(value: Any) -> Any:

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -108,14 +109,14 @@ Bytes changed(Bytes bytes, const std::vector<Bytes>& pool, std::mt19937_64& rand
   return bytes;
 }
 
-void fuzz(std::uint64_t seed, double seconds) {
+void fuzz(std::uint64_t seed, double seconds, std::uint64_t most_inputs) {
   using Clock = std::chrono::steady_clock;
   std::mt19937_64 random(seed);
   std::vector<Bytes> pool(1);
   std::uint64_t inputs = 0;
   const auto begin = Clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
-  for (; elapsed() < seconds; ++inputs) {
+  for (; inputs < most_inputs && elapsed() < seconds; ++inputs) {
     Bytes input = changed(pool[random() % pool.size()], pool, random);
     run(input);
     if (ngram::fuzz::saw_something_new()) pool.push_back(std::move(input));
@@ -127,7 +128,9 @@ void fuzz(std::uint64_t seed, double seconds) {
 }
 
 [[noreturn]] void usage() {
-  std::fprintf(stderr, "usage: %s [--seconds S] [--seed N] [--failing FILE] | INPUT...\n", program);
+  std::fprintf(stderr,
+               "usage: %s [--seconds S | --inputs N] [--seed N] [--failing FILE] | INPUT...\n",
+               program);
   std::exit(2);
 }
 
@@ -137,6 +140,7 @@ int main(int argc, char** argv) {
   program = argv[0];
   failing_path = std::string(program) + ".failing";
   double seconds = 10;
+  std::uint64_t inputs = std::numeric_limits<std::uint64_t>::max();
   std::uint64_t seed = 1;
   std::vector<std::string> files;
   for (int i = 1; i < argc; ++i) {
@@ -147,6 +151,9 @@ int main(int argc, char** argv) {
       usage();
     } else if (argument == "--seconds") {
       seconds = std::atof(argv[++i]);
+    } else if (argument == "--inputs") {
+      inputs = std::strtoull(argv[++i], nullptr, 10);
+      seconds = std::numeric_limits<double>::infinity();
     } else if (argument == "--seed") {
       seed = std::strtoull(argv[++i], nullptr, 10);
     } else if (argument == "--failing") {
@@ -158,7 +165,7 @@ int main(int argc, char** argv) {
   if (files.empty()) {
     std::signal(SIGABRT, on_signal);
     std::signal(SIGALRM, on_signal);
-    fuzz(seed, seconds);
+    fuzz(seed, seconds, inputs);
   }
   for (const std::string& path : files) {
     std::ifstream file(path, std::ios::binary);

@@ -32,18 +32,23 @@ std::vector<Token> random_tokens(std::mt19937& random, std::size_t most) {
 
 class Stress {
  public:
-  // Returns the calls made.
-  std::uint64_t run(double seconds, std::uint32_t seed) {
-    std::vector<std::thread> threads;
+  // For so many rounds of each engine, or, where that is 0, so many seconds. Returns the calls
+  // made.
+  std::uint64_t run(double seconds, std::uint64_t rounds, std::uint32_t seed) {
+    std::vector<std::thread> engines, others;
     for (std::int64_t worker = 0; worker < kWorkers; ++worker) {
-      threads.emplace_back([=, this] { generate(worker, seed); });
+      engines.emplace_back([=, this] { generate(worker, rounds, seed); });
     }
-    threads.emplace_back([=, this] { change_externals(seed); });
-    threads.emplace_back([=, this] { save_and_load(seed); });
-    threads.emplace_back([this] { look(); });
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    others.emplace_back([=, this] { change_externals(seed); });
+    others.emplace_back([=, this] { save_and_load(seed); });
+    others.emplace_back([this] { look(); });
+    if (rounds == 0) {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      stop_ = true;
+    }
+    for (std::thread& engine : engines) engine.join();
     stop_ = true;
-    for (std::thread& thread : threads) thread.join();
+    for (std::thread& other : others) other.join();
     CHECK(corpus_.check().empty());
     CHECK(corpus_.counters().at("open_sequences") == 0);
     return calls_;
@@ -51,10 +56,10 @@ class Stress {
 
  private:
   // An engine's loop, over sequences of its own.
-  void generate(std::int64_t worker, std::uint32_t seed) {
+  void generate(std::int64_t worker, std::uint64_t rounds, std::uint32_t seed) {
     std::mt19937 random(seed + static_cast<std::uint32_t>(worker));
     const std::vector<std::int32_t> budgets{0, 8, 63};
-    while (!stop_) {
+    for (std::uint64_t round = 0; !stop_ && (rounds == 0 || round < rounds); ++round) {
       std::vector<std::int64_t> ids;
       for (std::int64_t i = 0; i < kOwnSequences; ++i) {
         ids.push_back(worker * kOwnSequences + i);
@@ -141,19 +146,21 @@ class Stress {
 
 int main(int argc, char** argv) {
   double seconds = 10;
+  std::uint64_t rounds = 0;
   std::uint32_t seed = 1;
   for (int i = 1; i < argc; i += 2) {
     const std::string argument = argv[i];
     if (i + 1 < argc && argument == "--seconds") {
       seconds = std::atof(argv[i + 1]);
+    } else if (i + 1 < argc && argument == "--rounds") {
+      rounds = std::strtoull(argv[i + 1], nullptr, 10);
     } else if (i + 1 < argc && argument == "--seed") {
       seed = static_cast<std::uint32_t>(std::strtoul(argv[i + 1], nullptr, 10));
     } else {
-      std::fprintf(stderr, "usage: %s [--seconds S] [--seed N]\n", argv[0]);
+      std::fprintf(stderr, "usage: %s [--seconds S | --rounds N] [--seed N]\n", argv[0]);
       return 2;
     }
   }
-  const std::uint64_t calls = Stress().run(seconds, seed);
-  std::printf("%s: %llu calls in %.0f s\n", argv[0], static_cast<unsigned long long>(calls),
-              seconds);
+  const std::uint64_t calls = Stress().run(seconds, rounds, seed);
+  std::printf("%s: %llu calls\n", argv[0], static_cast<unsigned long long>(calls));
 }

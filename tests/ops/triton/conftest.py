@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.helpers.interpreted_products import ordered_products
+from tests.helpers.interpreter import quick_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = os.path.dirname(__file__)
@@ -66,6 +66,6 @@ def _poisoned_empty() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ordered_products() -> Iterator[None]:
-    with ordered_products():
+def _interpreter() -> Iterator[None]:
+    with quick_interpreter():
         yield
