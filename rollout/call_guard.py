@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 from rollout.errors import EngineStateError
@@ -28,6 +31,8 @@ class CallGuard:
         self._process = os.getpid()
         self._depth = 0  # calls inside each other; written by the thread that holds the lock
         self._in_step = False  # likewise
+        self._holds_interrupts = False  # Python's handler is replaced
+        self._interrupts = 0  # held back
         self._deferred: deque[Callable[[], None]] = deque()  # any thread appends
 
     def __enter__(self) -> None:
@@ -54,13 +59,42 @@ class CallGuard:
         self._run_deferred()
 
     def begin_step(self) -> None:
-        """Inside a call: nothing else may call until `end_step`."""
+        """Inside a call: nothing else may call until `end_step`, nor does Ctrl-C take effect."""
         while self._deferred:
             self._deferred.popleft()()
+        if (
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            and threading.current_thread() is threading.main_thread()
+        ):
+            self._interrupts = 0
+            self._holds_interrupts = True
+            signal.signal(signal.SIGINT, self._hold_interrupt)
         self._in_step = True
 
     def end_step(self) -> None:
+        """Raises KeyboardInterrupt where one was held back."""
         self._in_step = False
+        if self._holds_interrupts:
+            self._holds_interrupts = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._interrupts:
+                raise KeyboardInterrupt
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """For what changes the books outside of a step."""
+        self.begin_step()
+        try:
+            yield
+        finally:
+            self.end_step()
+
+    def _hold_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Raised anywhere in a step it would leave a part of the books written. The second time it
+        is: the step hangs."""
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
 
     def _run_deferred(self) -> None:
         """Whoever holds the lock meanwhile comes here after it was released."""

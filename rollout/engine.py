@@ -199,7 +199,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         request = self._requests.make(
             prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
         )
-        self.scheduler.add(request)
+        with self.calls.uninterrupted():
+            self.scheduler.add(request)
         return request
 
     def watch(self, request_id: int) -> None:
@@ -326,9 +327,10 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         if not self.scheduler.has(request_id):
             return
         self._settle()
-        request = self.scheduler.abort(request_id)
-        if request is not None:
-            self._hand_out([self._end(request)])
+        with self.calls.uninterrupted():
+            request = self.scheduler.abort(request_id)
+            if request is not None:
+                self._hand_out([self._end(request)])
 
     def metrics(self) -> EngineMetrics:
         """Counters since the engine was made, or since `reset_metrics`."""
@@ -389,13 +391,15 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         self._settle()
         if abort:
             self._abort_all()
-        if retract:
-            self.scheduler.retract_all()
-        self.worker.memory.reset()
+        with self.calls.uninterrupted():
+            if retract:
+                self.scheduler.retract_all()
+            self.worker.memory.reset()
 
     def _abort_all(self) -> None:
         self._settle()
-        self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
+        with self.calls.uninterrupted():
+            self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
 
     def _end(self, request: Request) -> Rollout:
         self.worker.release(request)

@@ -38,7 +38,8 @@ class StateCalls(ABC):
         if mode is PauseMode.ABORT:
             self._abort_all()
         elif mode is PauseMode.RETRACT:
-            self.scheduler.retract_all()
+            with self.calls.uninterrupted():
+                self.scheduler.retract_all()
         self.is_paused = True
 
     @exclusive

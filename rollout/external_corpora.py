@@ -192,9 +192,13 @@ class CorpusCalls(ABC):
 
         Whole or not at all; for a trainer's checkpoint. Of tensor-parallel ranks, whose corpora are
         alike, rank 0 writes it. What else was learned for speed (the cost
-        curve, lengths of rollouts) goes into ``<path>.learned.json``. Raises OSError.
+        curve, lengths of rollouts) goes into ``<path>.learned.json``. Raises OSError, and
+        InvalidInputError for what is there and no file: a folder, a device.
         """
         corpus, path = self._corpus(), checked_path(path, "path")
+        for each in (Path(path), learned_file(path)):
+            if each.exists() and not each.is_file():
+                raise InvalidInputError("path", str(each), "is no file: choose another name")
         if self.worker.ranks.tensor.rank:
             return
         corpus.save(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Self
 
@@ -20,20 +21,31 @@ class RolloutStream(Iterator[Rollout]):
     def __init__(self, rollouts: Generator[Rollout, None, None], calls: CallGuard) -> None:
         self._rollouts = rollouts
         self._calls = calls
+        self._closed = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Rollout:
         with self._calls:
-            return next(self._rollouts)
+            try:
+                return next(self._rollouts)
+            finally:
+                if self._closed:  # by somebody else, meanwhile
+                    self._rollouts.close()
 
     def close(self) -> None:
         """Abort what is unfinished: now, or as soon as the call that another thread is in ends."""
-        self._calls.defer(self._rollouts.close)
+        if not self._closed:
+            self._closed = True
+            self._calls.defer(self._leave)
 
     def __del__(self) -> None:
         self.close()
+
+    def _leave(self) -> None:
+        if inspect.getgeneratorstate(self._rollouts) != inspect.GEN_RUNNING:
+            self._rollouts.close()
 
 
 def in_order_of_plain_decoding(

@@ -43,7 +43,8 @@ class WholeCalls(ABC):
         and takes part until those of all have ended.
         """
         requests = self._requests_for(prompts, params)
-        rollouts = [rollout for ended in self._run_all(requests) for rollout in ended]
+        with closing(self._run_all(requests)) as steps:
+            rollouts = [rollout for ended in steps for rollout in ended]
         rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
         return rollouts
 
@@ -115,12 +116,13 @@ class WholeCalls(ABC):
 
     def _run_all(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
         """What ended in each step, until all have. Closed early, it aborts what is unfinished."""
-        for request in requests:
-            self.scheduler.add(request)
         inbox: deque[Rollout] = deque()
         unfinished = {request.request_id for request in requests}
-        self._claimed |= dict.fromkeys(unfinished, inbox)
         try:
+            with self.calls.uninterrupted():
+                self._claimed |= dict.fromkeys(unfinished, inbox)
+                for request in requests:
+                    self.scheduler.add(request)
             while self._any_rank(bool(unfinished)):
                 if not inbox or self.worker.ranks.rows.size > 1:
                     self._run_step()
@@ -137,10 +139,13 @@ class WholeCalls(ABC):
 
     def _unclaim(self, unfinished: set[int]) -> None:
         """Drop these; nobody waits for them any more."""
-        while unfinished:
-            request_id = unfinished.pop()
-            self._claimed.pop(request_id, None)
-            self._drop(request_id)
+        if not unfinished:
+            return
+        with self.calls.uninterrupted():
+            while unfinished:
+                request_id = unfinished.pop()
+                self._claimed.pop(request_id, None)
+                self._drop(request_id)
 
     def _any_rank(self, has_work: bool) -> bool:
         """Whether any of the ranks in lockstep has; all ask."""
@@ -183,7 +188,7 @@ class WholeCalls(ABC):
             request, output = self._scored(
                 prompt_ids, output_ids, SamplingParams() if params is None else params
             )
-            with self._all_or_none():
+            with self.calls.uninterrupted(), self._all_or_none():
                 return self.worker.score(request, output)
         except (InvalidInputError, OutOfMemoryError):
             self.worker.accompany_scoring()

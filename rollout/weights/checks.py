@@ -26,9 +26,15 @@ def pairs_of(named_tensors: object) -> NamedTensors:
         )
     if isinstance(named_tensors, Collection):
         for pair in named_tensors:
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-                raise InvalidInputError("named_tensors", pair, "must be a pair of name and tensor")
+            checked_pair(pair)
     return named_tensors
+
+
+def checked_pair(pair: object) -> tuple[str, torch.Tensor]:
+    """A name and what should be its tensor."""
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise InvalidInputError("named_tensors", pair, "must be a pair of name and tensor")
+    return pair[0], pair[1]
 
 
 def manifest_of(named_tensors: NamedTensors) -> Manifest | None:

@@ -229,7 +229,8 @@ class WeightTransaction:
             if not streams:
                 _check_values(update, named_tensors)
             with closed_iterator(named_tensors) as tensors:
-                for name, tensor in tensors:
+                for pair in tensors:
+                    name, tensor = checks.checked_pair(pair)
                     if update.takes(name):
                         self._write(update, name, tensor, direct, check_finite)
         except BaseException as error:
@@ -324,8 +325,8 @@ class WeightTransaction:
     def _write(
         self, update: _Update, name: str, tensor: torch.Tensor, direct: bool, check_finite: bool
     ) -> None:
-        spec = TensorSpec.of(tensor)
         checks.refuse_unreadable(name, tensor)
+        spec = TensorSpec.of(tensor)
         if direct or update.checked.get(name) != spec or name in update.loaded:
             _check_incoming(update, {name: spec}, direct)
         if check_finite:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +179,21 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_left_before_the_next(
     assert not engine.has_unfinished
 
 
+def test_a_stream_closed_while_its_next_rollout_is_computed_ends_after_it(engine, monkeypatch):
+    stream = engine.stream(PROMPTS, [SHORT, LONG])
+    begin_step = engine.worker.begin_step
+
+    def closing(batch):
+        stream.close()
+        return begin_step(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.worker, "begin_step", closing)
+        assert next(stream).prompt_ids == PROMPTS[0]
+    assert list(stream) == []
+    assert not engine.has_unfinished
+
+
 def test_a_signal_handler_is_kept_out_of_a_step(engine, expected, monkeypatch):
     said: list[str] = []
 
@@ -201,6 +218,96 @@ def test_a_signal_handler_is_kept_out_of_a_step(engine, expected, monkeypatch):
         signal.signal(signal.SIGUSR1, before)
     assert said
     assert all("middle of a step" in each for each in said)
+
+
+def submit_and_step(engine):
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(prompt, PARAMS, prompt_index=index)
+    return run_out(engine)
+
+
+def run_out(engine):
+    rollouts = []
+    while engine.has_unfinished:
+        rollouts += engine.step()
+    return rollouts
+
+
+INTERRUPTED = {
+    "generate": lambda engine: engine.generate(PROMPTS, PARAMS),
+    "stream": lambda engine: list(engine.stream(PROMPTS, PARAMS)),
+    "score": lambda engine: engine.score(PROMPTS[0], PROMPTS[1]),
+    "step": submit_and_step,
+}
+
+
+class InterruptAt:
+    """Ctrl-C at the line that is run as the ``number``-th of those that keep the engine's books."""
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+        self.lines = 0
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame, event, argument):
+        module = frame.f_globals.get("__name__", "")
+        return self._run_line if module.startswith(BOOKKEEPING) else None
+
+    def _run_line(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.number:
+                signal.raise_signal(signal.SIGINT)
+        return self._run_line
+
+
+BOOKKEEPING = ("rollout.scheduler", "rollout.memory", "rollout.engine", "spec_workers")
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_anywhere_leaves_the_books_whole(engine, expected, name):
+    call = INTERRUPTED[name]
+    with InterruptAt(None) as counted:
+        call(engine)
+    assert counted.lines > 100
+    rng = random.Random(11)
+    interrupted = 0
+    for _ in range(12):
+        try:
+            with InterruptAt(rng.randint(1, counted.lines)):
+                call(engine)
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if name == "step":  # what was submitted goes on
+            for rollout in run_out(engine):
+                assert rollout.token_ids == expected[PARAMS.n * rollout.prompt_index]
+        assert not engine.has_unfinished
+        engine.check_integrity()
+        assert engine.worker.memory.usage.used == 0
+    assert interrupted
+
+
+def test_a_second_interrupt_ends_a_step_that_hangs(engine, monkeypatch):
+    begin_step = engine.worker.begin_step
+
+    def interrupted(batch):
+        signal.raise_signal(signal.SIGINT)
+        finish = begin_step(batch)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("goes on")
+        return finish
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.worker, "begin_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, PARAMS)
 
 
 def test_calls_from_inside_of_one_are_fine(engine):

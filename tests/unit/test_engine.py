@@ -242,6 +242,13 @@ def test_what_is_no_named_tensor_is_refused(engine, tensors):
     assert engine.can_run
 
 
+@pytest.mark.parametrize("pair", [5, None, ("lm_head.weight",), (1, 2), ("lm_head.weight", None)])
+def test_a_generator_of_what_is_no_named_tensor_is_refused(engine, pair):
+    with pytest.raises(InvalidInputError, match="named_tensors"):
+        engine.update_weights_from_tensor(each for each in [pair])
+    assert engine.can_run
+
+
 def test_a_state_dict_is_taken_as_it_is(engine):
     engine.update_weights_from_tensor(dict(random_weights(engine, 3)))
     assert engine.weight_version == 1

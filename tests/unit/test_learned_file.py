@@ -321,6 +321,20 @@ def test_a_damaged_corpus_file_changes_nothing(tiny_model_path, saved, tmp_path)
     assert [rollout.token_ids for rollout in engine.generate(PROMPTS, PARAMS)] == expected
 
 
+def test_a_corpus_is_saved_in_place_of_a_file_alone(saved, tmp_path):
+    """A device would be replaced by a file of its name."""
+    engine, _ = saved
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "beside.learned.json").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(os.listdir(tmp_path))
+    for name in ("folder", "beside", "pipe"):
+        with pytest.raises(InvalidInputError, match="is no file"):
+            engine.save_corpus(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
 def test_a_corpus_without_the_file_is_no_trouble(tiny_model_path, saved, tmp_path, caplog):
     _, path = saved
     copy = tmp_path / "corpus"
