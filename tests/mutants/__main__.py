@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.coverage_map import CoverageMap, coverage_map
+from tests.mutants.coverage_map import CoverageMap, TestFile, coverage_map
 from tests.mutants.mutation import Mutation, by_line
 from tests.mutants.results import Outcome, Result, print_results, read_results, write_results
 from tests.mutants.rooms import all_mutations
@@ -99,7 +99,8 @@ def _try(mutation: Mutation, bench: Workbench, covered: CoverageMap, budget: flo
     """Run what covers it, as far as the budget of seconds goes, though one file at least."""
     started, cpu_seconds = time.monotonic(), 0.0
     covering = covered.covering(mutation)
-    chosen, spent = [], 0.0
+    chosen: list[TestFile] = []
+    spent = 0.0
     for each in covering:
         spent += each.cpu_seconds
         if chosen and spent > budget:

@@ -54,11 +54,11 @@ class Corpora:
 
     async def add_badly(self, event: Event) -> None:
         """Nothing is kept of it."""
-        source = self._rng.choice([
+        sources: list[dict[str, Any]] = [
             {"file_path": "broken.jsonl"}, {"file_path": "../words.jsonl"}, {"documents": []},
             {"token_chunks": [[self._vocab_size]]}, {"documents": ["one"], "token_chunks": [[1]]},
-        ])  # fmt: skip
-        body = {"corpus_id": "bad"} | source
+        ]  # fmt: skip
+        body = {"corpus_id": "bad"} | self._rng.choice(sources)
         await self._post(event, "/add_external_corpus", body, {400, 422})
 
     async def remove(self, event: Event) -> None:
