@@ -53,7 +53,7 @@ class OwnOptions:
                 raise InvalidInputError(
                     f"{PREFIX}{name}", self.overrides[name], f"is set by {argument}"
                 )
-        engine_config("", self.overrides)
+        engine_config("unread", self.overrides)  # the path is not looked at
         worker_factory(self.spec, **self.spec_options)
 
     @property
