@@ -134,7 +134,8 @@ class ThreadPool:
 
     async def _close(self) -> None:
         for replica in self.living.values():
-            await replica.host.close()
+            if not replica.is_dead:  # else `kill` has closed it, though nobody has heard of it yet
+                await replica.host.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
