@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[2]
 def run_tests(paths: Sequence[str], environment: Mapping[str, str], tmp_path: Path) -> None:
     """Without the plugins that they do without: importing those takes longer than some tests."""
     plugins = ("-p", "no:cacheprovider", "-p", "pytest_timeout")
-    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    alone = {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, f"--basetemp={tmp_path / 'tests'}", *paths],
         env={**os.environ, **alone, **environment},

@@ -124,6 +124,7 @@ def test_what_is_sent_comes_back(device) -> None:
         "whole": np.array([2**62, -1], dtype=np.int64),
         "one": np.array([7], dtype=np.int32),
         "three": np.array([1.5, np.inf, -2.0], dtype=np.float32),
+        "another": np.array([8], dtype=np.int32),  # of an odd number of words of four bytes
         "double": np.array([[0.1, 0.2]], dtype=np.float64),
     }
     sent = upload(arrays, device)
@@ -134,6 +135,7 @@ def test_what_is_sent_comes_back(device) -> None:
     read = download(sent)
     for name, array in read.items():
         assert array.dtype == arrays[name].dtype
+        assert array.flags.aligned
         assert array.tolist() == arrays[name].tolist()
 
 
