@@ -17,8 +17,7 @@ from rollout.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, submit_all
-
-pytestmark = pytest.mark.timeout(120)
+from tests.helpers.hang import HANG_SECONDS
 
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
 POISON = [9, 9, 9, 9]
@@ -283,16 +282,18 @@ def test_an_engine_loop_drives_it_and_streams(make_cluster, config):
     with EngineLoop(cluster) as loop:
         ticket = loop.submit([5, 6, 7], LONG, on_tokens=on_tokens)
         others = [loop.submit([8, 6, i], PARAMS) for i in range(8)]
-        assert first.wait(60)
-        loop.call(lambda engine: [each.kill() for each in pool.living.values()]).result(60)
-        rollout = ticket.future.result(60)
+        assert first.wait(HANG_SECONDS)
+        loop.call(lambda engine: [each.kill() for each in pool.living.values()]).result(
+            HANG_SECONDS
+        )
+        rollout = ticket.future.result(HANG_SECONDS)
         assert [token for new in seen for token in new] == rollout.token_ids
         assert len(seen) > 2
         for other in others:
-            assert other.future.result(60).finish_reason is not FinishReason.ABORT
+            assert other.future.result(HANG_SECONDS).finish_reason is not FinishReason.ABORT
         late = loop.submit([5, 6, 7], LONG)
-        loop.abort_all().result(60)
-        assert late.future.result(60).finish_reason is FinishReason.ABORT
+        loop.abort_all().result(HANG_SECONDS)
+        assert late.future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
 
 
 def test_a_newcomer_that_cannot_be_brought_up_to_date_does_not_join(make_cluster, expected):

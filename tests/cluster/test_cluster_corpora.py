@@ -10,8 +10,6 @@ from rollout.errors import InvalidInputError
 from tests.cluster.thread_pool import kill, rejoined
 from tests.cluster.workload import always_drafts, content, drain, key, submit_all
 
-pytestmark = pytest.mark.timeout(120)
-
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=60, ignore_eos=True, n=2)
 PROMPTS = [[5 + i, 6, 7] for i in range(8)]
 

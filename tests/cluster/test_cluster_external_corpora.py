@@ -26,8 +26,7 @@ from tests.cluster.workload import (
     key,
     submit_all,
 )
-
-pytestmark = pytest.mark.timeout(120)
+from tests.helpers.hang import HANG_SECONDS
 
 IN_MEMORY = {ExternalState.READY, ExternalState.PUBLISHED}
 
@@ -53,7 +52,7 @@ class _Gated(list[Sequence[int]]):
         self._opened = opened
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        assert self._opened.wait(60)
+        assert self._opened.wait(HANG_SECONDS)
         return super().__iter__()
 
 

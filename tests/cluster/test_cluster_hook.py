@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -12,8 +11,6 @@ from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.trainers import RolloutHook
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import drain, ngram, submit_all
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_after_a_step_all_replicas_generate_with_the_new_weights(config):

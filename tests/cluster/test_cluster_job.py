@@ -24,8 +24,7 @@ from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from rollout.specs import worker_factory
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
 from tests.helpers.forked import ROOT, forked, run_module
-
-pytestmark = pytest.mark.timeout(600)
+from tests.helpers.hang import HANG_SECONDS
 
 NUM_PROMPTS, N, MAX_NEW_TOKENS = 60, 4, 100
 
@@ -97,7 +96,7 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, 
     below = psutil.Process(process.pid).children(recursive=True)
     assert len(replica_processes(process.pid)) == 2
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group get it
-    process.join(240)
+    process.join(HANG_SECONDS)
     assert process.exitcode == 128 + signal.SIGINT, log.read_text()
     assert "run the same command again" in log.read_text().replace("\n", " ")
     wait_until_gone(below, 60)
@@ -108,7 +107,7 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, 
     wait_for_lines(journal, written + 20, process, log)
     replicas = replica_processes()
     replicas[0].kill()
-    process.join(240)
+    process.join(HANG_SECONDS)
     assert process.exitcode == 0, log.read_text()
     wait_until_gone(replicas, 60)
     assert "died and is started anew" in log.read_text()

@@ -24,8 +24,6 @@ from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PROMPTS, always_drafts
 from tests.helpers.tiny_model import save_tiny_llama
 
-pytestmark = pytest.mark.timeout(120)
-
 SAMPLING = {"temperature": 0.9, "max_new_tokens": 30, "ignore_eos": True}
 
 

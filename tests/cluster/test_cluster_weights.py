@@ -25,10 +25,9 @@ from rollout.weights.packed_bucket import PackedBucket
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster.thread_pool import ThreadPool, ThreadReplica, kill, rejoined
 from tests.cluster.workload import content, drain, key, ngram
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
-
-pytestmark = pytest.mark.timeout(120)
 
 PROMPTS = [[3 + i, 10 + i, 11] for i in range(4)]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, seed=5, n=2, ignore_eos=True)
@@ -141,7 +140,7 @@ def by_group(cluster, folder: Path, tensors: Tensors, **options) -> None:
         source = TensorSource(tensors)
         sending = threads.submit(sender.send, source, 20)
         cluster.update_weights_from_distributed(**sender.arguments(source), **options)
-        sending.result(20)
+        sending.result(HANG_SECONDS)
 
 
 TRANSPORTS = [by_collection, by_generator, by_buckets, by_packed_bucket, by_disk, by_handles,
@@ -462,7 +461,9 @@ def test_a_newcomer_that_begins_to_join_anew_is_not_brought_the_same_twice(make,
     kill(cluster, pool, "replica-0")
     born = len(pool.lives)
     asked, opened = [], threading.Event()
-    Interceptor(pool.living["replica-1"], "read_weights", lambda n: opened.wait(60) and None)
+    Interceptor(
+        pool.living["replica-1"], "read_weights", lambda n: opened.wait(HANG_SECONDS) and None
+    )
     while "replica-0" not in cluster.members.joined:
         if not asked and cluster.weight_bringer.is_busy:
             asked.append(cluster.weight_bringer.try_again())

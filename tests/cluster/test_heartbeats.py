@@ -13,8 +13,7 @@ from rollout import RolloutEngine
 from rollout.cluster.ray.heartbeats import Heartbeats
 from rollout.engine_loop import EngineLoop
 from tests.cluster.workload import ngram
-
-pytestmark = pytest.mark.timeout(60)
+from tests.helpers.hang import HANG_SECONDS
 
 pytest.importorskip("ray")
 
@@ -64,11 +63,11 @@ def test_a_loop_says_how_long_it_has_been_at_what_it_does(config):
 
     def wait(engine: RolloutEngine) -> None:
         begun.set()
-        assert opened.wait(30)
+        assert opened.wait(HANG_SECONDS)
 
     with EngineLoop(RolloutEngine.from_config(config, ngram())) as loop:
         waiting = loop.call(wait)
-        assert begun.wait(30)
+        assert begun.wait(HANG_SECONDS)
         time.sleep(0.05)
         assert loop.busy_seconds >= 0.05
         opened.set()

@@ -18,7 +18,6 @@ from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import assert_same_run, by_generation, engine_of, run
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.usefixtures("own_ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]

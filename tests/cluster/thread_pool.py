@@ -17,6 +17,7 @@ from rollout.cluster.messages import Submission
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
 from rollout.specs import WorkerFactory
+from tests.helpers.hang import HANG_SECONDS
 
 REPORT_SECONDS = 0.002
 
@@ -128,9 +129,9 @@ class ThreadPool:
         return value
 
     def close(self) -> None:
-        self.run(self._close()).result(60)
+        self.run(self._close()).result(HANG_SECONDS)
         self._events.call_soon_threadsafe(self._events.stop)
-        self._thread.join(30)
+        self._thread.join(HANG_SECONDS)
 
     async def _close(self) -> None:
         for replica in self.living.values():

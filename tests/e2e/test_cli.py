@@ -20,6 +20,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rollout.cli import main
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import small_files
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -203,7 +204,7 @@ def test_no_ranks_are_started_for_a_model_they_cannot_share(
 def test_ranks_that_fail_end_with_their_own_code() -> None:
     launcher = [sys.executable, "-m", "rollout.parallel.launcher", "2"]
     ended = subprocess.run(
-        [*launcher, "timeit", "--nonsense"], capture_output=True, text=True, timeout=120
+        [*launcher, "timeit", "--nonsense"], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert ended.returncode == 2
     assert "option --nonsense not recognized" in ended.stdout + ended.stderr

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.faulty_disk import FAILED
+from tests.helpers.hang import HANG_SECONDS
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("disk-faults") / "disk_faults.so"
     source = Path(__file__).with_name("disk_faults.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True, timeout=300)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", built, source], check=True, timeout=HANG_SECONDS
+    )
     return built
 
 
@@ -40,7 +43,7 @@ def run_jobs(library: Path, folder: Path, jobs: list[tuple[str, ...]]) -> list[t
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=1200,
+        timeout=HANG_SECONDS,
     )
     return [(status, message) for status, message in json.loads(ended.stdout)]
 

@@ -18,6 +18,7 @@ from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.offline import DataConfig, LogConfig, OutputConfig, RunConfig, run_job
 from rollout.specs import worker_factory
 from rollout.types import SamplingParams
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.run_logs import learned_line
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -69,7 +70,7 @@ def chromium(address: str, folder: Path, *arguments: str) -> str:
         "--enable-logging=stderr", "--virtual-time-budget=10000", f"--user-data-dir={folder}",
         *arguments, address,
     ]  # fmt: skip
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert shown.returncode == 0, shown.stderr
     assert "CONSOLE" not in shown.stderr, shown.stderr
     return shown.stdout

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.hang import HANG_SECONDS
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
-TIMEOUT = 60.0  # seconds, of one answer
 
 
 class Tab:
@@ -88,7 +89,7 @@ class Tab:
             self._note(answer)
 
     def _receive(self) -> dict[str, Any]:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         while b"\0" not in self._buffer:
             left = deadline - time.monotonic()
             assert select.select([self._events], [], [], max(0.0, left))[0], "the browser is silent"

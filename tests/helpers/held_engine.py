@@ -6,6 +6,7 @@ import threading
 from itertools import count
 
 from rollout import Rollout, RolloutEngine
+from tests.helpers.hang import HANG_SECONDS
 
 
 class HeldEngine:
@@ -24,7 +25,7 @@ class HeldEngine:
             ended = step()
             if next(steps) == self._steps:
                 self.waits.set()
-                assert self.go_on.wait(60)
+                assert self.go_on.wait(HANG_SECONDS)
             return ended
 
         engine.step = held  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-TIMEOUT = 60.0
+from tests.helpers.hang import HANG_SECONDS
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def open_request(
     connection = socket.socket()
     if receive_bytes is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    connection.settimeout(TIMEOUT)
+    connection.settimeout(HANG_SECONDS)
     connection.connect((server.hostname, server.port))
     lines = [f"{method} {path} HTTP/1.1", f"Host: {server.netloc}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.forked import forked, run_module
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 
 
@@ -28,10 +29,7 @@ def extensions_never_compiled(folder: Path) -> Path:
     return folder / "extensions"
 
 
-TIMEOUT = 900.0  # ends what hangs
-
-
-def launch(module: str, folder: Path, *, ranks: int, timeout: float = TIMEOUT) -> list[Any]:
+def launch(module: str, folder: Path, *, ranks: int, timeout: float = HANG_SECONDS) -> list[Any]:
     """Run ``python -m module out.json`` on ``ranks`` processes of one gloo group.
 
     Returns what each wrote to its file, as JSON. A rank that fails, or all of them taking longer

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.parallel import ProcessRanks
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tensor_cases import changed, stored
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -117,7 +118,7 @@ def run(case: dict) -> dict:
 def sums_alike(store) -> bool:
     """Whether a sum that ranks share out has the bits of one that each computes, in rank order."""
     own = PrefixStore("sums", store)
-    group = ProcessRanks(own, RANK, SIZE, device=torch.device("cpu"), timeout=60.0)
+    group = ProcessRanks(own, RANK, SIZE, device=torch.device("cpu"), timeout=HANG_SECONDS)
     generator = torch.Generator().manual_seed(RANK)
     same = True
     for shape, dtype in (((40_001,), torch.float32), ((129, 300), torch.bfloat16)):

@@ -21,6 +21,7 @@ from rollout.errors import RolloutError
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
 
@@ -100,7 +101,7 @@ def sent(engine: RolloutEngine, folder: str) -> None:
         load_format="flattened_bucket",
     )
     if RANK == 0:
-        sender.join(30.0)
+        sender.join(HANG_SECONDS)
 
 
 def updates(folder: str, other: str) -> tuple[dict, dict]:

@@ -10,10 +10,9 @@ from typing import TypeVar
 import torch
 
 from rollout.parallel import ModelRanks, RankGroup, SingleRank
+from tests.helpers.hang import HANG_SECONDS
 
 T = TypeVar("T")
-
-_SECONDS = 30
 
 
 class ThreadRank:
@@ -27,9 +26,9 @@ class ThreadRank:
 
     def _exchange(self, value: T) -> list[T]:
         self._board[self.rank] = value
-        self._barrier.wait(_SECONDS)
+        self._barrier.wait(HANG_SECONDS)
         values = list(self._board)
-        self._barrier.wait(_SECONDS)
+        self._barrier.wait(HANG_SECONDS)
         return values  # type: ignore[return-value]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ def on_ranks(size: int, call: Callable[[RankGroup], T]) -> list[T]:
     barrier, board = threading.Barrier(size), [None] * size
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(call, ThreadRank(rank, barrier, board)) for rank in range(size)]
-        return [future.result(2 * _SECONDS) for future in futures]
+        return [future.result(2 * HANG_SECONDS) for future in futures]
 
 
 def tensor_ranks(group: RankGroup) -> ModelRanks:

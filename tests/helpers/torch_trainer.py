@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-SECONDS = 20.0
+from tests.helpers.hang import HANG_SECONDS
 
 
 class TorchTrainer:
@@ -18,7 +18,7 @@ class TorchTrainer:
 
     def __init__(self, port: int, world_size: int = 2, group_name: str = "weights") -> None:
         """Returns when every member has come."""
-        timeout = timedelta(seconds=SECONDS)
+        timeout = timedelta(seconds=HANG_SECONDS)
         met = dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout)
         store, rank, size = next(met)
         store.set_timeout(timeout)
@@ -39,7 +39,7 @@ class TorchTrainer:
         with ThreadPoolExecutor(1) as threads:
             announced = threads.submit(announce)
             self.send(tensors.values())
-            announced.result(SECONDS)
+            announced.result(HANG_SECONDS)
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)

@@ -23,9 +23,9 @@ from rollout.weights.groups import WeightGroups
 from rollout.weights.manifest import Manifest
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked
+from tests.helpers.hang import HANG_SECONDS
 
 BUCKET_BYTES = 8192
-SECONDS = 60.0
 
 
 class Peer:
@@ -127,7 +127,7 @@ def share(pipe: Connection, cut: _Cut, folder: str) -> None:
 def send(pipe: Connection, cut: _Cut, folder: str, port: int, size: int) -> None:
     group = WeightGroup(
         master_address="127.0.0.1", master_port=port, rank=0, world_size=size,
-        group_name="weights", timeout=SECONDS,
+        group_name="weights", timeout=HANG_SECONDS,
     )  # fmt: skip
     sender, source = DistributedSender(group, BUCKET_BYTES), _CutSource(folder, cut)
     pipe.send({"arguments": sender.arguments(source)})
@@ -136,7 +136,7 @@ def send(pipe: Connection, cut: _Cut, folder: str, port: int, size: int) -> None
 
 def receive(pipe: Connection, cut: _Cut, port: int, rank: int, size: int) -> None:
     groups = WeightGroups()
-    groups.init("127.0.0.1", port, rank, size, "weights", "gloo", SECONDS)
+    groups.init("127.0.0.1", port, rank, size, "weights", "gloo", HANG_SECONDS)
     pipe.send({"joined": rank})
-    with groups.source(**pipe.recv(), timeout=SECONDS) as source:
+    with groups.source(**pipe.recv(), timeout=HANG_SECONDS) as source:
         pipe.send({"received": sum(1 for _ in cut(source))})

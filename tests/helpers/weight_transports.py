@@ -18,12 +18,12 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
+from tests.helpers.hang import HANG_SECONDS
 
 Tensors = Mapping[str, torch.Tensor]
 Update = Callable[..., None]  # (tensors, **options): one whole update
 
 BUCKET_BYTES = 8192  # several buckets, and tensors larger than one
-SECONDS = 60.0
 TRANSPORTS = (
     "collection",
     "generator",
@@ -70,10 +70,10 @@ def group_of(
     world_size: int = 2,
     store: TCPStore | None = None,
     *,
-    engine_timeout: float = SECONDS,
+    engine_timeout: float = HANG_SECONDS,
 ) -> Iterator[tuple[WeightGroup, ThreadPoolExecutor]]:
     """The engine at rank 1 and this process's sender at rank 0, with a thread to send from."""
-    store = store or listen("127.0.0.1", SECONDS)
+    store = store or listen("127.0.0.1", HANG_SECONDS)
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(
             WeightGroup,
@@ -82,13 +82,13 @@ def group_of(
             rank=0,
             world_size=world_size,
             group_name="weights",
-            timeout=SECONDS,
+            timeout=HANG_SECONDS,
             store=store,
         )
         engine.init_weights_update_group(
             "127.0.0.1", store.port, 1, world_size, "weights", timeout=engine_timeout
         )
-        group = joined.result(SECONDS)
+        group = joined.result(HANG_SECONDS)
         try:
             yield group, threads
         finally:
@@ -152,13 +152,13 @@ def _distributed(
     if kind == "distributed":
         sender = DistributedSender(group, BUCKET_BYTES)
         call = sender.arguments(TensorSource(tensors))
-        sent = threads.submit(sender.send, TensorSource(tensors), SECONDS)
+        sent = threads.submit(sender.send, TensorSource(tensors), HANG_SECONDS)
     else:
         call = arguments(tensors)
         sent = threads.submit(lambda: [group.broadcast(each) for each in tensors.values()])
     try:
         engine.update_weights_from_distributed(**call, **options)
     finally:
-        error = sent.exception(SECONDS)
+        error = sent.exception(HANG_SECONDS)
     if error is not None:
         raise error

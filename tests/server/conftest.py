@@ -21,9 +21,8 @@ from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.serving import Serving
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_text_model
-
-TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,15 @@ class Live:
 
     def client(self, key: str | None = None) -> httpx.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, timeout=TIMEOUT, headers=headers)
+        return httpx.Client(base_url=self.url, timeout=HANG_SECONDS, headers=headers)
 
     def wait_until_idle(self) -> None:
         """Until every request has ended, then the pools' books balance and nothing is held."""
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         while self.serving.loop.num_unfinished:
             assert time.monotonic() < deadline, "requests are left"
             time.sleep(0.005)
-        self.serving.loop.call(_check_idle).result(TIMEOUT)
+        self.serving.loop.call(_check_idle).result(HANG_SECONDS)
 
 
 OpenServer = Callable[..., Live]
@@ -106,7 +105,7 @@ def run_server(
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         while not uvicorn_server.started:
             assert thread.is_alive(), "uvicorn did not start"
             assert time.monotonic() < deadline
@@ -117,7 +116,7 @@ def run_server(
     finally:
         uvicorn_server.should_exit = True
         serving.close()
-        thread.join(TIMEOUT)
+        thread.join(HANG_SECONDS)
         engine.close()
     assert not thread.is_alive()
 

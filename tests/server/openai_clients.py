@@ -8,16 +8,19 @@ from typing import Any
 import openai
 
 from rollout import Rollout
-from tests.server.conftest import TIMEOUT, Live
+from tests.helpers.hang import HANG_SECONDS
+from tests.server.conftest import Live
 
 
 def client_of(live: Live, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, timeout=TIMEOUT, max_retries=0)
+    return openai.OpenAI(
+        base_url=f"{live.url}/v1", api_key=key, timeout=HANG_SECONDS, max_retries=0
+    )
 
 
 def async_client_of(live: Live) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
-        base_url=f"{live.url}/v1", api_key="none", timeout=TIMEOUT, max_retries=0
+        base_url=f"{live.url}/v1", api_key="none", timeout=HANG_SECONDS, max_retries=0
     )
 
 

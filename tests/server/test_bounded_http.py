@@ -15,9 +15,9 @@ import pytest
 import uvicorn
 
 from rollout.server.bounded_http import BoundedHttp
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.http_raw import open_request
 
-TIMEOUT = 30.0
 ANSWER = b"hello"
 
 
@@ -62,20 +62,20 @@ def url() -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         while not server.started:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         yield "http://{}:{}".format(*listener.getsockname())
     finally:
         server.should_exit = True
-        thread.join(TIMEOUT)
+        thread.join(HANG_SECONDS)
     assert not thread.is_alive()
 
 
 def is_let_go(connection: socket.socket, drip: bytes) -> bool:
     """Whether the server ends it although a byte comes now and then."""
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + HANG_SECONDS
     connection.settimeout(0.05)
     while time.monotonic() < deadline:
         try:
@@ -90,14 +90,14 @@ def is_let_go(connection: socket.socket, drip: bytes) -> bool:
 
 
 def wait_for(reached) -> None:
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + HANG_SECONDS
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
 def connect(url: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), TIMEOUT)
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), HANG_SECONDS)
 
 
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
@@ -192,8 +192,8 @@ def test_who_leaves_with_requests_that_wait_is_noticed(url, caplog, resets):
             linger = struct.pack("ii", 1, 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         wait_for(lambda: asked == ["/waits"])
-    assert heard_of_leaving.wait(TIMEOUT)
-    with httpx.Client(base_url=url, timeout=TIMEOUT) as client:
+    assert heard_of_leaving.wait(HANG_SECONDS)
+    with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
         assert client.get("/").content == ANSWER
     assert asked == ["/waits", "/"]
     assert not caplog.records
@@ -219,7 +219,7 @@ def test_requests_that_wait_for_others_are_bounded(url):
 
 
 def test_connections_are_used_again_and_bodies_may_be_long(url):
-    with httpx.Client(base_url=url, timeout=TIMEOUT) as client:
+    with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
         for _ in range(3):
             assert client.post("/reads", content=b"a" * 300_000).content == ANSWER
             time.sleep(0.6 * Hurried.seconds)

@@ -24,9 +24,9 @@ from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.server.command import register_serve_schema, serve_config_from
 from rollout.server.config import ServerConfig
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.http_raw import open_request, read_status
 
-TIMEOUT = 60.0
 SMALL = ("num_threads=1", "memory.max_kv_tokens=2048", "spec.calibration_seconds=0")
 
 
@@ -128,7 +128,7 @@ def stream_of(url, max_new_tokens):
     """An answer that has begun; the events that come after are read by the caller."""
     sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
     body = {"input_ids": [5, 6], "stream": True, "sampling_params": sampling}
-    return httpx.stream("POST", f"{url}/generate", json=body, timeout=TIMEOUT)
+    return httpx.stream("POST", f"{url}/generate", json=body, timeout=HANG_SECONDS)
 
 
 def last_event(lines) -> dict:
@@ -138,7 +138,7 @@ def last_event(lines) -> dict:
 
 def status_of(url) -> int:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-    return httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT).status_code
+    return httpx.post(f"{url}/generate", json=body, timeout=HANG_SECONDS).status_code
 
 
 def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(text_model_path):
@@ -155,7 +155,7 @@ def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(text_model_path):
             assert httpx.get(f"{url}/health").status_code == 503
             last = last_event(lines)
         assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
-        assert process.wait(TIMEOUT) == 0
+        assert process.wait(HANG_SECONDS) == 0
         assert "Traceback" not in process.stdout.read()
 
 
@@ -178,7 +178,7 @@ def test_a_second_signal_ends_with_what_there_is(text_model_path):
             assert last_event(lines)["meta_info"]["finish_reason"]["type"] == "abort"
             stream.__exit__(None, None, None)
             assert read_status(half) == 503
-        assert process.wait(TIMEOUT) == 0
+        assert process.wait(HANG_SECONDS) == 0
         log = process.stdout.read()
         assert "Traceback" not in log
         assert "stopping: 1 requests" in log

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.helpers.hang import HANG_SECONDS
+
 LONG = {"temperature": 0.9, "max_new_tokens": 400, "ignore_eos": True}
-TIMEOUT = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def in_flight(live, **body):
     with live.client() as client, ThreadPoolExecutor(1) as pool:
         before = live.serving.loop.num_unfinished
         future = pool.submit(post, client, "/generate", **body)
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         while live.serving.loop.num_unfinished == before:
             assert not future.done(), future.result()
             assert time.monotonic() < deadline
@@ -63,7 +64,7 @@ def test_requests_wait_while_generation_is_paused(live, client):
         assert "paused" in refused.json()["error"]["message"]
         assert not future.done()
         post(client, "/continue_generation")
-        assert len(future.result(TIMEOUT)["output_ids"]) == 4
+        assert len(future.result(HANG_SECONDS)["output_ids"]) == 4
     assert client.get("/health_generate").status_code == 200
 
 
@@ -81,7 +82,7 @@ def test_scores_wait_while_generation_is_paused(live, client):
             time.sleep(0.002)
         with live.client() as other:
             post(other, "/continue_generation")
-        scored = future.result(TIMEOUT)["meta_info"]["input_token_logprobs"]
+        scored = future.result(HANG_SECONDS)["meta_info"]["input_token_logprobs"]
     assert [token for _, token, _ in scored] == [6, 7]
 
 
@@ -105,7 +106,7 @@ def test_a_pause_does_not_change_what_comes(live, client, mode):
 def test_pausing_with_abort_answers_with_the_partial(live, client):
     with in_flight(live, input_ids=[5, 6], sampling_params=LONG, return_logprob=True) as future:
         post(client, "/pause_generation")
-        answer = future.result(TIMEOUT)
+        answer = future.result(HANG_SECONDS)
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     assert len(answer["output_ids"]) < 400
@@ -122,12 +123,12 @@ def test_abort_by_rid_ends_that_request_alone(live, client):
     ):
         assert post(client, "/abort_request", rid="nobody") == {"aborted": 0}
         assert post(client, "/abort_request", rid="a") == {"aborted": 1}
-        answer = first.result(TIMEOUT)
+        answer = first.result(HANG_SECONDS)
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert answer["output_ids"] == []
         assert post(client, "/abort_request", rid="ab_1") == {"aborted": 2}
         post(client, "/continue_generation")
-        answers = second.result(TIMEOUT)
+        answers = second.result(HANG_SECONDS)
     assert [answer["meta_info"]["id"] for answer in answers] == [
         "ab_0_0",
         "ab_0_1",
@@ -156,7 +157,7 @@ def test_abort_all_leaves_an_idle_server(live, client):
         assert post(client, "/abort_request", abort_all=True)["aborted"] <= 3
         loads = client.get("/v1/loads", params={"include": "core,disagg,queues"}).json()["loads"]
         assert loads[0]["num_total_reqs"] == 0
-        types = {a["meta_info"]["finish_reason"]["type"] for a in future.result(TIMEOUT)}
+        types = {a["meta_info"]["finish_reason"]["type"] for a in future.result(HANG_SECONDS)}
     assert types == {"abort"}
     assert client.post("/abort_request", json={}).status_code == 422
 
@@ -170,8 +171,8 @@ def test_the_cache_is_flushed_when_idle_alone(live, client):
         assert "1 requests" in busy.json()["message"]
         abort = threading.Timer(0.1, live.serving.loop.abort_all)
         abort.start()
-        assert client.post("/flush_cache", params={"timeout": TIMEOUT}).status_code == 200
-        future.result(TIMEOUT)
+        assert client.post("/flush_cache", params={"timeout": HANG_SECONDS}).status_code == 200
+        future.result(HANG_SECONDS)
     assert client.get("/flush_cache", params={"timeout": "nan"}).status_code == 422
 
 
@@ -182,7 +183,7 @@ def test_loads_count_what_runs_and_what_waits(live, client):
         assert load["num_total_reqs"] == load["num_waiting_reqs"] == 3
         assert client.get("/get_load").json()[0]["num_reqs"] == 3
         post(client, "/abort_request", abort_all=True)
-        future.result(TIMEOUT)
+        future.result(HANG_SECONDS)
 
 
 def test_what_the_server_tells_of_itself(live, client, text_model_path):

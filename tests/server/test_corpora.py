@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from rollout.engine_protocol import Engine
-from tests.server.conftest import TIMEOUT, Live, run_server
+from tests.helpers.hang import HANG_SECONDS
+from tests.server.conftest import Live, run_server
 from tests.server.policies import output_ids
 
 ADD, REMOVE, LIST = "/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"
@@ -138,7 +139,7 @@ class Slow(list):
     def __iter__(self):
         yield self[0]
         self.reached.set()
-        assert self.opened.wait(TIMEOUT)
+        assert self.opened.wait(HANG_SECONDS)
         yield from self[1:]
 
 
@@ -149,8 +150,8 @@ def add_slow(live: Live, name: str) -> Slow:
     def add(engine: Engine) -> str:
         return engine.add_external_corpus(name, token_chunks=chunks)
 
-    live.serving.loop.call(add).result(TIMEOUT)
-    assert chunks.reached.wait(TIMEOUT)
+    live.serving.loop.call(add).result(HANG_SECONDS)
+    assert chunks.reached.wait(HANG_SECONDS)
     return chunks
 
 
@@ -166,7 +167,7 @@ def test_a_load_is_seen_and_generation_and_other_loads_go_on(client, shared):
         assert client.post(ADD, json={"corpus_id": "slow", "documents": [TEXT]}).status_code == 409
     finally:
         slow.opened.set()
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + HANG_SECONDS
     while listed(client)["slow"]["state"] != "published":
         assert time.monotonic() < deadline
     assert listed(client)["slow"]["num_tokens"] == 90_000
@@ -191,11 +192,11 @@ def test_not_waiting_and_waiting_for_what_is_removed(client, shared):
         with ThreadPoolExecutor(1) as threads:
             body = {"corpus_id": "awaited", "documents": [TEXT]}
             awaited = threads.submit(client.post, ADD, json=body)
-            deadline = time.monotonic() + TIMEOUT
+            deadline = time.monotonic() + HANG_SECONDS
             while "awaited" not in listed(client):
                 assert time.monotonic() < deadline
             client.post(REMOVE, json={"corpus_id": "awaited"})
-            assert awaited.result(TIMEOUT).status_code in (200, 409)
+            assert awaited.result(HANG_SECONDS).status_code in (200, 409)
     finally:
         for each in slow:
             each.opened.set()
@@ -209,11 +210,11 @@ def test_whoever_waits_for_a_load_hears_of_the_servers_end(open_server):
             body = {"corpus_id": "awaited", "documents": [TEXT]}
             awaited = threads.submit(client.post, ADD, json=body)
             with live.client() as other:
-                deadline = time.monotonic() + TIMEOUT
+                deadline = time.monotonic() + HANG_SECONDS
                 while "awaited" not in listed(other):
                     assert time.monotonic() < deadline
             live.serving.is_draining = True
-            answer = awaited.result(TIMEOUT)
+            answer = awaited.result(HANG_SECONDS)
         assert answer.status_code == 503
         assert "shutting down" in answer.json()["error"]["message"]
     finally:

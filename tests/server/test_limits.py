@@ -16,25 +16,25 @@ from rollout.server import bounded_http
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.sglang.generate_body import GenerateBody, questions_of
 from rollout.server.sglang.sampling_body import SamplingBody
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.http_raw import open_request, read_status
 
 LONG = {"temperature": 0.9, "max_new_tokens": 500, "ignore_eos": True}
-TIMEOUT = 60.0
 
 
 def until(condition):
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
 def pause(live):
-    live.serving.loop.call(lambda engine: engine.pause_generation("in_place")).result(TIMEOUT)
+    live.serving.loop.call(lambda engine: engine.pause_generation("in_place")).result(HANG_SECONDS)
 
 
 def go_on(live):
-    live.serving.loop.call(lambda engine: engine.continue_generation()).result(TIMEOUT)
+    live.serving.loop.call(lambda engine: engine.continue_generation()).result(HANG_SECONDS)
 
 
 def test_bodies_are_cut_off_at_the_limit(open_server):
@@ -137,7 +137,7 @@ def test_a_full_queue_is_429_and_takes_all_of_a_call_or_none(open_server):
             assert live.serving.num_unfinished == 3
             assert other.get("/health").status_code == 200
         go_on(live)
-        waiting.join(TIMEOUT)
+        waiting.join(HANG_SECONDS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_frees_its_requests(live, stream, paused):
     asked = {"input_ids": [[5, 6], [7, 8]], "stream": stream, "sampling_params": LONG}
     body = json.dumps(asked).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    before = live.serving.loop.call(lambda engine: engine.metrics().finished).result(TIMEOUT)
+    before = live.serving.loop.call(lambda engine: engine.metrics().finished).result(HANG_SECONDS)
     with open_request(live.url, "POST", "/generate", headers) as sent:
         sent.sendall(body)
         until(lambda: live.serving.loop.num_unfinished == 2)
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_frees_its_requests(live, stream, paused):
     if paused:
         go_on(live)
     live.wait_until_idle()
-    after = live.serving.loop.call(lambda engine: engine.metrics().finished).result(TIMEOUT)
+    after = live.serving.loop.call(lambda engine: engine.metrics().finished).result(HANG_SECONDS)
     assert after == before  # none ran to its end
 
 
@@ -187,7 +187,7 @@ def test_a_broken_engine_is_503_with_its_reason(open_server, caplog):
     def sabotage(engine):
         engine.worker.begin_step = breaks
 
-    live.serving.loop.call(sabotage).result(TIMEOUT)
+    live.serving.loop.call(sabotage).result(HANG_SECONDS)
     with live.client() as client:
         assert client.get("/health").status_code == 200
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
@@ -243,13 +243,13 @@ def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server)
 
 
 def test_many_more_are_closed_at_once(open_server, monkeypatch):
-    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", TIMEOUT)
+    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", HANG_SECONDS)
     live = open_server(max_connections=1)
     host, port = live.url.removeprefix("http://").split(":")
     head = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with ExitStack() as opened:
         connections = [
-            opened.enter_context(socket.create_connection((host, int(port)), TIMEOUT))
+            opened.enter_context(socket.create_connection((host, int(port)), HANG_SECONDS))
             for _ in range(300)
         ]
         assert connections[-1].recv(1) == b""
@@ -262,7 +262,7 @@ def test_a_connection_that_is_refused_is_not_waited_for(open_server, monkeypatch
     monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", 0.05)
     live = open_server(max_connections=1)
     host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), TIMEOUT) as taken:
+    with socket.create_connection((host, int(port)), HANG_SECONDS) as taken:
         with socket.create_connection((host, int(port)), BoundedHttp.seconds / 2) as refused:
             assert refused.recv(1) == b""
         taken.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")

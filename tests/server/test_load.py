@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.server_bench.streaming_client import Stream, stream_generate
 from rollout import Rollout, RolloutEngine, SamplingParams
+from tests.helpers.hang import HANG_SECONDS
 from tests.server.conftest import Live, run_server
 from tests.server.policies import Policy, policy
 
@@ -72,7 +73,7 @@ def test_sixty_clients_some_slow_and_some_gone(live, text_model_path):
         )  # fmt: skip
 
     async def all_clients() -> list[Stream]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             return await asyncio.gather(*(client(number) for number in range(60)))
 
     streams = asyncio.run(all_clients())
@@ -96,7 +97,10 @@ def test_weights_and_corpora_change_under_load(live, policies, text_model_path):
     """Each token is what an engine with the weights of its version would have sampled there."""
 
     async def run() -> list[Stream]:
-        async with asyncio.timeout(60), httpx.AsyncClient(base_url=live.url, timeout=60) as admin:
+        async with (
+            asyncio.timeout(HANG_SECONDS),
+            httpx.AsyncClient(base_url=live.url, timeout=HANG_SECONDS) as admin,
+        ):
             clients = [
                 asyncio.create_task(stream_generate(port(live), body(number, 100)))
                 for number in range(40)

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.server_bench.crowd import Outcome, send_all
 from benchmarks.server_bench.malformed import malformed
 from rollout import RolloutEngine, SamplingParams
+from tests.helpers.hang import HANG_SECONDS
 from tests.server.conftest import run_server
 
 COUNT = 1540
@@ -25,7 +26,7 @@ def live(text_model_path):
 
 def crowd(live, count: int, seed: int) -> list[Outcome]:
     port = urlsplit(live.url).port
-    return asyncio.run(send_all(port, malformed(count, seed), num_clients=24, timeout=60.0))
+    return asyncio.run(send_all(port, malformed(count, seed), num_clients=24, timeout=HANG_SECONDS))
 
 
 def test_malformed_requests_get_an_error_and_nothing_else(live, text_model_path):

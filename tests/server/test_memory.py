@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from safetensors.torch import load_file, save
 
-from tests.server.conftest import TIMEOUT
+from tests.helpers.hang import HANG_SECONDS
 from tests.server.policies import output_ids
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -34,7 +34,7 @@ def test_requests_wait_for_the_memory_and_have_the_same_tokens(client, live):
         assert not waiting.done()
         answer = client.post(RESUME, json={"tags": ["kv_cache", "cuda_graph"]})
         assert answer.json() == {"success": True, "message": "", "state": ""}
-        assert waiting.result(TIMEOUT) == before
+        assert waiting.result(HANG_SECONDS) == before
 
 
 def test_without_a_body_it_is_all_of_it(client):

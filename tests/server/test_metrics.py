@@ -11,7 +11,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import TIMEOUT, Live
+from tests.helpers.hang import HANG_SECONDS
+from tests.server.conftest import Live
 from tests.server.policies import generate, output_ids
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
@@ -101,7 +102,7 @@ def test_a_client_that_left(client, server):
             timeout=0.05,
         )
     server.wait_until_idle()
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + HANG_SECONDS
     while not fresh(client).get(("samples_total", ("cancelled",))):
         assert time.monotonic() < deadline
 
@@ -118,13 +119,13 @@ def slow_down(engine) -> None:
 
 
 def test_a_sample_that_was_aborted(client, server):
-    server.serving.loop.call(slow_down).result(TIMEOUT)
+    server.serving.loop.call(slow_down).result(HANG_SECONDS)
     with ThreadPoolExecutor(1) as threads:
         long = threads.submit(generate, client, max_new_tokens=500)
         while not fresh(client)["requests_running", ()]:
             assert not long.done()
         client.post("/abort_request", json={"abort_all": True})
-        assert long.result(TIMEOUT).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert long.result(HANG_SECONDS).json()["meta_info"]["finish_reason"]["type"] == "abort"
     found = fresh(client)
     assert found["samples_total", ("abort",)] == 1
     assert found["requests_running", ()] == found["requests_unfinished", ()] == 0
@@ -136,11 +137,11 @@ def test_an_engine_that_is_busy_is_not_waited_for(client, server):
 
     def hold(_) -> None:
         entered.set()
-        assert opened.wait(TIMEOUT)
+        assert opened.wait(HANG_SECONDS)
 
     held = server.serving.loop.call(hold)
     try:
-        assert entered.wait(TIMEOUT)
+        assert entered.wait(HANG_SECONDS)
         started = time.monotonic()
         ages = [fresh(client)["status_age_seconds", ()] for _ in range(3)]
         assert time.monotonic() - started < 5
@@ -148,5 +149,5 @@ def test_an_engine_that_is_busy_is_not_waited_for(client, server):
         assert ages[-1] > 0.5
     finally:
         opened.set()
-        held.result(TIMEOUT)
+        held.result(HANG_SECONDS)
     assert fresh(client)["status_age_seconds", ()] < 0.2

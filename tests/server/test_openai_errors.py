@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from rollout.server.openai.extra_fields import check_extra_fields
-from tests.server.conftest import TIMEOUT, Live, OpenServer
+from tests.helpers.hang import HANG_SECONDS
+from tests.server.conftest import Live, OpenServer
 from tests.server.openai_clients import client_of
 
 JSON = {"Content-Type": "application/json"}
@@ -186,7 +187,7 @@ def test_a_full_queue_is_a_rate_limit(open_server: OpenServer, stream: bool) -> 
 
 
 def test_the_openapi_document_knows_these_calls(live: Live) -> None:
-    document = httpx.get(f"{live.url}/openapi.json", timeout=TIMEOUT).json()
+    document = httpx.get(f"{live.url}/openapi.json", timeout=HANG_SECONDS).json()
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= document["paths"].keys()
 
 

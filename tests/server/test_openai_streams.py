@@ -16,8 +16,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.types import Rollout
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_byte_model
-from tests.server.conftest import TIMEOUT, Live, run_server
+from tests.server.conftest import Live, run_server
 from tests.server.openai_clients import async_client_of, client_of, joined_parts
 
 
@@ -174,17 +175,17 @@ def test_a_client_that_leaves_frees_its_slots(live: Live, stream: bool) -> None:
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
-    before = live.serving.loop.call(lambda engine: engine.status().total).result(TIMEOUT)
-    with socket.create_connection((host, int(port)), TIMEOUT) as connection:
+    before = live.serving.loop.call(lambda engine: engine.status().total).result(HANG_SECONDS)
+    with socket.create_connection((host, int(port)), HANG_SECONDS) as connection:
         connection.sendall(head.encode() + content)
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         while not live.serving.loop.num_unfinished:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         if stream:
             assert b"200 OK" in connection.recv(4096)
     live.wait_until_idle()
-    after = live.serving.loop.call(lambda engine: engine.status().total).result(TIMEOUT)
+    after = live.serving.loop.call(lambda engine: engine.status().total).result(HANG_SECONDS)
     assert after.generated_tokens - before.generated_tokens < 4 * 400, "they ran to their end"
 
 
@@ -197,7 +198,7 @@ def test_an_aborted_request_says_so(live: Live) -> None:
         extra_body={"ignore_eos": True},
     )
     chunks = [next(stream)]
-    live.serving.loop.abort_all().result(TIMEOUT)
+    live.serving.loop.abort_all().result(HANG_SECONDS)
     chunks += list(stream)
     assert chunks[-1].choices[0].finish_reason == "abort"
 
@@ -220,5 +221,5 @@ def stream_until_the_engine_breaks(model: Path) -> None:
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         next(stream)
-        live.serving.loop.call(break_down).result(TIMEOUT)
+        live.serving.loop.call(break_down).result(HANG_SECONDS)
         list(stream)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import APIOperation, Case, GenerationMode, checks
 
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_text_model
 from tests.server.conftest import Live, run_server
 
@@ -67,7 +68,7 @@ def check(operation: APIOperation, mode: GenerationMode, live: Live, admin: http
     @bounded
     @given(operation.as_strategy(generation_mode=mode))
     def run(case: Case) -> None:
-        case.call_and_validate(checks=CHECKS, timeout=60)
+        case.call_and_validate(checks=CHECKS, timeout=HANG_SECONDS)
         if operation.path in CHANGES_STATE:
             restore(live, admin)
 
@@ -83,13 +84,13 @@ def restore(live: Live, admin: httpx.Client) -> None:
 
     post("/abandon_weight_update")
     post("/resume_memory_occupation")
-    if live.serving.loop.call(lambda engine: engine.worker.weights.serves).result(60):
+    if live.serving.loop.call(lambda engine: engine.worker.weights.serves).result(HANG_SECONDS):
         answer = post("/continue_generation")
     else:
         answer = post("/update_weights_from_disk", model_path=live.serving.model_path)
         admin.post("/continue_generation")
     assert answer.json()["success"], answer.text
-    assert live.serving.loop.call(lambda engine: engine.why_not).result(60) == ""
+    assert live.serving.loop.call(lambda engine: engine.why_not).result(HANG_SECONDS) == ""
 
 
 def test_it_generates_as_before(live, short_model):

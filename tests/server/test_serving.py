@@ -14,8 +14,8 @@ from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.errors import DrainingError
 from rollout.server.samples import Sample
 from rollout.server.serving import Serving
+from tests.helpers.hang import HANG_SECONDS
 
-TIMEOUT = 60.0
 SHORT = SamplingParams(temperature=0.9, max_new_tokens=40, ignore_eos=True)
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
 Scenario = Callable[[Serving], Awaitable[None]]
@@ -31,7 +31,7 @@ def run(text_model_path):
         serving = Serving(engine, ServeConfig(model=model, server=ServerConfig(**server or {})))
 
         async def timed() -> None:
-            async with asyncio.timeout(TIMEOUT):
+            async with asyncio.timeout(HANG_SECONDS):
                 await scenario(serving)
 
         try:
@@ -142,7 +142,7 @@ def test_drain_finishes_what_runs_and_aborts_what_is_left(run):
 
     run(finishes)
     run(aborts, {"drain_seconds": 0.1})
-    run(is_hurried, {"drain_seconds": 10 * TIMEOUT})
+    run(is_hurried, {"drain_seconds": 10 * HANG_SECONDS})
 
 
 def test_scores_wait_for_room_and_fail_alone_where_there_is_never_any(run):

@@ -14,9 +14,10 @@ import httpx
 import pytest
 import torch
 
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
-from tests.server.conftest import TIMEOUT, Live, run_server
+from tests.server.conftest import Live, run_server
 from tests.server.policies import PROMPT, SAMPLING, Policy, announced, policy, read_policy
 
 
@@ -160,7 +161,7 @@ def test_a_step_of_areal(shared, post, policies):
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(post, "/init_weights_update_group", init)
         trainer = TorchTrainer(port, group_name="update_weight_group")
-        joining.result(TIMEOUT)
+        joining.result(HANG_SECONDS)
     try:
         for weights in (second, first):
             post("/pause_generation")
@@ -205,7 +206,7 @@ class slime_group:  # noqa: N801 (a context manager)
         with ThreadPoolExecutor(1) as threads:
             joining = threads.submit(self._post, "/init_weights_update_group", body)
             self._trainer = TorchTrainer(port, group_name="slime-pp_0")
-            joining.result(TIMEOUT)
+            joining.result(HANG_SECONDS)
         return self._trainer
 
     def __exit__(self, *_: object) -> None:

@@ -20,9 +20,10 @@ from safetensors.torch import save
 
 from rollout.server import tensor_count
 from rollout.weights.shared_memory import SharedMemorySender
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
-from tests.server.conftest import TIMEOUT, Live, run_server
+from tests.server.conftest import Live, run_server
 from tests.server.policies import (
     Policy,
     announced,
@@ -134,7 +135,7 @@ def test_a_group_of_a_trainer_that_has_torch_alone(client, second):
             sent = threads.submit(trainer.send, second.tensors.values())
             body = announced(second.tensors) | {"group_name": "weights"}
             ok(client.post("/update_weights_from_distributed", json=body))
-            sent.result(TIMEOUT)
+            sent.result(HANG_SECONDS)
         finally:
             trainer.close()
             ok(client.post("/destroy_weights_update_group", json={"group_name": "weights"}))
@@ -154,13 +155,13 @@ def test_a_trainer_whose_tensors_are_refused_is_not_left_waiting(client, first, 
             body = announced(wrong) | {"group_name": "weights"}
             refusal = threads.submit(client.post, "/update_weights_from_distributed", json=body)
             trainer.send(wrong.values())
-            answer = refusal.result(TIMEOUT)
+            answer = refusal.result(HANG_SECONDS)
             assert "nothing.of.that.name" in refused(answer)
             assert "torn" not in answer.json()["state"]
             fine = announced(first.tensors) | {"group_name": "weights"}
             update = threads.submit(client.post, "/update_weights_from_distributed", json=fine)
             trainer.send(first.tensors.values())
-            ok(update.result(TIMEOUT))
+            ok(update.result(HANG_SECONDS))
         finally:
             trainer.close()
             client.post("/destroy_weights_update_group", json={"group_name": "weights"})
@@ -180,7 +181,7 @@ def joined(client: httpx.Client, threads: ThreadPoolExecutor) -> TorchTrainer:
         "backend": "gloo",
     }
     ok(client.post("/init_weights_update_group", json=body))
-    return trainer.result(TIMEOUT)
+    return trainer.result(HANG_SECONDS)
 
 
 # Updates of several calls
@@ -482,22 +483,22 @@ def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, shared, firs
         time.sleep(0.1)
         assert not waiting.done()
         ok(client.post(QUERY, content=second.safetensors, headers=RAW))
-        assert waiting.result(TIMEOUT) == second.output_ids
+        assert waiting.result(HANG_SECONDS) == second.output_ids
 
 
 def test_requests_in_flight_end_or_go_on(client, shared, second):
-    running = lambda: shared.serving.loop.call(lambda e: e.status().running).result(TIMEOUT)  # noqa: E731
+    running = lambda: shared.serving.loop.call(lambda e: e.status().running).result(HANG_SECONDS)  # noqa: E731
     with ThreadPoolExecutor(1) as threads:
         long = threads.submit(generate, client, max_new_tokens=480)
         wait_for(lambda: running() == 1)
         query = {"abort_all_requests": "true"}
         ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
-        ended = long.result(TIMEOUT).json()
+        ended = long.result(HANG_SECONDS).json()
         assert len(ended["output_ids"]) < 480
         long = threads.submit(generate, client, max_new_tokens=480)
         wait_for(lambda: running() == 1)
         ok(client.post(QUERY, content=second.safetensors, headers=RAW))
-        assert len(long.result(TIMEOUT).json()["output_ids"]) == 480
+        assert len(long.result(HANG_SECONDS).json()["output_ids"]) == 480
 
 
 def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
@@ -506,7 +507,7 @@ def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
         try:
             body = announced(second.tensors) | {"group_name": "weights"}
             update = threads.submit(
-                client.post, "/update_weights_from_distributed", json=body, timeout=TIMEOUT
+                client.post, "/update_weights_from_distributed", json=body, timeout=HANG_SECONDS
             )
             wait_for(lambda: status_age(client) > 0.5)
             started = time.monotonic()
@@ -514,7 +515,7 @@ def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
             assert time.monotonic() - started < 5
             assert not update.done()
             trainer.send(second.tensors.values())
-            ok(update.result(TIMEOUT))
+            ok(update.result(HANG_SECONDS))
         finally:
             trainer.close()
             client.post("/destroy_weights_update_group", json={"group_name": "weights"})
@@ -531,7 +532,7 @@ def status_age(client: httpx.Client) -> float:
 
 
 def wait_for(reached) -> None:
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + HANG_SECONDS
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.002)

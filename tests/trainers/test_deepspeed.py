@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.launch import TIMEOUT, launch
+from tests.helpers.launch import launch
 
 pytest.importorskip("deepspeed")
 
-pytestmark = pytest.mark.timeout(TIMEOUT + 100)
 BUCKET_BYTES = 24 * 1024  # as in deepspeed_ranks.py
 FLOAT32_BYTES = {"untied": 179_520, "tied": 160_896}
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.launch import TIMEOUT, launch
+from tests.helpers.launch import launch
 
 pytest.importorskip("peft")
 
-pytestmark = pytest.mark.timeout(TIMEOUT + 100)
 BUCKET_BYTES = 24 * 1024  # as in fsdp_ranks.py
 UNIT_BYTES = 71_040  # a decoder layer
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.launch import extensions_never_compiled
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_draft import save_tiny_eagle3
@@ -35,9 +36,6 @@ RUNS = {  # the number of ranks and the arguments
     "eagle": (1, ["--zero", "2", "--spec", "eagle", "--draft-tokens", "4", "--co-train", "2"]),
 }
 
-TIMEOUT = 900.0  # ends what hangs
-
-pytestmark = pytest.mark.timeout(TIMEOUT + 100)
 Log = list[dict[str, Any]]
 
 
@@ -90,7 +88,7 @@ def log_files(model, tmp_path_factory) -> dict[str, Path]:
             if name == "eagle":
                 arguments += ["--draft", str(draft)]
             processes.append(start(folders[name], arguments, ranks))
-        codes = [process.wait(timeout=TIMEOUT) for process in processes]
+        codes = [process.wait(HANG_SECONDS) for process in processes]
     finally:
         for process in processes:
             process.terminate()  # torchrun then ends its ranks, which have sessions of their own

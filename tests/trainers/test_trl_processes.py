@@ -9,12 +9,11 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("deepspeed")
 
-from tests.helpers.launch import TIMEOUT, launch
+from tests.helpers.launch import launch
 from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import by_rollout_func, run
 
 pytestmark = [
-    pytest.mark.timeout(TIMEOUT + 100),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]
 

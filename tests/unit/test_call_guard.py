@@ -15,12 +15,12 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import EngineStateError
+from tests.helpers.hang import HANG_SECONDS
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=12, seed=3, n=2, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=1)
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
-LIMIT = 60.0  # seconds: ends what hangs
 
 CALLS: dict[str, Callable[[RolloutEngine], object]] = {
     "generate": lambda engine: engine.generate(PROMPTS, PARAMS),
@@ -87,19 +87,19 @@ def in_a_call(engine: RolloutEngine) -> Iterator[None]:
 
     def weights() -> Iterator[tuple[str, object]]:
         inside.set()
-        assert leave.wait(LIMIT)
+        assert leave.wait(HANG_SECONDS)
         raise InterruptedError
         yield
 
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(engine.update_weights_from_tensor, weights())
-        assert inside.wait(LIMIT)
+        assert inside.wait(HANG_SECONDS)
         try:
             yield
         finally:
             leave.set()
         with pytest.raises(InterruptedError):
-            call.result(LIMIT)
+            call.result(HANG_SECONDS)
 
 
 def test_every_call_says_that_another_thread_is_in_one(engine):
@@ -116,7 +116,7 @@ def test_of_threads_that_race_some_are_served_and_the_others_told(engine, expect
     def generate(turns: int = 5) -> list[object]:
         outcomes: list[object] = []
         for _ in range(turns):
-            start.wait(LIMIT)
+            start.wait(HANG_SECONDS)
             try:
                 outcomes.append(tokens(engine.generate(PROMPTS, PARAMS)))
             except EngineStateError as error:
@@ -125,7 +125,7 @@ def test_of_threads_that_race_some_are_served_and_the_others_told(engine, expect
 
     with ThreadPoolExecutor(6) as threads:
         calls = [threads.submit(generate) for _ in range(6)]
-        outcomes = [outcome for call in calls for outcome in call.result(LIMIT)]
+        outcomes = [outcome for call in calls for outcome in call.result(HANG_SECONDS)]
     assert expected in outcomes
     assert all(outcome == expected or "another thread" in outcome for outcome in outcomes)
 
@@ -135,7 +135,7 @@ def test_a_stream_may_go_from_thread_to_thread(engine, expected):
     rollouts = []
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         for threads in (one, other, one, other):
-            rollouts.append(threads.submit(next, stream).result(LIMIT))
+            rollouts.append(threads.submit(next, stream).result(HANG_SECONDS))
             engine.status()
     assert list(stream) == []
     assert sorted(tokens(rollouts)) == sorted(expected)

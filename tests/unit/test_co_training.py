@@ -26,6 +26,7 @@ from spec_workers.draft_training.co_training_process import CoTrainingProcess
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
 from spec_workers.draft_training.engine_draft import trainable_draft
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -85,7 +86,7 @@ def accept_length(engine: RolloutEngine) -> float:
 
 
 def wait_for_round(process: CoTrainingProcess):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         done = process.poll()
         if done is not None and done.judgement.verdict is not Verdict.NOT_JUDGED:
@@ -397,7 +398,7 @@ def test_a_process_that_dies_over_a_swap_leaves_the_old_draft(engine):
     digest = engine.weights_digest("draft")
     with CoTrainingProcess(engine, CONFIG, training=TRAINING, niceness=0) as process:
         process.poll()
-        answers, deadline = [], time.monotonic() + 120
+        answers, deadline = [], time.monotonic() + HANG_SECONDS
         while not any(each.get("weights") for each in answers):
             assert time.monotonic() < deadline
             answers += process._answers()

@@ -17,8 +17,8 @@ import torch
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from tests.helpers.hang import HANG_SECONDS
 
-TIMEOUT = 60.0
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.9, max_new_tokens=8, ignore_eos=True)
@@ -44,11 +44,11 @@ class Gate:
     def __init__(self, loop: EngineLoop) -> None:
         self.entered, self._opened = threading.Event(), threading.Event()
         self.future = loop.call(self._wait)
-        assert self.entered.wait(TIMEOUT)
+        assert self.entered.wait(HANG_SECONDS)
 
     def _wait(self, engine: RolloutEngine) -> None:
         self.entered.set()
-        assert self._opened.wait(TIMEOUT)
+        assert self._opened.wait(HANG_SECONDS)
 
     def open(self) -> None:
         self._opened.set()
@@ -56,8 +56,8 @@ class Gate:
 
 def step_until(loop: EngineLoop, reached) -> None:
     """Let the loop run until ``reached(engine)`` holds between two steps."""
-    deadline = time.monotonic() + TIMEOUT
-    while not loop.call(reached).result(TIMEOUT):
+    deadline = time.monotonic() + HANG_SECONDS
+    while not loop.call(reached).result(HANG_SECONDS):
         assert time.monotonic() < deadline
 
 
@@ -78,7 +78,7 @@ def test_two_hundred_requests_of_eight_threads_get_the_tokens_of_generate(engine
 
     def run(job: tuple[int, int]):
         ticket = loop.submit(prompts[job[0]], params, prompt_index=job[0], sample_index=job[1])
-        return job, ticket.future.result(TIMEOUT)
+        return job, ticket.future.result(HANG_SECONDS)
 
     with EngineLoop(engine) as loop, ThreadPoolExecutor(8) as pool:
         found = dict(pool.map(run, jobs))
@@ -90,9 +90,9 @@ def test_two_hundred_requests_of_eight_threads_get_the_tokens_of_generate(engine
 
 
 def test_a_cut_rollout_goes_on_where_it_was(loop):
-    whole = loop.submit(PROMPT, SHORT).future.result(TIMEOUT)
+    whole = loop.submit(PROMPT, SHORT).future.result(HANG_SECONDS)
     rest = loop.submit(PROMPT, SHORT, request_seed=whole.seed, partial_ids=whole.token_ids[:3])
-    assert rest.future.result(TIMEOUT).token_ids == whole.token_ids[3:]
+    assert rest.future.result(HANG_SECONDS).token_ids == whole.token_ids[3:]
 
 
 def test_bad_input_is_the_tickets_own_error(loop):
@@ -104,10 +104,10 @@ def test_bad_input_is_the_tickets_own_error(loop):
     ]
     for ticket in bad:
         with pytest.raises((InvalidInputError, TypeError)):
-            ticket.future.result(TIMEOUT)
+            ticket.future.result(HANG_SECONDS)
         assert ticket.request_id is None
         ticket.abort()
-    assert len(good.future.result(TIMEOUT).token_ids) == 8
+    assert len(good.future.result(HANG_SECONDS).token_ids) == 8
     assert good.request_id is not None
     assert loop.num_unfinished == 0
 
@@ -120,27 +120,27 @@ def test_abort_of_a_request_that_is_asked_for_waiting_running_and_ended(loop, en
     waiting = loop.submit(PROMPT, LONG)
     assert loop.num_unfinished == 6
     gate.open()
-    cut = asked.future.result(TIMEOUT)
+    cut = asked.future.result(HANG_SECONDS)
     assert (cut.finish_reason, cut.token_ids) == (FinishReason.ABORT, [])
     step_until(loop, lambda e: e.scheduler.num_running == 4 and e.metrics().steps > 3)
     waiting.abort()
-    assert waiting.future.result(TIMEOUT).token_ids == []
+    assert waiting.future.result(HANG_SECONDS).token_ids == []
     running[0].abort()
-    cut = running[0].future.result(TIMEOUT)
+    cut = running[0].future.result(HANG_SECONDS)
     assert cut.finish_reason is FinishReason.ABORT
     assert 0 < len(cut.token_ids) == len(cut.logprobs) < 400
-    done = [ticket.future.result(TIMEOUT) for ticket in running[1:]]
+    done = [ticket.future.result(HANG_SECONDS) for ticket in running[1:]]
     assert {r.finish_reason for r in done} == {FinishReason.LENGTH}
     running[1].abort()  # ended long ago
-    assert loop.call(lambda e: e.has_unfinished).result(TIMEOUT) is False
+    assert loop.call(lambda e: e.has_unfinished).result(HANG_SECONDS) is False
 
 
 def test_abort_all_settles_every_future_before_its_own(loop):
     tickets = [loop.submit([10 + i], LONG) for i in range(9)]
-    assert loop.abort_all().result(TIMEOUT) == 9
+    assert loop.abort_all().result(HANG_SECONDS) == 9
     assert all(ticket.future.done() for ticket in tickets)
     assert {ticket.future.result().finish_reason for ticket in tickets} == {FinishReason.ABORT}
-    assert loop.abort_all().result(TIMEOUT) == 0
+    assert loop.abort_all().result(HANG_SECONDS) == 0
     assert loop.num_unfinished == 0
 
 
@@ -148,7 +148,7 @@ def test_calls_run_in_order_between_steps_on_one_thread(loop):
     seen: list[int] = []
     ticket = loop.submit(PROMPT, LONG)
     threads = {
-        future.result(TIMEOUT)
+        future.result(HANG_SECONDS)
         for future in [
             loop.call(lambda _, i=i: seen.append(i) or threading.get_ident()) for i in range(50)
         ]
@@ -156,7 +156,7 @@ def test_calls_run_in_order_between_steps_on_one_thread(loop):
     assert seen == list(range(50))
     assert len(threads) == 1
     assert threads != {threading.get_ident()}
-    assert len(ticket.future.result(TIMEOUT).token_ids) == 400
+    assert len(ticket.future.result(HANG_SECONDS).token_ids) == 400
 
 
 def test_calls_that_take_long_take_turns_with_steps(loop):
@@ -165,10 +165,10 @@ def test_calls_that_take_long_take_turns_with_steps(loop):
 
     def on_tokens(request, first) -> None:  # holds the loop in the first step that emits
         begun.set()
-        assert asked.wait(TIMEOUT)
+        assert asked.wait(HANG_SECONDS)
 
     ticket = loop.submit(PROMPT, LONG, on_tokens=on_tokens)
-    assert begun.wait(TIMEOUT)
+    assert begun.wait(HANG_SECONDS)
 
     def call(engine: RolloutEngine) -> None:
         slow.append(engine.metrics().generated_tokens)
@@ -181,28 +181,28 @@ def test_calls_that_take_long_take_turns_with_steps(loop):
     asked.set()
     wait(calls)
     assert slow == sorted(set(slow))  # tokens came between any two
-    assert None not in known.result(TIMEOUT)
+    assert None not in known.result(HANG_SECONDS)
     for other in others:
-        assert len(other.future.result(TIMEOUT).token_ids) == 8
+        assert len(other.future.result(HANG_SECONDS).token_ids) == 8
     ticket.abort()
 
 
 def test_calls_are_not_held_up_where_no_step_can_run(loop):
-    loop.call(lambda engine: engine.pause_generation("in_place")).result(TIMEOUT)
+    loop.call(lambda engine: engine.pause_generation("in_place")).result(HANG_SECONDS)
     ticket = loop.submit(PROMPT, SHORT)
     wait([loop.call(lambda _: time.sleep(0.005)) for _ in range(20)])
     assert not ticket.future.done()
-    loop.call(lambda engine: engine.continue_generation()).result(TIMEOUT)
-    assert len(ticket.future.result(TIMEOUT).token_ids) == 8
+    loop.call(lambda engine: engine.continue_generation()).result(HANG_SECONDS)
+    assert len(ticket.future.result(HANG_SECONDS).token_ids) == 8
 
 
 def test_an_error_in_a_call_is_nobody_elses(loop):
     ticket = loop.submit(PROMPT, LONG)
     with pytest.raises(ZeroDivisionError):
-        loop.call(lambda _: 1 / 0).result(TIMEOUT)
+        loop.call(lambda _: 1 / 0).result(HANG_SECONDS)
     with pytest.raises(SystemExit):
-        loop.call(lambda _: sys.exit(3)).result(TIMEOUT)
-    assert len(ticket.future.result(TIMEOUT).token_ids) == 400
+        loop.call(lambda _: sys.exit(3)).result(HANG_SECONDS)
+    assert len(ticket.future.result(HANG_SECONDS).token_ids) == 400
 
 
 def test_a_call_may_be_cancelled_before_its_turn(loop):
@@ -210,7 +210,7 @@ def test_a_call_may_be_cancelled_before_its_turn(loop):
     future = loop.call(lambda _: ran.append(1))
     assert future.cancel()
     gate.open()
-    assert loop.call(lambda _: list(ran)).result(TIMEOUT) == []
+    assert loop.call(lambda _: list(ran)).result(HANG_SECONDS) == []
 
 
 def test_a_cancelled_waiter_aborts_its_request_and_frees_its_slots(loop):
@@ -225,9 +225,9 @@ def test_a_cancelled_waiter_aborts_its_request_and_frees_its_slots(loop):
             await waiters[1]
 
     asyncio.run(give_up())
-    assert loop.call(lambda e: e.has_unfinished).result(TIMEOUT) is False
+    assert loop.call(lambda e: e.has_unfinished).result(HANG_SECONDS) is False
     assert loop.num_unfinished == 0
-    assert loop.call(lambda e: e.worker.memory.usage.used).result(TIMEOUT) == 0
+    assert loop.call(lambda e: e.worker.memory.usage.used).result(HANG_SECONDS) == 0
 
 
 def test_a_future_cancelled_before_it_is_queued_never_runs(loop):
@@ -235,9 +235,9 @@ def test_a_future_cancelled_before_it_is_queued_never_runs(loop):
     ticket = loop.submit(PROMPT, LONG)
     assert ticket.future.cancel()
     gate.open()
-    assert loop.call(lambda e: e.metrics().steps).result(TIMEOUT) == 0
+    assert loop.call(lambda e: e.metrics().steps).result(HANG_SECONDS) == 0
     with pytest.raises(CancelledError):
-        ticket.future.result(TIMEOUT)
+        ticket.future.result(HANG_SECONDS)
 
 
 def test_submits_aborts_and_cancels_may_race(loop):
@@ -264,26 +264,26 @@ def test_submits_aborts_and_cancels_may_race(loop):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT)
-    assert not wait(ends, TIMEOUT).not_done
+        thread.join(HANG_SECONDS)
+    assert not wait(ends, HANG_SECONDS).not_done
     assert len(ends) == 240
     assert loop.num_unfinished == 0
-    loop.call(lambda e: e.check_integrity()).result(TIMEOUT)
+    loop.call(lambda e: e.check_integrity()).result(HANG_SECONDS)
 
 
 def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(loop):
-    loop.submit(PROMPT, SHORT).future.result(TIMEOUT)
-    before = loop.call(lambda _: time.thread_time()).result(TIMEOUT)
+    loop.submit(PROMPT, SHORT).future.result(HANG_SECONDS)
+    before = loop.call(lambda _: time.thread_time()).result(HANG_SECONDS)
     time.sleep(0.5)
-    spent = loop.call(lambda _: time.thread_time()).result(TIMEOUT) - before
+    spent = loop.call(lambda _: time.thread_time()).result(HANG_SECONDS) - before
     assert spent < 0.1
     for _ in range(200):  # a lost wake-up would hang one of these
-        loop.call(lambda _: None).result(TIMEOUT)
+        loop.call(lambda _: None).result(HANG_SECONDS)
 
 
 def test_requests_wait_while_the_weights_are_torn(loop, engine):
     whole = weights_of(engine)
-    expected = loop.submit(PROMPT, SHORT).future.result(TIMEOUT).token_ids
+    expected = loop.submit(PROMPT, SHORT).future.result(HANG_SECONDS).token_ids
 
     def broken():
         yield whole[0]
@@ -294,46 +294,46 @@ def test_requests_wait_while_the_weights_are_torn(loop, engine):
     ticket, aborted = loop.submit(PROMPT, SHORT), loop.submit(PROMPT, SHORT)
     gate.open()
     with pytest.raises(ConnectionError):
-        torn.result(TIMEOUT)
-    before = loop.call(lambda _: time.thread_time()).result(TIMEOUT)
+        torn.result(HANG_SECONDS)
+    before = loop.call(lambda _: time.thread_time()).result(HANG_SECONDS)
     time.sleep(0.3)
-    assert loop.call(lambda _: time.thread_time()).result(TIMEOUT) - before < 0.1
+    assert loop.call(lambda _: time.thread_time()).result(HANG_SECONDS) - before < 0.1
     aborted.abort()
-    assert aborted.future.result(TIMEOUT).finish_reason is FinishReason.ABORT
+    assert aborted.future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
     assert not ticket.future.done()
     with pytest.raises((WeightUpdateError, EngineStateError)):
-        loop.call(lambda e: e.score(PROMPT, [4])).result(TIMEOUT)
-    loop.call(lambda e: e.update_weights_from_tensor(whole)).result(TIMEOUT)
-    assert ticket.future.result(TIMEOUT).token_ids == expected
+        loop.call(lambda e: e.score(PROMPT, [4])).result(HANG_SECONDS)
+    loop.call(lambda e: e.update_weights_from_tensor(whole)).result(HANG_SECONDS)
+    assert ticket.future.result(HANG_SECONDS).token_ids == expected
 
 
 def test_a_pause_keeps_requests_waiting_and_what_it_aborts_comes_at_once(loop):
-    expected = loop.submit(PROMPT, SHORT).future.result(TIMEOUT).token_ids
+    expected = loop.submit(PROMPT, SHORT).future.result(HANG_SECONDS).token_ids
     running = loop.submit(PROMPT, LONG)
-    loop.call(lambda e: e.pause_generation("abort")).result(TIMEOUT)
-    assert running.future.result(TIMEOUT).finish_reason is FinishReason.ABORT
+    loop.call(lambda e: e.pause_generation("abort")).result(HANG_SECONDS)
+    assert running.future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
     tickets = [loop.submit(PROMPT, SHORT) for _ in range(2)]
-    steps = loop.call(lambda e: e.metrics().steps).result(TIMEOUT)
+    steps = loop.call(lambda e: e.metrics().steps).result(HANG_SECONDS)
     tickets[0].abort()
-    assert tickets[0].future.result(TIMEOUT).token_ids == []
+    assert tickets[0].future.result(HANG_SECONDS).token_ids == []
     time.sleep(0.2)
-    assert loop.call(lambda e: e.metrics().steps).result(TIMEOUT) == steps
+    assert loop.call(lambda e: e.metrics().steps).result(HANG_SECONDS) == steps
     assert loop.num_unfinished == 1
     with pytest.raises(EngineStateError, match="paused"):
-        loop.call(lambda e: e.generate([PROMPT], SHORT)).result(TIMEOUT)
-    loop.call(lambda e: e.continue_generation()).result(TIMEOUT)
-    assert tickets[1].future.result(TIMEOUT).token_ids == expected
+        loop.call(lambda e: e.generate([PROMPT], SHORT)).result(HANG_SECONDS)
+    loop.call(lambda e: e.continue_generation()).result(HANG_SECONDS)
+    assert tickets[1].future.result(HANG_SECONDS).token_ids == expected
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_and_its_end_cannot_be_seen_in_the_tokens(loop, mode):
-    expected = loop.submit(PROMPT, LONG).future.result(TIMEOUT).token_ids
+    expected = loop.submit(PROMPT, LONG).future.result(HANG_SECONDS).token_ids
     ticket = loop.submit(PROMPT, LONG)
     step_until(loop, lambda e: e.scheduler.num_running == 1)
-    loop.call(lambda e: e.pause_generation(mode)).result(TIMEOUT)
+    loop.call(lambda e: e.pause_generation(mode)).result(HANG_SECONDS)
     assert not ticket.future.done()
-    loop.call(lambda e: e.continue_generation()).result(TIMEOUT)
-    assert ticket.future.result(TIMEOUT).token_ids == expected
+    loop.call(lambda e: e.continue_generation()).result(HANG_SECONDS)
+    assert ticket.future.result(HANG_SECONDS).token_ids == expected
 
 
 def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
@@ -353,7 +353,7 @@ def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
     gate.open()
     for ticket in tickets:
         with pytest.raises(EngineStateError, match="the device is lost") as caught:
-            ticket.future.result(TIMEOUT)
+            ticket.future.result(HANG_SECONDS)
         assert isinstance(caught.value.__cause__, RuntimeError)
     for late in (lambda: loop.submit(PROMPT, SHORT), lambda: loop.call(lambda _: None)):
         with pytest.raises(EngineStateError, match="the device is lost"):
@@ -375,7 +375,7 @@ def test_close_does_what_was_asked_and_aborts_what_is_unfinished(engine):
     closing = threading.Thread(target=loop.close)
     closing.start()
     gate.open()
-    closing.join(TIMEOUT)
+    closing.join(HANG_SECONDS)
     assert called.result(0) == 5
     assert {t.future.result(0).finish_reason for t in tickets} == {FinishReason.ABORT}
     with pytest.raises(EngineStateError, match="closed"):
@@ -384,7 +384,7 @@ def test_close_does_what_was_asked_and_aborts_what_is_unfinished(engine):
     loop.close()
     engine.check_integrity()
     with EngineLoop(engine) as again:  # the engine is whole
-        assert len(again.submit(PROMPT, SHORT).future.result(TIMEOUT).token_ids) == 8
+        assert len(again.submit(PROMPT, SHORT).future.result(HANG_SECONDS).token_ids) == 8
 
 
 def test_a_listener_is_told_of_every_token_once_and_in_order(loop):
@@ -404,14 +404,14 @@ def test_a_listener_is_told_of_every_token_once_and_in_order(loop):
     step_until(loop, lambda _: len(told[5]) > 3)
     tickets[5].abort()
     for index, ticket in enumerate(tickets):
-        rollout = ticket.future.result(TIMEOUT)
+        rollout = ticket.future.result(HANG_SECONDS)
         assert (told[index], logprobs[index]) == (rollout.token_ids, rollout.logprobs)
 
 
 def test_close_says_when_it_cannot(engine):
     loop = EngineLoop(engine)
     with pytest.raises(EngineStateError, match="inside call"):
-        loop.call(lambda _: loop.close()).result(TIMEOUT)
+        loop.call(lambda _: loop.close()).result(HANG_SECONDS)
     gate = Gate(loop)
     with pytest.raises(TimeoutError, match="still in"):
         loop.close(timeout=0.01)
@@ -445,7 +445,7 @@ def test_a_process_that_forgets_to_close_still_ends(tiny_model_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tiny_model_path)],
-        timeout=TIMEOUT,
+        timeout=HANG_SECONDS,
         capture_output=True,
         check=False,
     )

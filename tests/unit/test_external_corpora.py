@@ -13,6 +13,7 @@ import torch
 
 from rollout import ExternalState, RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_text_model
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
@@ -55,7 +56,7 @@ class Gate:
     def __iter__(self):
         yield from self.chunks[:1]
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(HANG_SECONDS)
         yield from self.chunks[1:]
 
 
@@ -150,8 +151,8 @@ def test_generation_goes_on_while_corpora_load(engine: RolloutEngine) -> None:
     first, second = GatedList([[1, 2]] * 4), GatedList([[3, 4]] * 4)
     engine.add_external_corpus("first", token_chunks=first)
     engine.add_external_corpus("second", token_chunks=second)
-    assert first.gate.reached.wait(30)
-    assert second.gate.reached.wait(30)  # several at once
+    assert first.gate.reached.wait(HANG_SECONDS)
+    assert second.gate.reached.wait(HANG_SECONDS)  # several at once
     engine.generate(PROMPTS, PARAMS)
     assert states(engine) == {"first": "loading", "second": "loading"}
     assert all(0 <= each.progress < 1 for each in engine.external_corpora())
@@ -163,7 +164,7 @@ def test_generation_goes_on_while_corpora_load(engine: RolloutEngine) -> None:
         time.sleep(0.001)
     assert states(engine) == {"first": "loading", "second": "published"}
     first.gate.opened.set()
-    both = engine.wait_for_external_corpora(timeout=30)
+    both = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     assert [(each.name, each.state.value, each.num_tokens) for each in both] == [
         ("first", "published", 8),
         ("second", "published", 8),
@@ -213,7 +214,7 @@ def test_configured_ones_can_be_taken_from_it_before_they_begin(model: str, tmp_
 def test_a_load_is_cancelled_by_removing_it(engine: RolloutEngine) -> None:
     chunks = GatedList([[1, 2]] * 4)
     engine.add_external_corpus("notes", token_chunks=chunks)
-    assert chunks.gate.reached.wait(30)
+    assert chunks.gate.reached.wait(HANG_SECONDS)
     engine.remove_external_corpus("notes")
     assert engine.external_corpora() == []
     engine.add_external_corpus("notes", token_chunks=[[7, 8, 9]], wait=True)  # its name is free
@@ -230,7 +231,7 @@ def test_a_bad_document_fails_its_load_alone(engine: RolloutEngine, tmp_path: Pa
     file.write_text('"one two"\n{"text": 3}\n')
     engine.add_external_corpus("good", documents=["three four"])
     engine.add_external_corpus("bad", file_path=file)
-    bad, good = engine.wait_for_external_corpora(timeout=30)
+    bad, good = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     assert (good.name, good.state) == ("good", ExternalState.PUBLISHED)
     assert (bad.name, bad.state) == ("bad", ExternalState.FAILED)
     assert bad.error is not None
@@ -269,7 +270,7 @@ def test_names(engine: RolloutEngine) -> None:
     for _ in range(2):  # loading, then published
         with pytest.raises(InvalidInputError, match="name='a': is taken"):
             engine.add_external_corpus("a", token_chunks=[[1, 2]])
-        engine.wait_for_external_corpora(timeout=30)
+        engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     for name in ("", 3):
         with pytest.raises(InvalidInputError, match=f"name={name!r}: must be a text"):
             engine.add_external_corpus(name, token_chunks=[[1, 2]])
@@ -304,7 +305,7 @@ def test_configured_corpora_load_beside_the_first_steps(model: str, tmp_path: Pa
     code.write_text('"one two three"\n')
     notes.write_text("3\n")
     engine = make_engine(model, external_corpora={"code": str(code), "notes": notes})
-    loaded, failed = engine.wait_for_external_corpora(timeout=30)
+    loaded, failed = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     assert (loaded.name, loaded.state, loaded.num_tokens) == ("code", "published", 3)
     assert (failed.name, failed.state) == ("notes", "failed")
 
@@ -317,14 +318,14 @@ def test_configured_corpora_begin_after_a_file_was_loaded(model: str, tmp_path: 
     first = make_engine(model, **options)
     assert first.worker.counters()["corpus/external_loading"] == 0
     first.generate(PROMPTS, PARAMS)
-    (saved,) = first.wait_for_external_corpora(timeout=30)
+    (saved,) = first.wait_for_external_corpora(timeout=HANG_SECONDS)
     assert saved.state is ExternalState.PUBLISHED
     first.save_corpus(file)
     notes.write_text(json.dumps("two three " * 100_000))  # it must be read again
     for second in (make_engine(model, **options), make_engine(model, corpus_path=file, **options)):
         second.load_corpus(file)
         assert second.worker.corpus.external_sizes()["notes"][0] == saved.num_tokens
-        (read,) = second.wait_for_external_corpora(timeout=30)
+        (read,) = second.wait_for_external_corpora(timeout=HANG_SECONDS)
         assert (read.state, read.num_tokens, read.error) == ("published", 200_000, None)
         second.close()
 
@@ -342,7 +343,7 @@ def test_a_failed_corpus_that_a_file_brings_back_is_one(engine, tmp_path: Path) 
     engine.save_corpus(tmp_path / "corpus")
     engine.remove_external_corpus("notes")
     engine.add_external_corpus("notes", token_chunks=[[-1]])
-    (failed,) = engine.wait_for_external_corpora(timeout=30)
+    (failed,) = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     engine.load_corpus(tmp_path / "corpus")
     (notes,) = engine.external_corpora()
     assert (notes.state, notes.num_tokens) == ("published", 2)
@@ -460,6 +461,6 @@ def test_what_loads_replaces_what_a_file_holds_under_its_name(engine, tmp_path: 
     engine.load_corpus(tmp_path / "corpus")
     assert states(engine) == {"code": "published", "notes": "loading"}
     newer.gate.opened.set()
-    code, notes = engine.wait_for_external_corpora(timeout=30)
+    code, notes = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     assert (code.num_tokens, notes.num_tokens) == (1, 4)
     assert notes.state is ExternalState.PUBLISHED

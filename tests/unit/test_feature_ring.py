@@ -18,6 +18,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.features import Features
 from rollout.weights.segment import OwnedSegment
 from spec_workers.features.feature_ring import FeatureReader, FeatureRing, FeatureSequence
+from tests.helpers.hang import HANG_SECONDS
 
 FEATURES = Features(layers=(0, 2), final=True)
 HIDDEN = 8
@@ -182,11 +183,10 @@ def whole(sequence: FeatureSequence) -> int:
     return sequence.number
 
 
-@pytest.mark.timeout(60)
 def test_a_reader_never_sees_a_torn_sequence_while_another_process_writes():
     process, name = start_writer(1, 3_000)
     try:
-        reader, numbers, deadline = FeatureReader.open(name), [], time.monotonic() + 40
+        reader, numbers, deadline = FeatureReader.open(name), [], time.monotonic() + HANG_SECONDS
         while not numbers or numbers[-1] < 2_999:
             assert time.monotonic() < deadline, numbers[-3:]
             numbers += [whole(each) for each in reader.take(7)]
@@ -197,7 +197,6 @@ def test_a_reader_never_sees_a_torn_sequence_while_another_process_writes():
         process.wait()
 
 
-@pytest.mark.timeout(60)
 def test_a_writer_that_is_killed_leaves_whole_sequences():
     process, name = start_writer(2, 10_000_000)
     try:

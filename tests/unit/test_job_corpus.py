@@ -18,6 +18,7 @@ from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.specs import worker_factory
 from tests.helpers import small_jobs
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import output_rows, small_job
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, n=3, seed=5, ignore_eos=True)
@@ -224,7 +225,7 @@ def wait_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     finish = JobCorpus.finish
 
     def waiting(corpus: JobCorpus) -> list[tuple[str, str]]:
-        corpus._engine.wait_for_external_corpora(timeout=30)
+        corpus._engine.wait_for_external_corpora(timeout=HANG_SECONDS)
         return finish(corpus)
 
     monkeypatch.setattr(JobCorpus, "finish", waiting)
@@ -262,7 +263,7 @@ def test_external_corpora_of_a_resumed_job(
     notes.write_text(json.dumps("one two three " * 70_000))
     options = {"max_external_bytes": 4_500_000, "external_corpora": {"notes": str(notes)}}
     corpus = RolloutEngine.from_config(config.engine, worker_factory("ngram", **SPEC, **options))
-    corpus.wait_for_external_corpora(timeout=30)
+    corpus.wait_for_external_corpora(timeout=HANG_SECONDS)
     stopped(config, monkeypatch)
     corpus.save_corpus(corpus_file(config))
     notes.write_text("3\n")

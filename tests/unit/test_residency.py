@@ -18,6 +18,7 @@ from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateErro
 from rollout.models.loader import load_model
 from rollout.models.registry import MODEL_CLASSES
 from rollout.models.spec import ModelSpec
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tiny_model import save_tiny_llama
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
@@ -390,15 +391,15 @@ def test_the_corpus_survives(engine, tmp_path):
 
 def test_a_loop_waits_while_its_engine_sleeps(engine):
     with EngineLoop(engine) as loop:
-        expected = loop.submit(PROMPTS[0], PARAMS).future.result(60).token_ids
+        expected = loop.submit(PROMPTS[0], PARAMS).future.result(HANG_SECONDS).token_ids
         tickets = [loop.submit(PROMPTS[0], PARAMS) for _ in range(3)]
-        loop.call(lambda e: e.release_memory()).result(60)
+        loop.call(lambda e: e.release_memory()).result(HANG_SECONDS)
         late = loop.submit(PROMPTS[0], PARAMS)
-        assert loop.call(lambda e: e.can_run).result(60) is False
+        assert loop.call(lambda e: e.can_run).result(HANG_SECONDS) is False
         assert not late.future.done()
-        loop.call(lambda e: e.resume_memory()).result(60)
+        loop.call(lambda e: e.resume_memory()).result(HANG_SECONDS)
         for ticket in [*tickets, late]:
-            assert ticket.future.result(60).token_ids == expected
+            assert ticket.future.result(HANG_SECONDS).token_ids == expected
 
 
 MEASURE = """
@@ -443,7 +444,7 @@ def test_the_operating_system_has_the_memory_back(tmp_path):
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     for freed, awake, asleep, again, same_tokens in json.loads(run.stdout):
         assert freed["weights"] > 100e6

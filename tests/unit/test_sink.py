@@ -12,6 +12,7 @@ import pytest
 
 from rollout.offline.lock import OutputLock
 from rollout.offline.sink import JsonlSink, OutputError, whole_rows, write_whole
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import small_files
 
 
@@ -145,7 +146,7 @@ def test_a_killed_writer_leaves_no_lock_behind(tmp_path: Path) -> None:
     held = context.Event()
     process = context.Process(target=hold_lock_until_killed, args=(tmp_path / "out.jsonl", held))
     process.start()
-    assert held.wait(120)
+    assert held.wait(HANG_SECONDS)
     with (
         pytest.raises(OutputError, match=f"process {process.pid}"),
         OutputLock(tmp_path / "out.jsonl"),

@@ -13,6 +13,7 @@ from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateErro
 from rollout.weights import cuda_ipc
 from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcSender, ExportedBuffer
 from rollout.weights.ipc import HandleReceiver
+from tests.helpers.hang import HANG_SECONDS
 
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
 
@@ -152,5 +153,5 @@ def test_cuda_ipc_between_processes():
             print(json.dumps(handle), file=receiver.stdin, flush=True)
             heard |= json.loads(receiver.stdout.readline())
         receiver.stdin.close()
-        assert receiver.wait(20) == 0
+        assert receiver.wait(HANG_SECONDS) == 0
     assert heard == {name: tensor.sum().item() for name, tensor in tensors.items()}

@@ -13,7 +13,8 @@ from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateErro
 from rollout.weights.bucket import buckets
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.shared_memory import SharedMemorySender
-from tests.helpers.weight_transports import SECONDS, TensorSource, group_of
+from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.weight_transports import TensorSource, group_of
 
 
 class Stream(TensorSource):
@@ -80,9 +81,9 @@ def test_a_sender_whose_group_closes(engine, policies):
     with group_of(engine) as (group, threads):
         stream = Cut(policies[1].tensors)
         sender = DistributedSender(group, 8192)
-        sent = threads.submit(sender.send, stream, SECONDS)
+        sent = threads.submit(sender.send, stream, HANG_SECONDS)
         with pytest.raises(WeightUpdateError):
             engine.update_weights_from_distributed(**sender.arguments(stream))
-        error = sent.exception(SECONDS)
+        error = sent.exception(HANG_SECONDS)
         assert isinstance(error, WeightUpdateError)
         assert stream.closed

@@ -9,8 +9,9 @@ import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.groups import WeightGroups
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
-from tests.helpers.torch_trainer import SECONDS, TorchTrainer
+from tests.helpers.torch_trainer import TorchTrainer
 
 
 def announced(tensors):
@@ -28,8 +29,8 @@ def pair():
     port, groups = free_port(), WeightGroups()
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(TorchTrainer, port)
-        groups.init("127.0.0.1", port, 1, 2, "weights", "gloo", SECONDS, sender="torch")
-        trainer = other.result(SECONDS)
+        groups.init("127.0.0.1", port, 1, 2, "weights", "gloo", HANG_SECONDS, sender="torch")
+        trainer = other.result(HANG_SECONDS)
     yield trainer, groups
     groups.close()
     trainer.close()
@@ -45,12 +46,12 @@ def test_tensors_of_any_dtype_come_as_they_were_broadcast(pair):
     with ThreadPoolExecutor(1) as threads:
         for _ in range(2):
             sent = threads.submit(trainer.send, tensors.values())
-            source = groups.source(**announced(tensors), load_format=None, timeout=SECONDS)
+            source = groups.source(**announced(tensors), load_format=None, timeout=HANG_SECONDS)
             with source as received:
                 for name, tensor in received:
                     assert torch.equal(tensor, tensors[name])
                     assert tensor.dtype is tensors[name].dtype
-            sent.result(SECONDS)
+            sent.result(HANG_SECONDS)
 
 
 def test_a_refusal_takes_what_was_sent_off_the_wire(pair):
@@ -60,9 +61,9 @@ def test_a_refusal_takes_what_was_sent_off_the_wire(pair):
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(trainer.send, tensors.values())
         refusal = pytest.raises(ValueError, match="refused")
-        with refusal, groups.source(**announced(tensors), load_format=None, timeout=SECONDS):
+        with refusal, groups.source(**announced(tensors), load_format=None, timeout=HANG_SECONDS):
             raise ValueError("refused")
-        sent.result(SECONDS)
+        sent.result(HANG_SECONDS)
 
 
 def test_buckets_of_our_own_sender_cannot_come_through_it(pair):

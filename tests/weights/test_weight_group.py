@@ -13,6 +13,7 @@ import torch
 from rollout.errors import WeightUpdateError
 from rollout.weights import group as group_module
 from rollout.weights.group import WeightGroup, listen
+from tests.helpers.hang import HANG_SECONDS
 
 
 def joined(rank, store, timeout=20.0):
@@ -26,11 +27,11 @@ def test_members_are_connected_when_they_have_joined():
     store = listen("127.0.0.1", 20.0)
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(joined, 0, store)
-        receiver, sender = joined(1, store), other.result(20)
+        receiver, sender = joined(1, store), other.result(HANG_SECONDS)
         tensor = torch.zeros(3)
         sent = threads.submit(sender.broadcast, torch.arange(3.0))
         receiver.broadcast(tensor)
-        sent.result(20)
+        sent.result(HANG_SECONDS)
     assert torch.equal(tensor, torch.arange(3.0))
     sender.close()
     receiver.close()
@@ -39,7 +40,9 @@ def test_members_are_connected_when_they_have_joined():
 def test_members_that_meet_and_do_not_connect(monkeypatch):
     """As NCCL's first broadcast: it hangs, and nothing it was told ends that."""
     hung = threading.Event()
-    monkeypatch.setattr(group_module, "_wait", lambda work, backend, seconds: hung.wait(20))
+    monkeypatch.setattr(
+        group_module, "_wait", lambda work, backend, seconds: hung.wait(HANG_SECONDS)
+    )
     store = listen("127.0.0.1", 20.0)
     started = time.monotonic()
     try:
@@ -47,10 +50,10 @@ def test_members_that_meet_and_do_not_connect(monkeypatch):
             other = threads.submit(joined, 0, store, 1.5)
             with pytest.raises(WeightUpdateError, match="did not connect"):
                 joined(1, store, 1.5)
-            assert isinstance(other.exception(20), WeightUpdateError)
+            assert isinstance(other.exception(HANG_SECONDS), WeightUpdateError)
     finally:
         hung.set()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < HANG_SECONDS
 
 
 def test_the_device(monkeypatch):

@@ -19,9 +19,10 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.group_store import GroupStore
 from rollout.weights.shared_memory import SharedMemorySender
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.weight_peer import peer, receive, send, share
-from tests.helpers.weight_transports import SECONDS, TensorSource, group_of
+from tests.helpers.weight_transports import TensorSource, group_of
 from tests.weights.conftest import outputs
 
 
@@ -89,12 +90,14 @@ def test_shared_memory_outlives_its_sender_while_it_is_read(engine, policies):
 def test_a_group_whose_sender_dies(engine, policies):
     port = free_port()
     with peer(send, policies[1].folder, port, 2, after=9) as sender:
-        engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=SECONDS)
+        engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=HANG_SECONDS)
         call = sender.hear("arguments")
         started = time.monotonic()
         with pytest.raises(WeightUpdateError):
-            engine.update_weights_from_distributed(**call, timeout=SECONDS)
-        assert time.monotonic() - started < SECONDS, "found by the connection, not by the timeout"
+            engine.update_weights_from_distributed(**call, timeout=HANG_SECONDS)
+        assert time.monotonic() - started < HANG_SECONDS, (
+            "found by the connection, not by the timeout"
+        )
     assert_refuses(engine)
     with pytest.raises(WeightUpdateError, match=r"closed|cannot be reached"):
         engine.update_weights_from_distributed(**call, timeout=2.0)
@@ -104,7 +107,7 @@ def test_a_group_whose_sender_dies(engine, policies):
         sender = DistributedSender(group, 8192)
         sent = threads.submit(sender.send, source)
         engine.update_weights_from_distributed(**sender.arguments(source))
-        sent.result(SECONDS)
+        sent.result(HANG_SECONDS)
     assert_serves(engine, policies[2])
 
 
@@ -123,15 +126,15 @@ def test_a_group_whose_sender_is_stopped(engine, policies, after, monkeypatch):
         peer(send, policies[1].folder, port, 2, after=after, by=signal.SIGSTOP) as sender,
         ThreadPoolExecutor(1) as threads,
     ):
-        engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=SECONDS)
+        engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=HANG_SECONDS)
         call = sender.hear("arguments")
         seen = threads.submit(stopped, sender.process, monkeypatch)
         if after < 0:
             os.kill(sender.process.pid, signal.SIGSTOP)
-            seen.result(SECONDS)
+            seen.result(HANG_SECONDS)
         with pytest.raises(WeightUpdateError, match=r"a broadcast failed|no answer in"):
             engine.update_weights_from_distributed(**call, timeout=2.0)
-        seen.result(SECONDS)
+        seen.result(HANG_SECONDS)
         with pytest.raises(WeightUpdateError, match=r"closed|no answer in"):
             engine.update_weights_from_distributed(**call, timeout=2.0)
         engine.destroy_weights_update_group("weights")
@@ -159,7 +162,7 @@ def not_listening(port):
 
 def test_a_group_of_which_one_receiver_dies(engine, policies):
     """The sender and the other receiver end in an error, soon."""
-    store = listen("127.0.0.1", SECONDS)
+    store = listen("127.0.0.1", HANG_SECONDS)
     with (
         peer(receive, store.port, 2, 3, after=9) as dying,
         group_of(engine, 3, store) as (group, threads),
@@ -172,16 +175,16 @@ def test_a_group_of_which_one_receiver_dies(engine, policies):
         sent = threads.submit(sender.send, source)
         started = time.monotonic()
         with pytest.raises(WeightUpdateError):
-            engine.update_weights_from_distributed(**call, timeout=SECONDS)
-        assert isinstance(sent.exception(SECONDS), WeightUpdateError)
-        assert time.monotonic() - started < SECONDS
+            engine.update_weights_from_distributed(**call, timeout=HANG_SECONDS)
+        assert isinstance(sent.exception(HANG_SECONDS), WeightUpdateError)
+        assert time.monotonic() - started < HANG_SECONDS
     assert_refuses(engine)
     engine.update_weights_from_disk(policies[2].folder)
     assert_serves(engine, policies[2])
 
 
 def test_what_one_receiver_refuses_reaches_none(engine, policies):
-    store = listen("127.0.0.1", SECONDS)
+    store = listen("127.0.0.1", HANG_SECONDS)
     with peer(receive, store.port, 2, 3) as other, group_of(engine, 3, store) as (group, threads):
         odd = TensorSource(policies[1].tensors | {"odd": policies[1].tensors["model.norm.weight"]})
         sender = DistributedSender(group, 8192)
@@ -191,7 +194,7 @@ def test_what_one_receiver_refuses_reaches_none(engine, policies):
         sent = threads.submit(sender.send, odd)
         with pytest.raises(InvalidInputError, match="odd"):
             engine.update_weights_from_distributed(**call)
-        assert "rank 1" in str(sent.exception(SECONDS))
+        assert "rank 1" in str(sent.exception(HANG_SECONDS))
         assert "odd" in other.hear("error")
     assert_serves(engine, policies[0])
 
@@ -217,17 +220,21 @@ def test_a_group_with_members_missing(engine, policies):
 @pytest.mark.parametrize("told", [2, 3])
 def test_a_group_of_the_wrong_size(engine, policies, told):
     """Each side is told at once what the other was told, whoever is right."""
-    store = listen("127.0.0.1", SECONDS)
+    store = listen("127.0.0.1", HANG_SECONDS)
     size = 5 - told
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(
-            refused_group, master_port=store.port, world_size=size, store=store, timeout=SECONDS
+            refused_group,
+            master_port=store.port,
+            world_size=size,
+            store=store,
+            timeout=HANG_SECONDS,
         )
         with pytest.raises(WeightUpdateError, match=f"'world_size': {size}.*'world_size': {told}"):
             engine.init_weights_update_group(
-                "127.0.0.1", store.port, 1, told, "weights", timeout=SECONDS
+                "127.0.0.1", store.port, 1, told, "weights", timeout=HANG_SECONDS
             )
-        assert f"'world_size': {told}" in other.result(SECONDS)
+        assert f"'world_size': {told}" in other.result(HANG_SECONDS)
     assert_serves(engine, policies[0])
 
 
@@ -243,7 +250,7 @@ def test_arguments_of_a_group(field, value):
 
 
 def test_a_rank_is_taken_once():
-    store = listen("127.0.0.1", SECONDS)
+    store = listen("127.0.0.1", HANG_SECONDS)
     refused_group(master_port=store.port, store=store)
     assert "rank 0 is taken" in refused_group(master_port=store.port, store=store)
 
@@ -317,13 +324,13 @@ def test_receivers_that_say_nothing(engine, policies):
         source = TensorSource(policies[2].tensors)
         sent = threads.submit(sender.send, source)
         engine.update_weights_from_distributed(**sender.arguments(source))
-        sent.result(SECONDS)
+        sent.result(HANG_SECONDS)
     assert_serves(engine, policies[2])
 
 
 def test_notes_are_written_over_and_never_removed(engine, policies):
     """A reader that saw a key there would wait for it without end if it then went."""
-    store = listen("127.0.0.1", SECONDS)
+    store = listen("127.0.0.1", HANG_SECONDS)
     with group_of(engine, store=store) as (group, threads):
         sender, counts = DistributedSender(group, 8192), []
         for policy in (policies[1], policies[2], policies[1]):
@@ -332,7 +339,7 @@ def test_notes_are_written_over_and_never_removed(engine, policies):
                 sender.send(source, timeout=0.05)
             sent = threads.submit(sender.send, source)
             engine.update_weights_from_distributed(**sender.arguments(source))
-            sent.result(SECONDS)
+            sent.result(HANG_SECONDS)
             counts.append(store.num_keys())
         assert len(set(counts)) == 1
         assert not hasattr(group.notes, "remove")
@@ -354,7 +361,7 @@ def test_a_sender_that_stops_in_the_middle(engine, policies):
         sent = threads.submit(sender.send, source)
         with pytest.raises(WeightUpdateError, match="the trainer ran out of memory"):
             engine.update_weights_from_distributed(**sender.arguments(source))
-        assert isinstance(sent.exception(SECONDS), ValueError)
+        assert isinstance(sent.exception(HANG_SECONDS), ValueError)
     assert_refuses(engine)
 
 
