@@ -70,24 +70,6 @@ def check_disturbed(
     assert engine.metrics().preemptions > 0
 
 
-def check_cuts(engine: RolloutEngine, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
-    """A rollout cut anywhere goes on as if it had not been."""
-    wanted = {}
-    for rollout in rollouts:
-        for cut in {0, 1, len(rollout.token_ids) // 2, len(rollout.token_ids) - 1}:
-            request = engine.submit(
-                rollout.prompt_ids,
-                params,
-                request_seed=rollout.seed,
-                partial_ids=rollout.token_ids[:cut],
-            )
-            wanted[request.request_id] = (rollout.token_ids[cut:], rollout.logprobs[cut:])
-    while engine.has_unfinished:
-        for rollout in engine.step():
-            assert (rollout.token_ids, rollout.logprobs) == wanted.pop(rollout.request_id)
-    assert not wanted
-
-
 def check_gates(
     engine: RolloutEngine,
     prompts: Sequence[list[int]],

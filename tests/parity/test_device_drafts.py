@@ -112,7 +112,7 @@ def test_the_smallest_and_the_largest_trees(models, name, own) -> None:
     as_on_a_device(engine.worker.drafter, ReplayingCapture())
     rollouts = engine.generate(prompts(), PARAMS["greedy"])
     assert numbers(rollouts) == wanted(models, "greedy")
-    assert sum(rollout.stats.drafted for rollout in rollouts) > 50
+    assert sum(rollout.stats.drafted for rollout in rollouts) > 20
     engine.check_integrity()
 
 
@@ -128,7 +128,7 @@ def test_a_proposal_that_no_graph_can_take_teaches_no_cost(models) -> None:
 
     proposer.propose = noted
     engine.generate(prompts(), PARAMS["greedy"])
-    assert len(settled) > 5
+    assert len(settled) > 3
     assert not any(settled)
     proposer._graphs.is_paused = True  # and for as long as it is, all are launched one by one
     engine.flush_cache()

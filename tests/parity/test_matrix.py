@@ -384,9 +384,10 @@ def check_company(case: Case, watch: StepWatch) -> None:
     elif row["event"] in ("again", "disturbed", "updated"):
         assert worker.memory.counters.hit > 0
     if row["company"] == "scarce" and row["event"] == "again" and row["params"] == "sampled":
-        assert case.engine.metrics().preemptions > 0
-    if row["company"] == "scarce" and row["prefix cache"] == "on" and is_recurrent:
-        assert worker.counters()["states/evicted"] > 0
+        if not is_recurrent:  # else it is states that there are too few of
+            assert case.engine.metrics().preemptions > 0
+        elif row["prefix cache"] == "on":
+            assert worker.counters()["states/evicted"] > 0
 
 
 def check_drafts(case: Case, watch: StepWatch, rollouts: list[Rollout]) -> None:
@@ -400,7 +401,7 @@ def check_drafts(case: Case, watch: StepWatch, rollouts: list[Rollout]) -> None:
     if worker in ORACLES:
         wrong = ORACLES[worker]["right"] == 0.0
         assert watch.accepted < 0.1 * watch.drafted if wrong else watch.accepted > 0
-    if worker == "oracle tree":
+    if worker == "oracle tree" and row["company"] != "scarce":
         assert watch.later_children > 0
     if row["event"] != "again" or row["params"] != "sampled":
         return

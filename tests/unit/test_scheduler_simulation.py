@@ -443,12 +443,20 @@ class Simulation:
                 assert request.finish_reason is expected.reason
 
 
-@pytest.mark.parametrize("block", range(6))
-def test_everyone_gets_exactly_what_they_would_get_alone(block: int):
-    for seed in range(40 * block, 40 * block + 40):
-        simulation = Simulation(seed)
+SEEDS = range(80)  # the faults that are hardest to find show in one seed of eight
+
+
+@functools.cache
+def finished(seed: int) -> Simulation:
+    simulation = Simulation(seed)
+    simulation.run()
+    return simulation
+
+
+def test_everyone_gets_exactly_what_they_would_get_alone():
+    for seed in SEEDS:
         try:
-            simulation.run()
+            simulation = finished(seed)
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
@@ -461,9 +469,8 @@ def test_the_simulation_reaches_what_it_is_for():
     """Else a change of sizes could leave the test above with nothing to check."""
     preemptions = evicted = hits = full = beside = 0
     state_hits = states_evicted = 0
-    for seed in range(60):
-        simulation = Simulation(seed)
-        simulation.run()
+    for seed in SEEDS:
+        simulation = finished(seed)
         if simulation.memory.states:
             state_hits += simulation.memory.counters.hit
             states_evicted += simulation.memory.states.evicted
@@ -484,7 +491,7 @@ def test_the_simulation_reaches_what_it_is_for():
     assert states_evicted > 300
 
 
-@pytest.mark.parametrize("seed", range(0, 40, 4))
+@pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_the_same_calls_give_the_same_batches(seed: int, monkeypatch):
     def batches() -> list:
         simulation, log = Simulation(seed), []
