@@ -74,7 +74,7 @@ def test_what_is_emitted_follows_the_target(tmp_path):
 def test_pairs_of_tokens_follow_the_target(models):
     """By the target's own probabilities, renormalised as it samples."""
     params = SamplingParams(
-        temperature=1.0, top_k=5, max_new_tokens=2, n=DRAWS, seed=2, ignore_eos=True,
+        temperature=2.0, top_k=5, max_new_tokens=2, n=DRAWS, seed=2, ignore_eos=True,
         sampling_logprobs=True,
     )  # fmt: skip
     options = {"budget": "fixed", "min_probability": 0.005}
