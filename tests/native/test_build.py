@@ -24,7 +24,8 @@ def run(*command):
 @pytest.fixture(scope="module")
 def programs():
     """The folder of the sanitized programs; kept, so that the next run builds what changed."""
-    cmake = shutil.which("cmake") or shutil.which("cmake", path=Path(sys.executable).parent)
+    # The environment's own first, as `make fuzz` does: another one builds everything again.
+    cmake = shutil.which("cmake", path=Path(sys.executable).parent) or shutil.which("cmake")
     if cmake is None or not shutil.which("c++"):
         pytest.skip("needs cmake and a C++ compiler")
     build = HERE.parents[1] / "build" / "native-tests"
