@@ -76,11 +76,12 @@ demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on t
 
 # Files side by side, each process with one thread: two that wait for each other are slower than one.
 # In the order of the folders, the many short files of unit and weights come last and fill both.
+# Where bytecode may not be written, pytest compiles its plugins and all tests anew in each process.
 TEST_PROCESSES ?= 2
 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
