@@ -30,7 +30,7 @@ class CallGuard:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._depth = 0  # calls inside each other; written by the thread that holds the lock
-        self._in_step = False  # likewise
+        self._in_step = False  # written by the thread that holds the lock
         self._holds_interrupts = False  # Python's handler is replaced
         self._interrupts = 0  # held back
         self._deferred: deque[Callable[[], None]] = deque()  # any thread appends

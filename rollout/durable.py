@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 def scratch_file(path: Path) -> Path:
-    """Where `whole_file` writes."""
+    """The path that `whole_file` writes to before it renames."""
     return path.with_name(path.name + ".tmp")
 
 

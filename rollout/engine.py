@@ -158,7 +158,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
 
     @property
     def max_sequence_len(self) -> int:
-        """Likewise, as far as the KV slots reach too."""
+        """Maximum sequence length in tokens: the context limit, or fewer with a smaller KV pool."""
         return self.worker.memory.max_sequence_len
 
     @property
@@ -290,7 +290,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
             self._halving.observe(step.running, step.halved, last.generated_tokens, result.times)
 
     def _settle(self) -> None:
-        """Finish what is under way: before anything it goes by is changed."""
+        """Drain steps in flight before the engine's state is changed."""
         self.calls.begin_step()
         try:
             while self._under_way:

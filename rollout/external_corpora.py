@@ -319,7 +319,7 @@ class CorpusCalls(ABC):
 
 
 def _whole_learned(file: Path) -> dict[str, Any]:
-    """What it holds; nothing, and a warning, where it is damaged."""
+    """The learned state in ``file``; empty, with a warning, where the file is damaged."""
     try:
         return load_learned(file)
     except (OSError, ValueError) as error:

@@ -23,9 +23,10 @@ _MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 
 
 class JobPaths:
-    """Where a link is given as the output, the file that it stands for is the output.
+    """The paths of one job, by what they are for.
 
-    So two jobs that are given one file by two names see each other's lock.
+    A link given as the output is followed: two jobs that name one file differently see each
+    other's lock.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -46,7 +47,7 @@ class JobPaths:
         self.learned = learned_file(self.corpus)
 
     def half_saved(self) -> list[Path]:
-        """What jobs that died while they saved their corpus have left."""
+        """Scratch files left by jobs that died while they saved their corpus."""
         return [path for path in self.output.parent.iterdir() if self._is_half_saved(path)]
 
     def check(self) -> None:

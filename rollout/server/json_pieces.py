@@ -20,9 +20,10 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two that have one name the parser would take the last, and its sender may mean the first.
+    """The members of an object by name.
 
-    Raises ValueError.
+    Raises ValueError for a name that comes twice: a parser would take the last one, and its sender
+    may mean the first.
     """
     members = dict(pairs)
     if len(members) < len(pairs):
@@ -43,9 +44,11 @@ class Integers(list[int]):
 
 
 def loads_in_pieces(data: bytes) -> Any:
-    """What ``json.loads`` gives, where arrays of integers may be `Integers`. Raises what it does,
-    and ValueError for a name that comes twice in an object and for too many lists and objects: each
-    takes longer to make, and more memory, than the bytes that say it.
+    """The value that ``json.loads`` gives, where arrays of integers may be `Integers`.
+
+    Raises what ``json.loads`` does, and ValueError for a name that comes twice in an object and for
+    too many lists and objects: each takes longer to make, and more memory, than the bytes that say
+    it.
 
     Whatever is long in a body is an array of numbers or a text. The numbers of an array go through
     the C parser in pieces of 64 Ki characters, a text as one; the rest is walked in Python.
@@ -60,7 +63,7 @@ def loads_in_pieces(data: bytes) -> Any:
 
 
 def _value(text: str, place: int, left: Iterator[int]) -> tuple[Any, int]:
-    """What begins at ``place``, and the place after it.
+    """The value that begins at ``place``, and the offset after it.
 
     ``left``: one for each list or object that may still come.
     """

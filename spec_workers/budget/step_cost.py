@@ -120,7 +120,7 @@ class StepCost:
 
 
 def _checked(learned: Mapping[str, Any]) -> dict[str, Any]:
-    """What one device's costs were, nothing else. Raises ValueError."""
+    """The costs of one device alone, without other fields. Raises ValueError."""
     curve, parts = mapping(learned, "cost"), mapping(learned, "request_ms")
     checked_curve(curve)
     names = ("sampling", "drafting", "following")

@@ -60,7 +60,7 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
 
 
 def one_of_each(launches: list[Launch]) -> list[Launch]:
-    """Of each kernel the last, which is that of a graph where there is one."""
+    """The last launch of each kernel: a graph's where there is one."""
     return list({launch.name: launch for launch in launches}.values())
 
 

@@ -61,7 +61,7 @@ def with_output(config: RunConfig, **changes: Any) -> RunConfig:
 
 @contextmanager
 def small_files(max_bytes: int) -> Iterator[None]:
-    """As on a full disk: no file of this process may grow beyond ``max_bytes``."""
+    """A full disk: no file of this process may grow beyond ``max_bytes``."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, former[1]))

@@ -15,7 +15,7 @@ from tests.mutants.workbench import ROOT, Workbench
 _LONGEST_SECONDS = 1800.0  # of a test file, under coverage
 _FRAMEWORKS = "tests/frameworks/"  # have environments of their own
 _CORPUS = "ngram_native/corpus.py"
-"""What calls the compiled corpus: C++ has no map of its own."""
+"""The file that calls the compiled corpus: C++ has no map of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _test_files(tests: Sequence[str]) -> list[str]:
 
 
 def _fingerprint(paths: Sequence[str]) -> str:
-    """Of the sources and of all that is below tests, and which files of it are run."""
+    """A digest of the sources, the tests and the names of the test files that are run."""
     digest = hashlib.sha256(json.dumps(list(paths)).encode())
     for folder in ("rollout", "spec_workers", "ngram_native", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -69,7 +69,7 @@ def mutations_of(root: Path, path: Path, room: str) -> list[Mutation]:
 
 
 def by_line(mutations: Iterable[Mutation]) -> list[list[Mutation]]:
-    """Those of one line together, so that a line with many is drawn no more often."""
+    """Mutations grouped by line, so that a line with many is drawn no more often."""
     lines: dict[tuple[str, int], list[Mutation]] = {}
     for mutation in mutations:
         lines.setdefault((mutation.file, mutation.edit.line), []).append(mutation)

@@ -1,4 +1,4 @@
-"""What became of mutants."""
+"""Outcomes of mutants: caught, survived, left out."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Workbench:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """As a new file: the old one may be mapped by a process that is ending."""
+    """Write a new file in its place: the old one may be mapped by a process that is ending."""
     scratch = path.with_suffix(".new")
     scratch.write_bytes(content)
     scratch.replace(path)

@@ -62,7 +62,7 @@ def _run(order: dict[str, Any]) -> Answer:
 
 
 def _cpu_seconds() -> float:
-    """Of all children that have ended."""
+    """Processor time of all children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

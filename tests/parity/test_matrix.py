@@ -247,7 +247,7 @@ def updated(case: Case) -> list[Rollout]:
 
 
 def check_goes_on(case: Case, rollout: Rollout, old: int) -> None:
-    """As a rollout that was cut where the weights changed."""
+    """The rollout goes on as one that was cut where the weights changed."""
     case.engine.submit(
         rollout.prompt_ids, case.params[rollout.prompt_index],
         request_seed=rollout.seed, partial_ids=rollout.token_ids[:old],
@@ -316,7 +316,7 @@ def models(tmp_path_factory) -> ParityModels:
 
 
 def reference(models: ParityModels, row: Row) -> tuple[dict[tuple[int, int], Rollout], list]:
-    """Of all prompts, and the parameters of each."""
+    """Plain decoding's rollouts of all prompts, and the parameters of each prompt."""
     names = list(PARAMS) if row["params"] == MIXED else [row["params"]]
     wanted, params = {}, []
     for prompt in range(len(prompts())):

@@ -153,7 +153,7 @@ def request(path: str, body: bytes = b"", **headers: str) -> bytes:
 
 
 def bodies_of(connection: socket.socket) -> Iterator[bytes]:
-    """Of the answers that come, until the server ends the connection."""
+    """The bodies of all answers, until the server ends the connection."""
     with connection.makefile("rb") as stream:
         while stream.readline():
             headers = http.client.parse_headers(stream)
@@ -162,7 +162,7 @@ def bodies_of(connection: socket.socket) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
 def test_an_upgrade_that_is_offered_is_passed_over(url, caplog, protocol):
-    """What comes behind the head is the request's body, and then the next request."""
+    """The bytes behind the head are the request's body, and then the next request."""
     upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol}
     with connect(url) as connection:
         connection.sendall(request("/echo", b"first", **upgrade))

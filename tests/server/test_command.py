@@ -160,7 +160,7 @@ def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(text_model_path):
 
 
 def test_a_second_signal_ends_with_what_there_is(text_model_path):
-    """What waits is answered, the body that never comes too, and the log has nothing of it."""
+    """All who wait are answered, also for a body that never comes, and the log has no traceback."""
     with served(text_model_path, "server.drain_seconds=600") as (process, url):
         stream = stream_of(url, 500)
         lines = stream.__enter__().iter_lines()

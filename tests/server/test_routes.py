@@ -1,4 +1,4 @@
-"""What every route refuses alike: other methods, other paths, and fields that it does not have."""
+"""Every route refuses other methods, other paths, and fields that it does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes the engine for all: weights, pauses, aborts, sleep, flushes, a frozen process."""
+"""Events that change the engine for all: weights, pauses, aborts, sleep, flushes, a freeze."""
 
 from __future__ import annotations
 

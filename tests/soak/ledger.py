@@ -1,4 +1,4 @@
-"""What a soak has done, how often, and what went wrong."""
+"""Counts of all that a soak did, and its violations."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was known when a request was sent."""
+    """The state of updates and aborts when a request was sent."""
 
     version: int
     updates_begun: int

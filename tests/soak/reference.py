@@ -1,4 +1,4 @@
-"""What engines that nobody disturbs generate, and the comparison with it."""
+"""Rollouts of engines that nobody disturbs, and the comparison with them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class References:
     async def continued(
         self, ask: Ask, policy: int, indices: tuple[int, int], done: Sequence[int]
     ) -> Rollout:
-        """What follows ``done``, to the end. ``indices``: of prompt and sample in their call."""
+        """The rollout after ``done``. ``indices``: of prompt and sample in their call."""
         key = (ask, policy, *indices, tuple(done))
         if key not in self._known:
             if len(self._known) >= _MOST_KEPT:

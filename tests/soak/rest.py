@@ -1,4 +1,4 @@
-"""What must hold of a server whenever nothing runs."""
+"""Facts that must hold of a server whenever nothing runs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process holds of its machine."""
+    """Resources that a process holds."""
 
     resident_mib: int
     files: int
@@ -85,7 +85,7 @@ class ServerProcess:
 
 
 async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
-    """What `/metrics` says, by name, of what has no labels."""
+    """Values of `/metrics` without labels, by name."""
     text = (await client.get("/metrics")).text
     return {
         sample.name.removeprefix("specrollout_"): sample.value

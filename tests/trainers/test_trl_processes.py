@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank measured, by the way it generated."""
+    """The measurements of each rank, by the way it generated."""
     folder = tmp_path_factory.mktemp("trl")
     save_text_model(folder / "model")
     return launch("tests.trainers.trl_ranks", folder, ranks=2)
@@ -28,7 +28,7 @@ def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def samples_of_one(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one process draws of the first prompt."""
+    """The samples of the first prompt that one process draws."""
     folder = tmp_path_factory.mktemp("alone")
     model = save_text_model(folder / "model")
     options = {"per_device_train_batch_size": 8, "num_generations": 8, "max_steps": 1}

@@ -130,7 +130,7 @@ def refusal(call: Callable[..., object], **arguments: object) -> Any:
 
 
 def settled(engine: RolloutEngine) -> None:
-    """As it was, whatever a call that was taken has begun."""
+    """Undo whatever a call that was taken has begun."""
     engine.abandon_weight_update()
     if engine.released_tags:
         engine.resume_memory()

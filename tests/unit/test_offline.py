@@ -481,7 +481,7 @@ def test_a_second_signal_insists(
 def test_a_signal_that_is_ignored_stays_so(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, hangup: None
 ) -> None:
-    """As under nohup."""
+    """nohup ignores SIGHUP, and so does the job it runs."""
     path = Path(config.output.path or "")
     monkeypatch.setattr(RolloutEngine, "step", signalled_step(path, signal.SIGHUP))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

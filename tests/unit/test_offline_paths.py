@@ -1,4 +1,4 @@
-"""What a job writes is never what it reads, whatever names the files are given by."""
+"""A job never writes a file that it reads, whatever names the files are given by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job left behind, damaged before it goes on."""
+"""Files that a job left behind are damaged before it goes on."""
 
 from __future__ import annotations
 

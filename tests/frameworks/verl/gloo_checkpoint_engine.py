@@ -28,7 +28,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._updates = 0
 
     def prepare(self) -> tuple[str, int] | None:
-        """Where the master listens."""
+        """The address that the master listens on."""
         if not self._is_master:
             return None
         host = ray.util.get_node_ip_address()
