@@ -7,6 +7,7 @@ The ranks have said what is wrong. The exit code is that of the one that ended f
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -18,7 +19,7 @@ _EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
 def main() -> int:
     ranks, *command = sys.argv[1:]
-    rank_process = ["-m", "rollout.parallel.rank_process", *command]
+    rank_process = ["-m", "rollout.parallel.rank_process", str(os.getpid()), *command]
     options = ["--standalone", f"--nproc-per-node={ranks}", *rank_process]
     try:
         run(parse_args(options))

@@ -1,6 +1,6 @@
 """One rank that `rollout.parallel.launcher` starts: it ends with its launcher.
 
-    python -m rollout.parallel.rank_process MODULE ARGUMENT...
+    python -m rollout.parallel.rank_process LAUNCHER_PID MODULE ARGUMENT...
 
 A launcher that is killed can stop nobody any more, and ranks that go on would hold the output
 that the same command, started again, wants to go on with.
@@ -9,6 +9,7 @@ that the same command, started again, wants to go on with.
 from __future__ import annotations
 
 import ctypes
+import os
 import runpy
 import signal
 import sys
@@ -19,7 +20,9 @@ _SET_PARENT_DEATH_SIGNAL = 1
 def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    sys.argv = sys.argv[1:]
+    launcher, *sys.argv = sys.argv[1:]
+    if os.getppid() != int(launcher):  # it died before the signal was asked for
+        sys.exit("the launcher of this rank has ended")
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

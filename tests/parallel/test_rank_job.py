@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from io import StringIO
 from pathlib import Path
@@ -17,6 +18,7 @@ from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, RunConfig, run_job
 from rollout.specs import worker_factory
 from tests.helpers.forked import forked, run_module
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.job_ranks import config_of
 from tests.helpers.launch import launch
 
@@ -59,7 +61,19 @@ def test_ranks_end_with_their_launcher(tmp_path):
     finally:
         launcher.kill()
         launcher.join()
-    assert not psutil.wait_procs(ranks, 60)[1]
+    assert not psutil.wait_procs(ranks, HANG_SECONDS)[1]
+
+
+def test_a_rank_whose_launcher_died_first_does_not_begin(tmp_path):
+    ran = tmp_path / "ran"
+    rank = forked(
+        run_module, "rollout.parallel.rank_process", str(os.getpid()), "timeit", "-n1", "-r1",
+        f"import pathlib; pathlib.Path({str(ran)!r}).touch()", log=tmp_path / "log",
+    )  # fmt: skip
+    rank.join(HANG_SECONDS)
+    assert "launcher of this rank has ended" in (tmp_path / "log").read_text()
+    assert rank.exitcode == 1
+    assert not ran.exists()
 
 
 def test_what_a_job_on_ranks_cannot_be():
