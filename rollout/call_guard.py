@@ -17,6 +17,10 @@ from rollout.errors import EngineStateError
 M = TypeVar("M", bound=Callable[..., Any])
 
 
+_PATIENCE_SECONDS = 1.0
+"""Short calls of other threads, and finalizers that run in them, are waited for."""
+
+
 class CallGuard:
     """Held while an engine's public call runs. Two threads never hold it together.
 
@@ -26,7 +30,10 @@ class CallGuard:
     the step is in the middle of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_interrupts: bool) -> None:
+        """``holds_interrupts``: Ctrl-C in a step takes effect when the step has ended."""
+        self.driver: int | None = None  # the thread that waits instead of being refused
+        self._may_hold_interrupts = holds_interrupts
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._depth = 0  # calls inside each other; written by the thread that holds the lock
@@ -37,7 +44,9 @@ class CallGuard:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise EngineStateError(self._why_held)
+            seconds = -1 if threading.get_ident() == self.driver else _PATIENCE_SECONDS
+            if not self._lock.acquire(timeout=seconds):
+                raise EngineStateError(self._why_held)
         if self._in_step:
             self._lock.release()
             raise EngineStateError(
@@ -53,17 +62,18 @@ class CallGuard:
             self._run_deferred()
 
     def defer(self, function: Callable[[], None]) -> None:
-        """Run ``function`` now, or where a call is under way, in any thread, when it ends or
-        begins its next step. Never refused: for what is let go of."""
+        """Run ``function`` now or, where a call is under way in any thread, when that call ends.
+
+        Never refused.
+        """
         self._deferred.append(function)
         self._run_deferred()
 
     def begin_step(self) -> None:
         """Inside a call: nothing else may call until `end_step`, nor does Ctrl-C take effect."""
-        while self._deferred:
-            self._deferred.popleft()()
         if (
-            signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            self._may_hold_interrupts
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
             and threading.current_thread() is threading.main_thread()
         ):
             self._interrupts = 0
@@ -82,7 +92,7 @@ class CallGuard:
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """For what changes the books outside of a step."""
+        """Guard a change of the engine's books that is no step against Ctrl-C."""
         self.begin_step()
         try:
             yield
@@ -90,8 +100,10 @@ class CallGuard:
             self.end_step()
 
     def _hold_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Raised anywhere in a step it would leave a part of the books written. The second time it
-        is: the step hangs."""
+        """Hold back the first interrupt of a step, which would leave a part of the books written.
+
+        A second one is raised at once: the step may hang.
+        """
         self._interrupts += 1
         if self._interrupts > 1:
             raise KeyboardInterrupt

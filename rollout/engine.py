@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
     """
 
     def __init__(self, config: EngineConfig, worker: Worker) -> None:
-        self.calls = CallGuard()
+        # With several ranks an interrupt must end the others' waiting at once: see `_all_or_none`.
+        self.calls = CallGuard(holds_interrupts=worker.ranks.all.size == 1)
         self.config = config
         self.worker = worker
         folder = config.model.tokenizer or config.model.path
@@ -202,6 +204,10 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         with self.calls.uninterrupted():
             self.scheduler.add(request)
         return request
+
+    def claim(self) -> None:
+        """Let the calling thread wait where another one is in a call, for as long as that takes."""
+        self.calls.driver = threading.get_ident()
 
     def watch(self, request_id: int) -> None:
         """Of an `Engine`. Nothing to do: here every step shows what each request has."""

@@ -75,6 +75,10 @@ class Engine(Protocol):
         """The request's tokens, logprobs, versions and extras grow from `step` to `step`."""
         ...
 
+    def claim(self) -> None:
+        """The calling thread drives the engine from now on: it waits for calls of other threads."""
+        ...
+
     def watch(self, request_id: int) -> None:
         """Somebody looks at what the request has from step to step: called right after `submit`.
 

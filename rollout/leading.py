@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from rollout.config import ParallelConfig
+from rollout.engine import RolloutEngine
 from rollout.engine_protocol import Engine
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
 from rollout.models.loader import Progress
@@ -70,7 +71,7 @@ def lead_or_follow(
 
 def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None) -> Engine:
     group.tell(json.dumps(["open", [], {}]))
-    return cast(Engine, LeadingEngine(open_engine(progress), group))
+    return cast(Engine, LeadingEngine(cast(RolloutEngine, open_engine(progress)), group))
 
 
 def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
@@ -91,7 +92,7 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
 class LeadingEngine:
     """Rank 0's engine; see `rollout.engine_protocol.Engine`. What changes it is told to all."""
 
-    def __init__(self, engine: Engine, group: RankGroup) -> None:
+    def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         self._engine = engine
         self._group = group
 
@@ -104,8 +105,9 @@ class LeadingEngine:
         return partial(self._call, name) if name in _TOLD else found
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        self._group.tell(json.dumps([name, arguments, options], default=_to_json))
-        return getattr(self._engine, name)(*arguments, **options)
+        with self._engine.calls:  # refused before the others hear of it, or done by all
+            self._group.tell(json.dumps([name, arguments, options], default=_to_json))
+            return getattr(self._engine, name)(*arguments, **options)
 
 
 def _to_json(value: Any) -> Any:

@@ -31,8 +31,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     try:
         return outcome.result(seconds)
     except TimeoutError:
-        if outcome.done():
-            raise
+        if outcome.done():  # at the last moment, or it raised a TimeoutError of its own
+            return outcome.result()
         raise TimeoutError(f"no answer in {seconds:g} seconds") from None
 
 

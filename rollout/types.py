@@ -105,7 +105,9 @@ class SamplingParams:
             "entropy",
             "routed_experts",
         ):
-            require(name, isinstance(getattr(self, name), bool), "must be True or False")
+            require(
+                name, isinstance(getattr(self, name), (bool, np.bool_)), "must be True or False"
+            )
         for name in ("stop", "stop_token_ids"):
             require(name, isinstance(getattr(self, name), (list, tuple)), "must be a list")
         require("stop", all(isinstance(text, str) and text for text in self.stop),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a tokenizer and a chat template."""
     return save_text_model(tmp_path_factory.mktemp("text-model"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_are_heard() -> None:
+    """A process of a background job, or under nohup, ignores them, and so do those it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

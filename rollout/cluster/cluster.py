@@ -117,6 +117,9 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self._router.add(request.request_id, request.group)
         return request
 
+    def claim(self) -> None:
+        """Nothing to do: a cluster does not refuse other threads."""
+
     def watch(self, request_id: int) -> None:
         """Its tokens come every ``cluster.report_seconds``, those of others every second or so."""
         self._flights[request_id].is_watched = True

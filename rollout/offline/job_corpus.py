@@ -95,7 +95,7 @@ class JobCorpus:
     def _save(self) -> None:
         try:
             self._engine.save_corpus(self._path)
-        except OSError as error:
+        except (InvalidInputError, OSError) as error:  # such as a folder of that name
             log.warning("%s was not saved, a restarted job would draft less: %s", self._path, error)
         self._saved_at = time.monotonic()
 

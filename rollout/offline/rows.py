@@ -86,11 +86,11 @@ def _is_value(name: str, value: Any) -> bool:
         case "seed":
             return _is_count(value, 1 << 64)
         case "token_ids" | "prompt_ids":
-            return isinstance(value, list) and all(_is_count(token, 1 << 31) for token in value)
+            return _are_counts(value, 1 << 31)
         case "weight_versions":
-            return isinstance(value, list) and all(_is_count(version, 1 << 63) for version in value)
+            return _are_counts(value, 1 << 63)
         case "logprobs" | "raw_logprobs" | "sampling_logprobs" | "entropies":
-            return isinstance(value, list) and all(type(x) in (float, int) for x in value)
+            return isinstance(value, list) and set(map(type, value)) <= {float, int}
         case "text":
             return value is None or (isinstance(value, str) and _is_utf8(value))
         case "finish_reason":
@@ -99,6 +99,12 @@ def _is_value(name: str, value: Any) -> bool:
             return isinstance(value, dict)
         case _:
             return isinstance(value, list)
+
+
+def _are_counts(values: Any, end: int) -> bool:
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < end)
 
 
 def _is_count(value: Any, end: int) -> bool:

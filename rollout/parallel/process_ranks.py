@@ -142,15 +142,19 @@ class ProcessRanks:
         self._groups.clear()
 
     def _run(self, start: Callable[[], Any]) -> None:
-        if self._lost:
-            raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
+        self._require_all()
         try:
             start().wait()
         except RuntimeError as error:
             self._fail(error)
 
+    def _require_all(self) -> None:
+        if self._lost:
+            raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
+
     def _ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
         """A call to the store, which waits for others at most ``seconds``."""
+        self._require_all()
         try:
             return answered(call, seconds)
         except (RuntimeError, TimeoutError) as error:

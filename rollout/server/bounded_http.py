@@ -7,7 +7,6 @@ from typing import Any
 
 import httptools
 from starlette.types import Receive, Scope, Send
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollout.server.errors import ErrorResponse, TooManyConnectionsError
@@ -136,7 +135,7 @@ class BoundedHttp(HttpToolsProtocol):
         if (self._in_message or self._unparsed_bytes) and not self.transport.is_closing():
             self._hurry()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 

@@ -145,6 +145,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> ErrorResponse:
         if (
             isinstance(error, HTTPException)
+            and error.status_code in (404, 405)
             and error.detail == HTTPStatus(error.status_code).phrase
         ):
             error = _unrouted(app, request)

@@ -38,15 +38,17 @@ class JsonRequest(Request):
 class JsonRoute(APIRoute):
     """Declares its body as any route of FastAPI does, and is documented and refused alike."""
 
+    refuses_queries = True
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
         reads_body = self.body_field is not None
-        reads_query = bool(self.dependant.query_params)
+        takes_queries = not self.refuses_queries or bool(self.dependant.query_params)
 
         async def answer_json(request: Request) -> Response:
             if reads_body and _has_other_body(request):
                 raise HTTPException(415, NOT_DECLARED)
-            if not reads_query:
+            if not takes_queries:
                 refuse_query(request)
             return await answer(JsonRequest(request.scope, request.receive))
 

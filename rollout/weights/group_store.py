@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -40,9 +41,13 @@ class GroupStore:
         return bool(found.decode() == text)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        if not self._guarded(lambda: self._store.check([key])):
-            return None
-        return json.loads(self._guarded(lambda: self._store.get(key)))
+        return self._guarded(partial(self._read, key))
+
+    def _read_all(self, keys: list[str]) -> dict[str, dict[str, Any] | None]:
+        return {key: self._read(key) for key in keys}
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def collect(
         self,
@@ -54,7 +59,7 @@ class GroupStore:
         missing, notes = list(keys), dict[str, dict[str, Any]]()
         deadline, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
         while True:
-            found = {key: self.get(key) for key in missing}
+            found = self._guarded(partial(self._read_all, missing))
             notes |= {key: note for key, note in found.items() if note is not None and accept(note)}
             missing = [key for key in missing if key not in notes]
             if not missing or time.monotonic() >= deadline:

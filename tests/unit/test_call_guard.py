@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import RolloutEngine, SamplingParams, call_guard
+from rollout.engine_loop import EngineLoop
 from rollout.errors import EngineStateError
 from tests.helpers.hang import HANG_SECONDS
 
@@ -62,6 +63,11 @@ def engine(tiny_model_path):
     )
 
 
+@pytest.fixture(autouse=True)
+def _nobody_is_waited_for(monkeypatch):
+    monkeypatch.setattr(call_guard, "_PATIENCE_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="module")
 def expected(engine):
     return tokens(engine.generate(PROMPTS, PARAMS))
@@ -108,6 +114,43 @@ def test_every_call_says_that_another_thread_is_in_one(engine):
             with pytest.raises(EngineStateError, match=r"another thread.*EngineLoop"):
                 call(engine)
     assert not engine.is_paused
+
+
+def test_a_call_that_ends_soon_is_waited_for(engine, monkeypatch):
+    monkeypatch.setattr(call_guard, "_PATIENCE_SECONDS", HANG_SECONDS)
+    asked = threading.Event()
+
+    def status():
+        asked.set()
+        return engine.status()
+
+    with ThreadPoolExecutor(1) as threads:
+        with in_a_call(engine):
+            call = threads.submit(status)
+            assert asked.wait(HANG_SECONDS)
+        assert call.result(HANG_SECONDS).running == 0
+
+
+def test_a_loops_thread_waits_for_the_calls_of_others(engine, expected):
+    with EngineLoop(engine) as loop:
+        with in_a_call(engine):
+            tickets = [
+                loop.submit(prompt, PARAMS, prompt_index=index)
+                for index, prompt in enumerate(PROMPTS)
+            ]
+            while loop._busy_since is None:
+                threading.Event().wait(0.001)
+        found = tokens([ticket.future.result(HANG_SECONDS) for ticket in tickets])
+    assert found == expected[:: PARAMS.n]
+
+
+def test_with_several_ranks_an_interrupt_is_not_held_back():
+    guard = call_guard.CallGuard(holds_interrupts=False)
+    guard.begin_step()
+    try:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        guard.end_step()
 
 
 def test_of_threads_that_race_some_are_served_and_the_others_told(engine, expected):

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -430,16 +429,8 @@ def test_columns_that_make_no_parquet_are_named_before_any_work(
 # Stopping
 
 
-@pytest.fixture
-def hangup() -> Iterator[None]:
-    """SIGHUP ends a process, whatever these tests were started by."""
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, former)
-
-
 def test_a_signal_stops_between_steps_and_the_job_goes_on(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangup: None
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(config, sampling=replace(PARAMS, n=8))
     whole = with_output(config, path=str(tmp_path / "whole.jsonl"))
@@ -479,7 +470,7 @@ def test_a_second_signal_insists(
 
 
 def test_a_signal_that_is_ignored_stays_so(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, hangup: None
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """nohup ignores SIGHUP, and so does the job it runs."""
     path = Path(config.output.path or "")

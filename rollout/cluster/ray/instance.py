@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import ray
-from ray._private.utils import read_ray_address
 
 from rollout.cluster.config import ClusterConfig
 from rollout.errors import ClusterError, InvalidInputError
@@ -33,6 +32,15 @@ class RayInstance:
             ray.shutdown()
 
 
+def _started_here() -> str | None:
+    """The address that `ray start` left on this machine."""
+    try:
+        from ray._private.utils import read_ray_address
+    except ImportError:  # a later Ray: it moves what is private
+        return None
+    return read_ray_address()
+
+
 def _connect(config: ClusterConfig) -> None:
     wanted = (config.num_cpus or 1) * config.replicas
     options: dict[str, Any] = {
@@ -44,7 +52,7 @@ def _connect(config: ClusterConfig) -> None:
     if address is None and not os.environ.get("RAY_ADDRESS"):
         # What `ray start` left here. Not "auto": that takes any Ray it finds, also one that another
         # process started for itself and ends before this one is done.
-        address = read_ray_address() or "local"
+        address = _started_here() or "local"
         if address != "local":
             try:
                 ray.init(address, **options)

@@ -21,6 +21,8 @@ class ModelNotFoundError(RolloutError):
 class OpenAIRoute(JsonRoute):
     """Bad input is 400 to these clients, not 422; an unknown model 404."""
 
+    refuses_queries = False  # gateways add theirs, as api-version
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
 
