@@ -104,5 +104,5 @@ class ParityModels:
     def _open_plain(self, model: str, dtype: str) -> RolloutEngine:
         return RolloutEngine.from_pretrained(
             self.target(model), "none", dtype=dtype, max_running=1, prefix_cache=False,
-            record_routes=model in SPARSE, num_threads=1,
+            record_routes=model in SPARSE,
         )  # fmt: skip

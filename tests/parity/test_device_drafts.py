@@ -14,7 +14,7 @@ from rollout import RolloutEngine
 from rollout.graphs.captured_runs import CapturedRuns
 from spec_workers.neural.device_proposal import DeviceProposer
 from tests.helpers.draft_checks import numbers
-from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, ParityModels, prompts
+from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
 from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tree_checks import check_trees
 
@@ -29,11 +29,6 @@ DRAFTS = {  # worker, kind of draft, options
 }
 FEW = {"max_running": 3, "chunk_len": 7}
 SCARCE = {"max_running": 8, "max_kv_tokens": 150}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> ParityModels:
-    return ParityModels(tmp_path_factory.mktemp("drafts"))
 
 
 def make_engine(models, name, spec_options, **options) -> RolloutEngine:

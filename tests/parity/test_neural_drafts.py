@@ -15,15 +15,10 @@ from rollout.config import DType
 from rollout.models.loader import load_model
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.draft_checks import check_gates, check_no_distribution, numbers
-from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, ParityModels, prompts
+from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
 DRAWS = 1500
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> ParityModels:
-    return ParityModels(tmp_path_factory.mktemp("neural"))
 
 
 def make_engine(models, spec, kind, spec_options, **options) -> RolloutEngine:
