@@ -98,7 +98,7 @@ ROWS = DESIGN.rows(WANTED)
 
 
 def reference(models: ParityModels, row: Row) -> tuple[dict[tuple[int, int], Rollout], list]:
-    """Of all prompts, and the parameters of each."""
+    """Plain decoding's rollouts of all prompts, and the parameters of each prompt."""
     names = list(PARAMS) if row["params"] == MIXED else [row["params"]]
     wanted, params = {}, []
     for prompt in range(len(prompts())):
