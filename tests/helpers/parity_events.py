@@ -1,4 +1,4 @@
-"""What happens to the requests of a parity row while they run, which nothing of theirs may show."""
+"""Events that meet the requests of a parity row while they run, and that no rollout may show."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def updated(case: Case) -> list[Rollout]:
 
 
 def check_goes_on(case: Case, rollout: Rollout, old: int) -> None:
-    """As a rollout that was cut where the weights changed."""
+    """The rollout goes on as one that was cut where the weights changed."""
     case.engine.submit(
         rollout.prompt_ids, case.params[rollout.prompt_index],
         request_seed=rollout.seed, partial_ids=rollout.token_ids[:old],
