@@ -57,6 +57,8 @@ def coverage_map(bench: Workbench, tests: Sequence[str], file: Path) -> Coverage
         measured = known["files"]
     else:
         measured = [_measured(bench, path) for path in paths]
+        if all(each["code"] != 0 for each in measured):
+            raise RuntimeError("no test file passes: map.log has the last one's output")
         file.write_text(json.dumps({"fingerprint": fingerprint, "files": measured}))
     return CoverageMap([
         TestFile(
