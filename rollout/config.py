@@ -66,7 +66,9 @@ class ModelConfig:
 @dataclass(kw_only=True, slots=True)
 class MemoryConfig:
     kv_bytes: int | None = None  # bytes for KV and states; default: a share of free memory
-    kv_fraction: float = 0.5  # that share, when kv_bytes is not given
+    # That share, when kv_bytes is not given. Default: 0.5 on a CPU, which others use too, and 0.85
+    # on a GPU.
+    kv_fraction: float | None = None
     # Upper bound on slots, whatever the bytes allow. Default: 262,144 on a CPU, 4,194,304 on a GPU.
     max_kv_tokens: int | None = None
     prefix_cache: bool = True
@@ -80,7 +82,7 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         fraction = self.kv_fraction
-        if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
+        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction < 1):
             raise InvalidInputError("memory.kv_fraction", fraction, "must be in (0, 1)")
         self.prefix_cache = checked_flag(self.prefix_cache, "memory.prefix_cache")
         _check_counts(self, "memory", kv_bytes=1, max_kv_tokens=2, state_slots=2)

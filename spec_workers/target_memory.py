@@ -15,7 +15,7 @@ from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.memory.routes_pool import RoutesPool
-from rollout.memory.sizing import memory_budget, num_kv_slots
+from rollout.memory.sizing import kv_fraction, memory_budget, num_kv_slots
 from rollout.memory.state_pool import StatePool
 from rollout.memory.state_sizing import state_sizes
 from rollout.memory.state_slots import StateSizes
@@ -126,7 +126,7 @@ def bytes_of_steps(
         free_bytes(device) >> 20,
         activations >> 20,
         memory.graph_bytes >> 20,
-        memory.kv_fraction * 100,
+        kv_fraction(memory, device.type) * 100,
     )
     return activations + memory.graph_bytes
 

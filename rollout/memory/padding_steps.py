@@ -77,9 +77,9 @@ class PaddingSteps:
         drawn_from_RV = edited_RV.clone()
         ones_R = torch.ones(rows, device=self._device)
         zeros_R = self._zeros(rows, torch.int64)
-        threshold_R = truncation_threshold(drawn_from_RV, ones_R, zeros_R, ones_R, ones_R)
         uniforms_R = uniforms(zeros_R, zeros_R)
         for each_RV in (logits_RV, drawn_from_RV):
+            threshold_R = truncation_threshold(each_RV, ones_R, zeros_R, ones_R, ones_R)
             for cut_R in (None, threshold_R):
                 tokens_R, _ = categorical(each_RV, ones_R, uniforms_R, cut_R)
             token_logprobs(each_RV, ones_R, tokens_R)

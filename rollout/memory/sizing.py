@@ -12,6 +12,8 @@ from rollout.models.spec import ModelSpec
 
 _MOST_SLOTS_OF_CPU = 1 << 18
 _MOST_SLOTS = 1 << 22
+_FRACTION_OF_CPU = 0.5
+_FRACTION = 0.85  # drafts' networks and tables of slots are not measured
 
 
 def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: int = 0) -> int:
@@ -21,7 +23,14 @@ def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: in
     """
     if config.kv_bytes is not None:
         return config.kv_bytes
-    return int(max(0, free_bytes(device) - reserved_bytes) * config.kv_fraction)
+    return int(max(0, free_bytes(device) - reserved_bytes) * kv_fraction(config, device.type))
+
+
+def kv_fraction(config: MemoryConfig, device_type: str) -> float:
+    """What is configured, else what suits the device."""
+    if config.kv_fraction is not None:
+        return config.kv_fraction
+    return _FRACTION_OF_CPU if device_type == "cpu" else _FRACTION
 
 
 def num_kv_slots(

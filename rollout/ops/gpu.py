@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
@@ -34,6 +35,13 @@ def supports(*tensors: torch.Tensor) -> bool:
     )
 
 
+def check_row_alignment(rows_RV: torch.Tensor) -> None:
+    """Raises ValueError where rows lie otherwise than in a tensor of their own: by their address
+    Triton decides which numbers a thread is given, and so in which order they are added up."""
+    if rows_RV.data_ptr() % 16 and rows_RV.stride(0) % 16 == 0:
+        raise ValueError("rows must begin at a multiple of 16 bytes: pass a copy")
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Within it kernels are launched on the device. Triton asks the thread which GPU it is on, not
     the tensors which one they are on."""
@@ -44,4 +52,9 @@ def multiprocessors(device: torch.device) -> int:
     """How many programs run at once, each having a multiprocessor to itself."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _multiprocessors(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -3,7 +3,10 @@
 The functions of `sampler` with the same arguments and results, and `tree_sampling`'s walk. Nothing
 waits for the device but the read at the end; how many rows need what is known on the host.
 
-Legend: R rows, V vocabulary, K likeliest tokens.
+A row's logits stay in the model's dtype unless its own parameters change them, so that no row is
+computed otherwise because of its company, and no batch is copied as float32 for the sake of one.
+
+Legend: R rows, C rows whose logits are changed, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -92,39 +95,66 @@ def _draw(logits_RV: torch.Tensor, inputs: Tensors, wanted: Wanted) -> Tensors:
     return found | shaped.extras(tokens_R, wanted.most)
 
 
-class _Shaped:
-    """Logits with what was asked of them: see `row_inputs.shape_arrays`."""
+class _Rows:
+    """Rows of logits, and what is drawn from instead where tokens are forbidden."""
 
-    def __init__(self, logits_RV: torch.Tensor, inputs: Tensors) -> None:
-        self._raw_RV = logits_RV
-        self._inputs = inputs
-        self._temperature_R = inputs["temperature"]
-        self._logits_RV = _edited(logits_RV, inputs) if "edit_rows" in inputs else logits_RV
-        self._drawn_from_RV = self._logits_RV
-        if "banned_rows" in inputs:
-            self._drawn_from_RV = self._logits_RV.clone()
-            place = (inputs["banned_rows"], inputs["banned_tokens"])
-            self._drawn_from_RV[place] = float("-inf")
-        self._threshold_R: torch.Tensor | None = None
-        if "top_k" in inputs:
-            self._threshold_R = truncation_threshold(
-                self._drawn_from_RV.float(),
-                self._temperature_R,
-                inputs["top_k"],
-                inputs["top_p"],
-                inputs["min_p"],
-            )
+    def __init__(
+        self,
+        logits_RV: torch.Tensor,
+        drawn_from_RV: torch.Tensor,
+        temperature_R: torch.Tensor,
+        threshold_R: torch.Tensor | None,
+    ) -> None:
+        self.logits_RV = logits_RV
+        self.drawn_from_RV = drawn_from_RV
+        self.threshold_R = threshold_R
+        self._temperature_R = temperature_R
 
     def draw(self, uniforms_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens_R, logprobs_R = categorical(
-            self._drawn_from_RV, self._temperature_R, uniforms_R, self._threshold_R
+            self.drawn_from_RV, self._temperature_R, uniforms_R, self.threshold_R
         )
-        if self._drawn_from_RV is not self._logits_RV:
+        if self.drawn_from_RV is not self.logits_RV:
             logprobs_R = self.logprobs(tokens_R)
         return tokens_R, logprobs_R
 
     def logprobs(self, tokens_R: torch.Tensor) -> torch.Tensor:
-        return token_logprobs(self._logits_RV, self._temperature_R, tokens_R)
+        return token_logprobs(self.logits_RV, self._temperature_R, tokens_R)
+
+
+class _Shaped:
+    """Logits with what was asked of them: see `row_inputs.shape_arrays`."""
+
+    def __init__(self, logits_RV: torch.Tensor, inputs: Tensors) -> None:
+        self._inputs = inputs
+        self._temperature_R = inputs["temperature"]
+        threshold_R = _threshold(logits_RV, inputs)
+        self._plain = _Rows(logits_RV, logits_RV, self._temperature_R, threshold_R)
+        self._changed: _Rows | None = None
+        if "changed" in inputs:
+            self._changed = _changed(logits_RV, inputs)
+
+    def draw(self, uniforms_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._changed is None:
+            return self._plain.draw(uniforms_R)
+        index_C = self._inputs["changed"]
+        own = self._changed.draw(uniforms_R[index_C])
+        if self._are_all_changed:
+            return own
+        tokens_R, logprobs_R = self._plain.draw(uniforms_R)
+        tokens_R[index_C], logprobs_R[index_C] = own
+        return tokens_R, logprobs_R
+
+    def logprobs(self, tokens_R: torch.Tensor) -> torch.Tensor:
+        if self._changed is None:
+            return self._plain.logprobs(tokens_R)
+        index_C = self._inputs["changed"]
+        own_C = self._changed.logprobs(tokens_R[index_C])
+        if self._are_all_changed:
+            return own_C
+        logprobs_R = self._plain.logprobs(tokens_R)
+        logprobs_R[index_C] = own_C
+        return logprobs_R
 
     def extras(self, tokens_R: torch.Tensor, most: int) -> Tensors:
         """What was wanted about the token of each row; ``most``: likeliest tokens of a row."""
@@ -132,36 +162,78 @@ class _Shaped:
         if "wants_raw" in inputs:
             index = inputs["wants_raw"]
             at_one = torch.ones_like(self._temperature_R[index])
-            found["raw"] = token_logprobs(self._raw_RV[index], at_one, tokens_R[index])
+            raw_RV = self._plain.logits_RV[index]
+            found["raw"] = token_logprobs(raw_RV, at_one, tokens_R[index])
         if "wants_sampling" in inputs:
             index = inputs["wants_sampling"]
-            kept_RV = self._drawn_from_RV[index].float()
-            if self._threshold_R is not None:
-                cut_RV = kept_RV < self._threshold_R[index][:, None]
+            kept_RV = self._some("drawn_from_RV", index).float()
+            if self._plain.threshold_R is not None:
+                cut_RV = kept_RV < self._some("threshold_R", index)[:, None]
                 kept_RV = kept_RV.masked_fill(cut_RV, float("-inf"))
             found["sampling"] = token_logprobs(kept_RV, self._temperature_R[index], tokens_R[index])
         if "wants_top" in inputs:
             index = inputs["wants_top"]
-            logits = self._logits_RV[index]
+            logits = self._some("logits_RV", index)
             ids_RK = logits.float().topk(min(most, logits.shape[1]), dim=1).indices
             found["top_ids"] = ids_RK
             found["top_values"] = token_logprobs(logits, self._temperature_R[index], ids_RK)
         if "wants_entropy" in inputs:
             index = inputs["wants_entropy"]
-            found["entropies"] = entropy(self._logits_RV[index], self._temperature_R[index])
+            found["entropies"] = entropy(self._some("logits_RV", index), self._temperature_R[index])
         return found
 
+    @property
+    def _are_all_changed(self) -> bool:
+        return len(self._inputs["changed"]) == len(self._temperature_R)
 
-def _edited(logits_RV: torch.Tensor, inputs: Tensors) -> torch.Tensor:
-    """A float32 copy with penalties, costs and biases applied, in that order."""
-    edited_RV = logits_RV.to(torch.float32, copy=True)
-    place = (inputs["edit_rows"], inputs["edit_tokens"])
-    values = edited_RV[place]
-    penalties = inputs["penalties"]
-    values = _bounded(values, torch.where(values > 0, values / penalties, values * penalties))
-    values = _bounded(values, values - inputs["costs"])
-    edited_RV[place] = _bounded(values, values + inputs["biases"])
-    return edited_RV
+    def _some(self, name: str, index: torch.Tensor) -> torch.Tensor:
+        """Of some rows, the changed ones' own."""
+        found: torch.Tensor = getattr(self._plain, name)[index]
+        if self._changed is None:
+            return found
+        place = self._inputs["changed_place"][index]
+        own = getattr(self._changed, name)[place.clamp(min=0)]
+        is_changed = (place >= 0).view(-1, *[1] * (own.dim() - 1))
+        return torch.where(is_changed, own, found)
+
+
+def _threshold(logits_RV: torch.Tensor, inputs: Tensors) -> torch.Tensor | None:
+    """Float32 [R], -inf but for truncated rows; None where nobody truncates."""
+    if "truncated" not in inputs:
+        return None
+    index_T = inputs["truncated"]
+    cuts = [inputs[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+    if len(index_T) == len(logits_RV):
+        return truncation_threshold(logits_RV, *cuts)
+    threshold_R = torch.full_like(inputs["temperature"], float("-inf"))
+    threshold_R[index_T] = truncation_threshold(
+        logits_RV[index_T], *(values_R[index_T] for values_R in cuts)
+    )
+    return threshold_R
+
+
+def _changed(logits_RV: torch.Tensor, inputs: Tensors) -> _Rows:
+    """A float32 copy of the rows that are changed: penalties, costs and biases applied in that
+    order, then a second one without the tokens that are forbidden."""
+    index_C = inputs["changed"]
+    logits_CV = logits_RV[index_C].float()
+    if "edit_rows" in inputs:
+        place = (inputs["edit_rows"], inputs["edit_tokens"])
+        values = logits_CV[place]
+        penalties = inputs["penalties"]
+        values = _bounded(values, torch.where(values > 0, values / penalties, values * penalties))
+        values = _bounded(values, values - inputs["costs"])
+        logits_CV[place] = _bounded(values, values + inputs["biases"])
+    drawn_from_CV = logits_CV
+    if "banned_rows" in inputs:
+        drawn_from_CV = logits_CV.clone()
+        drawn_from_CV[inputs["banned_rows"], inputs["banned_tokens"]] = float("-inf")
+    temperature_C = inputs["temperature"][index_C]
+    threshold_C = None
+    if "truncated" in inputs:  # by somebody: of who is not cut nothing is
+        cuts = (inputs[name][index_C] for name in ("top_k", "top_p", "min_p"))
+        threshold_C = truncation_threshold(drawn_from_CV, temperature_C, *cuts)
+    return _Rows(logits_CV, drawn_from_CV, temperature_C, threshold_C)
 
 
 def _bounded(values: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What the rows of a step need for sampling, as flat arrays: all that a device is told of them.
 
-Legend: R rows, B entries, N draft nodes, E edited logits, X forbidden ones, W rows that want
-something.
+Legend: R rows, C rows whose logits are changed, E edited logits, X forbidden ones, T rows that are
+truncated, B entries, N draft nodes, W rows that want something.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ def noise_arrays(rows: SampleRows) -> Arrays:
 def shape_arrays(rows: SampleRows) -> Arrays:
     """How logits become a distribution; what no row asks for is not there.
 
-    ``temperature`` float32 [R]. ``top_k`` int64, ``top_p`` and ``min_p`` float32 [R]. Edits of
-    logits, by penalties and bias: ``edit_rows``, ``edit_tokens`` int64 [E], no place twice, and
-    float32 ``penalties``, ``costs``, ``biases`` [E]. Tokens a row below its minimum length must not
-    draw: ``banned_rows``, ``banned_tokens`` int64 [X].
+    ``temperature``: float32 [R]. ``changed``: int64 [C], rows whose logits are changed, ascending;
+    ``changed_place``: int64 [R], a row's place among them or -1. Edits of their logits by penalties
+    and bias: ``edit_rows``, such places, and ``edit_tokens``, int64 [E], no pair twice, with
+    ``penalties``, ``costs`` and ``biases``, float32 [E]. Tokens that a row below its minimum length
+    must not draw: ``banned_rows``, such places, and ``banned_tokens``, int64 [X].
+
+    ``top_k``: int64, ``top_p`` and ``min_p``: float32 [R]. ``truncated``: int64 [T], the rows of
+    which they cut something, but for the changed ones.
     """
     params = [request.params for request in rows.owners]
 
@@ -37,11 +41,23 @@ def shape_arrays(rows: SampleRows) -> Arrays:
         return rows.of_rows(np.array(values, dtype=dtype))
 
     arrays: Arrays = {"temperature": of_rows([p.temperature for p in params], np.float32)}
+    edits, banned = _edits(rows), _banned(rows)
+    is_changed_R = np.zeros(len(arrays["temperature"]), dtype=bool)
+    for changes, name in ((edits, "edit_rows"), (banned, "banned_rows")):
+        is_changed_R[changes.get(name, [])] = True
+    if is_changed_R.any():
+        arrays["changed"] = np.flatnonzero(is_changed_R)
+        arrays["changed_place"] = np.where(is_changed_R, is_changed_R.cumsum() - 1, -1)
+        for changes, name in ((edits, "edit_rows"), (banned, "banned_rows")):
+            if changes:
+                changes[name] = arrays["changed_place"][changes[name]]
     if any(p.truncates for p in params):
         arrays["top_k"] = of_rows([p.top_k for p in params], np.int64)
         arrays["top_p"] = of_rows([p.top_p for p in params], np.float32)
         arrays["min_p"] = of_rows([p.min_p for p in params], np.float32)
-    return arrays | _edits(rows) | _banned(rows)
+        truncates_R = of_rows([p.truncates for p in params], np.bool_)
+        arrays["truncated"] = np.flatnonzero(truncates_R & ~is_changed_R)
+    return arrays | edits | banned
 
 
 def tree_arrays(trees: DraftTrees, row_offsets_B1: NDArray[np.int64]) -> Arrays:

@@ -55,7 +55,7 @@ def test_logits_of_many_rows(gpu: FakeGpu) -> None:
     logits_RV = on_gpu(ROWS, VOCAB)
     numbers_R = on_gpu(ROWS, dtype=torch.float32)
     tokens_R = on_gpu(ROWS, dtype=torch.int64)
-    threshold_R = truncation_threshold(logits_RV.float(), numbers_R, tokens_R, numbers_R, numbers_R)
+    threshold_R = truncation_threshold(logits_RV, numbers_R, tokens_R, numbers_R, numbers_R)
     categorical(logits_RV, numbers_R, uniforms(tokens_R, tokens_R), threshold_R)
     token_logprobs(logits_RV, numbers_R, on_gpu(ROWS, 20, dtype=torch.int64))
     entropy(logits_RV, numbers_R)

@@ -1,6 +1,7 @@
 """A step on a GPU waits once, for what it reads, and asks for nothing that cannot be had there.
 
-Every kernel that it launches compiles for Hopper exactly as it is launched.
+Every kernel that it launches compiles for Hopper exactly as it is launched, and all that it may
+launch for a row add it up in the same order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from tests.helpers.additions import differing_sums
 from tests.helpers.fake_cuda import FakeGpu, Kind, Seen
 from tests.helpers.fake_cuda.launches import Launch
 from tests.helpers.fake_cuda.models import MODELS, make_engine
@@ -22,7 +24,10 @@ SHAPED = SamplingParams(
     raw_logprobs=True, sampling_logprobs=True, top_logprobs=3, entropy=True,
 )  # fmt: skip
 WAITS = 2  # for what is read, and for the end of the forward, which came before it
-CASES = [("demo", True), ("8b", True), ("8b", False), ("sparse", True), ("recurrent", False)]
+CASES = [
+    ("demo", True), ("8b", True), ("8b", False), ("odd", True), ("sparse", True),
+    ("recurrent", False),
+]  # fmt: skip
 COMPILED = [("8b", True), ("recurrent", False)]  # between them every kernel
 EXHAUSTIVE = bool(os.environ.get("SPECROLLOUT_EXHAUSTIVE"))
 if EXHAUSTIVE:
@@ -50,6 +55,7 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
     if graphs is not None:
         assert not graphs.runs.failure
         assert gpu.seen.of(Kind.REPLAY)
+    assert not differing_sums(gpu.launches.distinct())
     if EXHAUSTIVE or (model, exact) in COMPILED:
         launches = gpu.launches.distinct()
         assert len(launches) > 15

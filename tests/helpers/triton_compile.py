@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.compiler import ASTSource, compile, make_backend
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MAX_SHARED, MAX_REGISTERS = 227 * 1024, 65_536  # of a multiprocessor
@@ -74,3 +75,25 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return int(found[1]), int(found[2])
+
+
+def ttgir(source: ASTSource, options: Mapping[str, Any]) -> str:
+    """What a kernel is once its tensors have layouts, long before machine code."""
+    backend = make_backend(HOPPER)
+    parsed = backend.parse_options(dict(options) | source.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(
+        HOPPER,
+        parsed,
+        backend.get_codegen_implementation(parsed),
+        backend.get_module_map(),
+        context,
+    )
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, parsed, source.language)
+    metadata = {"target": HOPPER, **parsed.__dict__}
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    return str(module)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.config import MemoryConfig, SchedulerConfig
-from rollout.memory.sizing import num_kv_slots
+from rollout.memory.sizing import kv_fraction, num_kv_slots
 from rollout.models.spec import ModelSpec
 from rollout.step_limits import StepLimits
 
@@ -70,3 +70,10 @@ def test_the_kv_cache_is_bounded_by_what_the_device_can_use(
     spec = ModelSpec.read(tiny_model_path)
     slots = num_kv_slots(memory, spec, torch.float32, device, 1 << 40)
     assert slots == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "configured", "expected"), [(CPU, None, 0.5), (GPU, None, 0.85), (GPU, 0.3, 0.3)]
+)
+def test_the_share_of_kv_suits_the_device(device, configured, expected) -> None:
+    assert kv_fraction(MemoryConfig(kv_fraction=configured), device.type) == expected

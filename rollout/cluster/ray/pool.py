@@ -24,6 +24,7 @@ from rollout.cluster.ray.resources import ReplicaResources, replica_resources
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
 from rollout.errors import ClusterError, RolloutError
+from rollout.memory.sizing import kv_fraction
 from rollout.specs import WorkerFactory
 
 log = logging.getLogger(__name__)
@@ -235,5 +236,6 @@ class RayPool:
 
 
 def _config_of_each(config: EngineConfig, resources: ReplicaResources) -> EngineConfig:
-    memory = replace(config.memory, kv_fraction=config.memory.kv_fraction * resources.memory_share)
+    fraction = kv_fraction(config.memory, "cuda" if resources.num_gpus else "cpu")
+    memory = replace(config.memory, kv_fraction=fraction * resources.memory_share)
     return replace(config, memory=memory, num_threads=config.num_threads or resources.num_cpus)

@@ -6,6 +6,9 @@ kernels share a row's blocks out over the GPU: the block's top, its sum, and the
 
 Against the CPU's own, exponentials differ by some units in the last place, sums by about 1e-7 of
 themselves: a draw differs where its uniform number meets the cumulative probability within that.
+
+With 8 warps a thread has four neighbours of a block whatever the dtype of logits; with 4 it would
+have eight of a 16-bit one and add them in another order.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.ops.gpu import check_row_alignment
+
 _BLOCK = 1024
+_WARPS = 8
 
 
 def categorical(
@@ -32,7 +38,7 @@ def categorical(
         _draw_kernel[(rows,)](
             logits_RV, temperature_R, uniform_R.double().contiguous(), threshold_R, tops_RB,
             *sums, tokens_R, logprobs_R, logits_RV.stride(0), vocab, tops_RB.shape[1],
-            TRUNCATED=threshold_R is not None, **_shape(tops_RB), num_warps=4,
+            TRUNCATED=threshold_R is not None, **_shape(tops_RB), num_warps=_WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
     return tokens_R, logprobs_R
@@ -51,7 +57,7 @@ def token_logprobs(
             logits_RV, temperature_R, tokens_R.long().contiguous(), tops_RB, sums[0],
             logprobs_R,
             logits_RV.stride(0), vocab, tops_RB.shape[1],
-            **_shape(tops_RB), num_warps=4, enable_fp_fusion=False,
+            **_shape(tops_RB), num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return logprobs_R
 
@@ -64,7 +70,7 @@ def entropy(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tenso
         tops_RB, sums = _block_sums(logits_RV, temperature_R, None, moments=True)
         _entropy_kernel[(rows,)](
             *sums, entropy_R, tops_RB.shape[1], BLOCKS=_shape(tops_RB)["BLOCKS"],
-            num_warps=4, enable_fp_fusion=False,
+            num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return entropy_R
 
@@ -81,18 +87,19 @@ def _block_sums(
     moments: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Tops [R, B], and two sums [R, B]: of all weights; of the surviving ones, or weight * log."""
+    check_row_alignment(logits_RV)
     rows, vocab = logits_RV.shape
     blocks = triton.cdiv(vocab, _BLOCK)
     tops_RB = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
     # Apart: where the second half of one tensor begins would depend on the number of rows.
     sums = [torch.empty_like(tops_RB) for _ in range(2)]
     _tops_kernel[(rows, blocks)](
-        logits_RV, tops_RB, logits_RV.stride(0), vocab, blocks, BLOCK=_BLOCK, num_warps=4
+        logits_RV, tops_RB, logits_RV.stride(0), vocab, blocks, BLOCK=_BLOCK, num_warps=_WARPS
     )
     _sums_kernel[(rows, blocks)](
         logits_RV, temperature_R, threshold_R, tops_RB, *sums, logits_RV.stride(0), vocab,
         blocks, TRUNCATED=threshold_R is not None, MOMENTS=moments, **_shape(tops_RB),
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return tops_RB, sums
 

@@ -17,10 +17,10 @@ def truncation_threshold(
 ) -> torch.Tensor:
     """As rollout.sampling.truncation defines it; float32 [R], -inf where nothing is cut.
 
-    Args: logits float32; temperature float32 (0 counts as 1); top_k int64 (<= 0 is off); top_p
-    float32 (1 is off); min_p float32 (0 is off).
+    Args: logits float32, bfloat16 or float16; temperature float32 (0 counts as 1); top_k int64
+    (<= 0 is off); top_p float32 (1 is off); min_p float32 (0 is off).
     """
-    if gpu.runs_on(logits_RV.device) and logits_RV.dtype is torch.float32:
+    if gpu.supports(logits_RV):
         from rollout.ops.truncation import triton
 
         return triton.truncation_threshold(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)

@@ -12,6 +12,7 @@ def truncation_threshold(
     top_p_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
+    logits_RV = logits_RV.float()
     scale_R = torch.where(temperature_R == 0, 1.0, temperature_R)
     sorted_RV = logits_RV.sort(dim=1, descending=True).values
     rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.ops.gpu import check_row_alignment
+
 _BLOCK = 4096
 _BINS = 32
 _MOST = 16384  # tokens of a row that are written down
@@ -42,10 +44,12 @@ def truncation_threshold(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_RV.device)
 
+    check_row_alignment(logits_RV)
+
     threshold_R = empty(rows)
     if not rows:
         return threshold_R
-    tops_RB, found_RM = empty(rows, blocks), empty(rows, _MOST)
+    tops_RB, found_RM = empty(rows, blocks), empty(rows, _MOST, dtype=logits_RV.dtype)
     counts_RBJ = empty(rows, blocks, _BINS, dtype=torch.int32)
     weights_RBJ = empty(rows, blocks, _BINS)
     row = (logits_RV, logits_RV.stride(0), vocab, blocks)
@@ -82,9 +86,10 @@ def _logit(key):
 
 @triton.jit
 def _load(logits_ptr, first, end, BLOCK: tl.constexpr):
-    """Logits, and which of them there are; the others are -inf."""
+    """Logits as float32, and which of them there are; the others are -inf."""
     token = first + tl.arange(0, BLOCK)
-    return tl.load(logits_ptr + token, mask=token < end, other=float("-inf")), token < end
+    logit = tl.load(logits_ptr + token, mask=token < end, other=float("-inf"))
+    return logit.to(tl.float32), token < end
 
 
 @triton.jit

@@ -34,7 +34,7 @@ PARAMS = [
 PLAIN = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.6}]
 
 
-def random_step(params, dtype, device, seed=0):
+def random_step(params, dtype, device, seed=0, vocab=VOCAB):
     """Requests with trees below them whose tokens repeat, and logits that like few tokens."""
     rng = np.random.default_rng(seed)
     requests = [
@@ -48,7 +48,7 @@ def random_step(params, dtype, device, seed=0):
     trees = make_trees([shapes[i % 3] for i in range(len(requests))])
     batch = decode_batch(requests)
     rows, offsets = sample_rows(batch, trees)
-    logits = rng.normal(size=(len(rows.requests), VOCAB)) * 3
+    logits = rng.normal(size=(len(rows.requests), vocab)) * 3
     logits[:, 3:9] += 6
     return batch, trees, rows, offsets, torch.from_numpy(logits).to(device, dtype)
 
@@ -69,6 +69,25 @@ def test_every_number_is_the_hosts(compared_dtype, device, params) -> None:
     assert_same(device_sampler.score(logits, rows, sampled.tokens), sampled)
     assert set(sampled.tokens) - {-1}
     assert any(e != type(e)() for e in sampled.extras) == (params is PARAMS)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 1104])
+def test_a_row_is_the_same_in_any_company(compared_dtype, device, vocab) -> None:
+    """Alone, beside rows that ask for nothing, and beside rows whose logits are changed."""
+    batch, trees, rows, offsets, logits = random_step(
+        [*PARAMS, *PLAIN], compared_dtype, device, vocab=vocab
+    )
+    together = device_sampler.sample(logits, rows)
+    for b in range(0, len(batch.entries), 1 if logits.is_cuda else 3):
+        start, end = offsets[b : b + 2]
+        batch_of_one = decode_batch([batch.entries[b].request])
+        nodes = slice(*trees.offsets_B1[b : b + 2])
+        tree = make_trees([(trees.tokens_N[nodes].tolist(), trees.parents_N[nodes].tolist())])
+        own_rows, _ = sample_rows(batch_of_one, tree)
+        alone = device_sampler.sample(logits[start:end], own_rows)
+        assert alone.tokens == together.tokens[start:end]
+        assert alone.logprobs == together.logprobs[start:end]
+        assert alone.extras == together.extras[start:end]
 
 
 def test_score_of_a_continuation_is_the_hosts(device) -> None:
