@@ -49,6 +49,7 @@ class Serving:
         self.model_path = config.model.path
         self.model_name = self.config.model_name or Path(config.model.path).resolve().name
         self.started = time.time()
+        self._began = time.monotonic()
         self.seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
         self.is_draining = False
         self._is_hurried = False
@@ -207,6 +208,11 @@ class Serving:
         for ticket in tickets:
             ticket.abort()
         return len(tickets)
+
+    @property
+    def uptime(self) -> float:
+        """Seconds, also where somebody sets the clock."""
+        return time.monotonic() - self._began
 
     @property
     def num_unfinished(self) -> int:

@@ -197,6 +197,13 @@ def test_it_asks_nobody_else(live, tab):
     assert tab.evaluate("document.title") != "taken"
 
 
+def test_a_clock_that_is_set_back_does_not_turn_the_uptime_back(live, monkeypatch):
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 7200)
+    with live.client() as client:
+        assert 0 < client.get("/status").json()["uptime"] < 3600
+
+
 def test_status_is_json_that_every_reader_takes(live):
     generate(live, 40)
     live.wait_until_idle()

@@ -380,6 +380,17 @@ def test_silence_is_told(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
     assert isinstance(worker.metrics_queue, queue.Queue)
 
 
+def test_a_clock_that_is_set_on_is_no_silence(
+    model: Path, loop: EngineLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = RolloutWorker(
+        loop, config(tmp_path), conversations(), WordReward(), tokenizer_of(model)
+    )
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+    worker.check_health(3600)
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"token_budget": None}, "token_budget"), ({"temperature": 0.0}, "temperature")],

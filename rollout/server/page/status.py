@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter
 from pydantic import BaseModel
 
@@ -30,7 +28,7 @@ def routes(serving: Serving) -> APIRouter:
         known = await serving.status_cache.latest()
         return StatusBody(
             model=serving.model_name,
-            uptime=time.time() - serving.started,
+            uptime=serving.uptime,
             unfinished=serving.num_unfinished,
             draining=serving.is_draining,
             age=known.age,

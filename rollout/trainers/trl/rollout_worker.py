@@ -90,7 +90,7 @@ class RolloutWorker:
             "first_row": first_row,
         }
         self._version = _Shared(0)
-        self._heartbeat = _Shared(time.time())
+        self._heartbeat = _Heartbeat()
         self._failed = threading.Event()
         self._failure: queue.Queue[tuple[str, str, str]] = queue.Queue(maxsize=1)
         self._running: _GenerationLoop | None = None
@@ -125,7 +125,7 @@ class RolloutWorker:
             num_completions_to_print=args.num_completions_to_print,
             fork_threshold_tokens=args.fork_threshold_tokens,
         )
-        self._heartbeat.value = time.time()
+        self._heartbeat.value = 0.0
         self._thread = threading.Thread(target=self._run, name="trl-rollouts", daemon=True)
         self._thread.start()
 
@@ -156,7 +156,7 @@ class RolloutWorker:
         if self._failed.is_set():
             kind, message, trace = self._failure.queue[0]
             raise RuntimeError(f"the rollout worker failed: {kind}: {message}\n{trace}")
-        age = time.time() - self._heartbeat.value
+        age = self._heartbeat.age
         if age > stale_after_s:
             raise RuntimeError(f"the rollout worker has said nothing for {age:.0f} s")
 
@@ -166,6 +166,23 @@ class _Shared:
     """What TRL's loop takes for a multiprocessing.Value; here it is shared by threads."""
 
     value: float
+
+
+class _Heartbeat:
+    """Where TRL's loop puts the time of day whenever it is alive. Its age goes by a clock that
+    nobody sets."""
+
+    def __init__(self) -> None:
+        self._beat = time.monotonic()
+
+    def _note(self, value: float) -> None:
+        self._beat = time.monotonic()
+
+    value = property(fset=_note)
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self._beat
 
 
 class _GenerationLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # trl is untyped here
