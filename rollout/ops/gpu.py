@@ -3,8 +3,8 @@
 They are written for CUDA tensors; with TRITON_INTERPRET=1 in the environment from the start, CPU
 tensors go the same way, and so does all of an engine's code for GPUs.
 
-All that multiply and add are launched with ``enable_fp_fusion=False``: every multiplication and
-addition rounds as it is written, so kernels that share lines share bits.
+All are launched with ``enable_fp_fusion=False``: every multiplication and addition rounds as it is
+written, so kernels that share lines share bits, and Triton need not warn of a default that changes.
 """
 
 from __future__ import annotations

@@ -94,8 +94,9 @@ def _block_sums(
     # Apart: where the second half of one tensor begins would depend on the number of rows.
     sums = [torch.empty_like(tops_RB) for _ in range(2)]
     _tops_kernel[(rows, blocks)](
-        logits_RV, tops_RB, logits_RV.stride(0), vocab, blocks, BLOCK=_BLOCK, num_warps=_WARPS
-    )
+        logits_RV, tops_RB, logits_RV.stride(0), vocab, blocks,
+        BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     _sums_kernel[(rows, blocks)](
         logits_RV, temperature_R, threshold_R, tops_RB, *sums, logits_RV.stride(0), vocab,
         blocks, TRUNCATED=threshold_R is not None, MOMENTS=moments, **_shape(tops_RB),

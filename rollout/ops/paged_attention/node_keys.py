@@ -27,6 +27,7 @@ def node_keys(plan: AttentionPlan) -> NodeKeys:
             plan.req_to_token, plan.rows_B, plan.starts_B, plan.run_lens_B, plan.node_offsets_B1,
             plan.node_masks_N, plan.node_slots_N, keys.slots_NW, keys.lens_N,
             plan.req_to_token.stride(0), num_entries, BLOCK=BLOCK, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return keys
 

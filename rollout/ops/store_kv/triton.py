@@ -23,7 +23,7 @@ def store_kv(
         *k_TKD.stride()[:2], *v_TKD.stride()[:2],
         *k_pool_SKD.stride()[:2], *v_pool_SKD.stride()[:2],
         k_pool_SKD.shape[0], kv_heads, head_dim,
-        BLOCK=block, num_warps=min(8, max(1, block // 256)),
+        BLOCK=block, num_warps=min(8, max(1, block // 256)), enable_fp_fusion=False,
     )  # fmt: skip
 
 

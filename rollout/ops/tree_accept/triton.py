@@ -27,7 +27,7 @@ def accept(
     if entries:
         _accept_kernel[(entries,)](
             sampled_R, row_offsets_B1, tokens_N, parents_N, masks_N, node_offsets_B1, paths_BD,
-            lengths_B, NODES=_NODES, num_warps=4,
+            lengths_B, NODES=_NODES, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return paths_BD, lengths_B
 

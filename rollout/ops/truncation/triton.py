@@ -56,7 +56,7 @@ def truncation_threshold(
     cuts = (temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous())
     bins = (tops_RB, counts_RBJ, weights_RBJ)
     shape = {"BLOCKS": triton.next_power_of_2(blocks), "BINS": _BINS}
-    _tops_kernel[(rows, blocks)](*row, tops_RB, BLOCK=_BLOCK, num_warps=8)
+    _tops_kernel[(rows, blocks)](*row, tops_RB, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False)
     _bins_kernel[(rows, blocks)](
         *row, cuts[0], *bins, **shape, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
     )

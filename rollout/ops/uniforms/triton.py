@@ -14,8 +14,9 @@ def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
     out_R = torch.empty(rows, dtype=torch.float64, device=seeds_R.device)
     if rows:
         _uniforms_kernel[(triton.cdiv(rows, _BLOCK),)](
-            seeds_R.contiguous(), positions_R.contiguous(), out_R, rows, BLOCK=_BLOCK, num_warps=4
-        )
+            seeds_R.contiguous(), positions_R.contiguous(), out_R, rows,
+            BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out_R
 
 

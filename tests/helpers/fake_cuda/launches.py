@@ -71,6 +71,9 @@ class Launches:
             {name: bound[name] for name, (kind, *_) in zip(names, specialization, strict=True)
              if kind == "constexpr"}
         )  # fmt: skip
+        problems = list(_problems(grid, values))
+        if options.get("enable_fp_fusion", True):
+            problems.append("multiplications and additions may be fused")
         packed = kernel._pack_args(self._backend, kwargs, bound, specialization, options)
         chosen, signature, constants, attrs = packed
         self.all.append(
@@ -79,9 +82,7 @@ class Launches:
                 grid=grid,
                 key=key,
                 in_capture=self._seen.in_capture,
-                problems=tuple(
-                    f"{kernel.__name__}: {problem}" for problem in _problems(grid, values)
-                ),
+                problems=tuple(f"{kernel.__name__}: {problem}" for problem in problems),
                 arguments=(signature, constants, attrs),
                 options=dict(chosen.__dict__),
             )
