@@ -84,7 +84,8 @@ def stages(
             command=("benchmarks/bench_overlap.py", *sized("--shape 8b", "--batch 4")),
         ),
         Stage(
-            name="sleep", seconds=120, command=("benchmarks/bench_sleep.py", *sized("--shape 8b", ""))
+            name="sleep", seconds=120,
+            command=("benchmarks/bench_sleep.py", *sized("--shape 8b", "")),
         ),
         _tests("graph-tests", 120, "tests/gpu/test_cuda_graphs.py"),
         _tests("op-tests", 280, "-k", "bfloat16 or not float", "-n", "8", "tests/ops/triton",

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import row_file
 import table
-from gpu_session import MOST_BYTES, ROOT, Outcome, run, failures_row, trim
+from gpu_session import MOST_BYTES, ROOT, Outcome, failures_row, run, trim
 from gpu_stages import Stage, stages
 
 ROWS = (
