@@ -114,6 +114,7 @@ def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | 
         cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
         process_group=0, preexec_fn=_follow_parent, env=_environment(),
     )  # fmt: skip
+    status = 0
     try:
         status = process.wait(min(left, stage.seconds))
         result = OK if status == 0 else f"failed: exit status {status}"
@@ -127,7 +128,7 @@ def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | 
             process.wait(_LAST_WORDS_SECONDS)
     if stage.tests:
         row_file.append(rows, failures_row(stage.name, report))
-    if result != OK:
+    if status != 0:  # where one was cut short is no news
         with (output / LOG).open("rb") as written:
             written.seek(max(said, written.seek(0, os.SEEK_END) - _LAST_WORDS))
             print(written.read().decode(errors="replace"), flush=True)
@@ -156,11 +157,14 @@ def _environment() -> dict[str, str]:
     """Whatever libraries leave behind goes to ``build/``."""
     temporary = BUILD / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    paths = [str(SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    modules = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    # An environment's own tools, also where it was not activated: the system's CMake may be old.
+    programs = [str(SITE / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
+        "PATH": os.pathsep.join(filter(None, programs)),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPYCACHEPREFIX": str(BUILD / "pycache"),
+        "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(temporary),
         "TRITON_CACHE_DIR": str(TRITON_CACHE),
         "TRITON_STORE_BINARY_ONLY": "1",
@@ -246,6 +250,14 @@ def summarize(outcomes: Sequence[Outcome]) -> None:
         print("not begun or cut short: --stage", *left)
 
 
+def _there(path: Path | None, otherwise: str) -> Path | None:
+    """A file that was forgotten costs no session."""
+    if path is None or path.is_file():
+        return path and path.resolve()
+    print(f"{path} is not there: {otherwise}", flush=True)
+    return None
+
+
 def main(arguments_given: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     arguments = argparse.ArgumentParser(
@@ -263,21 +275,18 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     names = [stage.name for stage in stages()]
     arguments.add_argument("--stage", nargs="+", choices=names, help="default: all")
     options = arguments.parse_args(arguments_given)
-    given = [*options.trace, *([options.floors] if options.floors else [])]
-    for path in given:
-        if not path.is_file():
-            arguments.error(f"{path}: no such file")
+    floors = _there(options.floors, "floors are measured anew")
+    recorded = [_there(path, "a made-up trace may be replayed") for path in options.trace]
     output, wheels = options.output.resolve(), options.wheels.resolve()
     if options.triton_cache is not None:
         print(triton_cache.unpack(options.triton_cache, TRITON_CACHE), flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs is ended first
     if not (on_gpu := has_gpu()):
         print("no GPU here: what needs none runs at a small size", flush=True)
-    listed = stages([path.resolve() for path in options.trace], wheels, on_gpu=on_gpu)
+    listed = stages([path for path in recorded if path], wheels, on_gpu=on_gpu)
     wanted = set(options.stage or names) | {SETUP}
     chosen = [stage for stage in listed if stage.name in wanted]
     left = options.seconds - _CLOSING_SECONDS - (time.monotonic() - started)
-    floors = options.floors.resolve() if options.floors else None
     outcomes = run(chosen, output, left, floors=floors, on_gpu=on_gpu)
     trim(output / LOG)
     print(triton_cache.pack(TRITON_CACHE, output / CACHE, MOST_BYTES), flush=True)

@@ -108,11 +108,11 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         install(lacking, options.wheels.resolve(), options.site)
         sys.path.insert(0, str(options.site.resolve()))
         lacking = missing(lacking)
+    failed = gpu_native.provide(options.wheels)
     for each in lacking:
         print(f"missing: {each.distribution}>={each.least}, for {each.purpose}", flush=True)
     if lacking:
         print(f"`make gpu-wheels` collects what is small, to be brought along as {options.wheels}")
-    failed = gpu_native.provide(options.wheels)
     if failed:
         print(f"extensions that are not there: {', '.join(failed)}", flush=True)
     if lacking or failed:

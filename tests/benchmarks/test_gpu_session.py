@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -251,26 +250,44 @@ def test_a_wheel_that_was_brought_along_is_installed_without_a_registry(tmp_path
     assert [path.name for path in site.glob("*.dist-info")] == ["brought_along-1.2.dist-info"]
 
 
-def test_the_exit_status_says_whether_all_went_well(tmp_path: Path, monkeypatch) -> None:
+def test_the_exit_status_says_whether_all_went_well(tmp_path: Path, monkeypatch, capsys) -> None:
     def ends(status: str) -> None:
-        def found(chosen, output, seconds, **options):
+        def found(chosen, output, seconds, *, floors, on_gpu):
+            assert floors is None
             output.mkdir(exist_ok=True)
             (output / "session.log").touch()
             return [Outcome(name=stage.name, status=status) for stage in chosen]
 
         monkeypatch.setattr(gpu_session, "run", found)
-        gpu_session.main(["--output", str(tmp_path / "out"), "--stage", "smoke"])
+        forgotten = [
+            part
+            for option in ("--floors", "--trace", "--triton-cache")
+            for part in (option, str(tmp_path / "forgotten"))
+        ]
+        gpu_session.main(["--output", str(tmp_path / "out"), "--stage", "smoke", *forgotten])
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(gpu_session, "has_gpu", lambda: False)
-    monkeypatch.setattr(gpu_session, "TRITON_CACHE", tmp_path / "none")
+    monkeypatch.setattr(gpu_session, "TRITON_CACHE", tmp_path / "build" / "none")
     try:
         ends("ok")
         with pytest.raises(SystemExit) as error:
             ends("not begun")
         assert error.value.code == 1
-        with pytest.raises(SystemExit) as error:
-            gpu_session.main(["--floors", str(tmp_path / "no"), "--output", os.devnull])
-        assert error.value.code == 2
+        printed = capsys.readouterr().out
+        for otherwise in ("floors are measured anew", "a made-up trace", "forgotten is not used"):
+            assert otherwise in printed
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_stages_find_an_environments_own_programs_and_leave_things_in_build(tmp_path: Path) -> None:
+    code = """
+import os, shutil, sys, tempfile
+assert os.access(shutil.which("python"), os.X_OK)
+assert os.environ["PATH"].split(os.pathsep)[1] == os.path.dirname(sys.executable)
+assert "build" in tempfile.gettempdir()
+assert sys.pycache_prefix is None  # else all that is installed would be compiled anew
+"""
+    (outcome,) = run([script("environment", code, rows=False)], tmp_path, seconds=60)
+    assert outcome.status == "ok", (tmp_path / "session.log").read_text()
