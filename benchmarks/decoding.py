@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from replay_bench.shapes import send_random_weights
 
 from rollout import Request, RolloutEngine, SamplingParams
@@ -108,14 +107,12 @@ def open_engine(
 ) -> RolloutEngine:
     """For any one of ``loads``, the context lengths of requests that decode together."""
     most = max(map(len, loads))
-    # Of a GPU that nobody else is on; the CPU's pool is as large as it is asked to be.
-    fraction = {"kv_fraction": 0.9} if torch.device(device).type == "cuda" else {}
     config = EngineConfig(
         model=ModelConfig(path=str(folder), device=device, load_format=LoadFormat.dummy),
         memory=MemoryConfig(
             max_kv_tokens=2 * max(slots_wanted(lengths, nodes) for lengths in loads),
             prefix_cache=False,
-            **fraction,
+            kv_fraction=0.9,  # nobody else is on the device
         ),
         scheduler=SchedulerConfig(
             max_running=most, max_step_tokens=STEP_TOKENS, chunk_len=STEP_TOKENS

@@ -23,7 +23,6 @@ from decoding import SETTLING, TIMED, context_lengths, open_engine, start, step_
 from replay_bench.shape_options import add_shape_options, chosen_shapes
 from replay_bench.shapes import Shape, write_config
 from table import Row, finishing, parser, row
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from rollout import RolloutEngine
@@ -100,7 +99,7 @@ def _profiled(engine: RolloutEngine, batch: int, steps: int) -> profile:
 def kernel_us(profiled: profile, steps: int) -> Counter[str]:
     """Microseconds a step, by kernel; by operator where nothing ran on a GPU."""
     events = profiled.key_averages()
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA]
+    on_device = [event for event in events if event.device_type.name == "CUDA"]
     found: Counter[str] = Counter()
     for event in on_device or events:
         spent = event.self_device_time_total if on_device else event.self_cpu_time_total

@@ -10,6 +10,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import row_file
@@ -102,7 +103,7 @@ def _measure_in(dtype: torch.dtype, device: torch.device) -> float:
     best = 0.0
     for rows in (256, 512, 1024, 2048, 4096, 8192):
         left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in "lr")
-        seconds = _seconds(lambda left=left, right=right: left @ right, device)
+        seconds = _seconds(partial(torch.matmul, left, right), device)
         best = max(best, 2 * rows**3 / seconds)
         if seconds > _LONG_SECONDS:
             break
