@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from pathlib import Path
 
 import pytest
 import triton_cache
 from triton_cache import pack, unpack
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
+def test_triton_finds_a_kernel_that_was_compiled_elsewhere(tmp_path: Path, monkeypatch) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from rollout.ops.silu_mul.triton import _silu_mul_kernel
+    from tests.helpers.triton_compile import HOPPER
+
+    def is_found(cache: Path) -> bool:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+        monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+        found = []
+        monkeypatch.setattr(
+            triton.knobs.compilation, "listener", lambda **told: found.append(told["cache_hit"])
+        )
+        types = ("*bf16", "*bf16", "i32", "i32", "constexpr")
+        source = ASTSource(
+            fn=_silu_mul_kernel,
+            signature=dict(zip(_silu_mul_kernel.arg_names, types, strict=True)),
+            constexprs={(4,): 1024},
+        )
+        kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+        assert kernel.asm["cubin"]
+        return found == [True]
+
+    archive = tmp_path / "cache.tar.gz"
+    assert not is_found(tmp_path / "there")
+    pack(tmp_path / "there", archive, 16 << 20)
+    (tmp_path / "there").rename(tmp_path / "gone")
+    unpack(archive, tmp_path / "here")
+    assert is_found(tmp_path / "here")
+    assert archive.stat().st_size < 100_000
+    assert not is_found(tmp_path / "empty")
 
 
 def kernels(cache: Path, *names: str, size: int = 10) -> Path:
