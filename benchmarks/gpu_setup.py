@@ -30,6 +30,7 @@ class Needed:
 
 
 EVERYTHING, TESTS, CORPUS = "everything", "tests", "NGRAM: replay, overlap"
+COMPILING = f"{CORPUS} (to compile it)"
 
 NEEDED = (
     Needed("torch", "2.11", EVERYTHING),
@@ -56,16 +57,16 @@ NEEDED = (
     Needed("sortedcontainers", "2.1", TESTS),  # of hypothesis
     Needed("scipy", "1.13", TESTS),
     Needed("nanobind-backend", "1.0", CORPUS),
-    Needed("nanobind", "3.1", f"{CORPUS} (to compile it)"),
-    Needed("ninja", "1.10", f"{CORPUS} (to compile it)"),
-    Needed("cmake", "3.26", f"{CORPUS} (to compile it)"),
+    Needed("nanobind", "3.1", COMPILING),
+    Needed("ninja", "1.10", COMPILING),
+    Needed("cmake", "3.26", COMPILING),
 )
 """Torch and what only comes with it travel in no wheels of a few MiB: `TOO_LARGE`."""
 
 TOO_LARGE = ("torch", "triton", "numpy", "scipy", "transformers", "cmake")
 
 
-def missing(needed: Sequence[Needed] = NEEDED) -> list[Needed]:
+def missing(needed: Sequence[Needed]) -> list[Needed]:
     importlib.invalidate_caches()
     return [each for each in needed if _version(each.distribution) < numbers(each.least)]
 
@@ -104,11 +105,13 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         wanted = [each for each in NEEDED if each.distribution not in TOO_LARGE]
         print(*(f"{each.distribution}>={each.least}" for each in wanted))
         return
-    if (lacking := missing()) and options.wheels.is_dir():
+    if (lacking := missing(NEEDED)) and options.wheels.is_dir():
         install(lacking, options.wheels.resolve(), options.site)
         sys.path.insert(0, str(options.site.resolve()))
         lacking = missing(lacking)
     failed = gpu_native.provide(options.wheels)
+    if not failed:
+        lacking = [each for each in lacking if each.purpose != COMPILING]
     for each in lacking:
         print(f"missing: {each.distribution}>={each.least}, for {each.purpose}", flush=True)
     if lacking:

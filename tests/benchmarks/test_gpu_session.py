@@ -228,6 +228,23 @@ def test_what_a_bare_machine_lacks_is_told(capsys) -> None:
     assert not any(each.startswith("torch") for each in wanted)
 
 
+def test_what_compiles_is_missed_where_there_is_something_to_compile(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    lacking = [gpu_setup.Needed("no-such-compiler", "1", gpu_setup.COMPILING)]
+    monkeypatch.setattr(gpu_setup, "NEEDED", lacking)
+    setup = ["--wheels", str(tmp_path / "none"), "--site", str(tmp_path / "site")]
+    monkeypatch.setattr(gpu_setup.gpu_native, "provide", lambda wheels: [])
+    gpu_setup.main(setup)
+    assert "missing" not in capsys.readouterr().out
+    monkeypatch.setattr(gpu_setup.gpu_native, "provide", lambda wheels: ["ngram_native._ext"])
+    with pytest.raises(SystemExit, match="1"):
+        gpu_setup.main(setup)
+    printed = capsys.readouterr().out
+    assert "extensions that are not there: ngram_native._ext" in printed
+    assert "missing: no-such-compiler>=1" in printed
+
+
 def test_a_wheel_that_was_brought_along_is_installed_without_a_registry(tmp_path: Path) -> None:
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
