@@ -3,8 +3,8 @@
     python benchmarks/bench_gpu_ops.py [--no-tests] [--ops step] [--json FILE]
 
 A floor is what the GPU needs at least: the bytes that have to move, or the arithmetic, whichever
-takes longer, at the rates its maker states, for an H200 4.8 TB/s and 990 TFLOP/s in bf16. First the
-tests marked `gpu` are run. Calls are captured in a graph, each on buffers of its own, so that
+takes longer, at the rates that this device is measured to have. First the tests marked `gpu` are
+run. Calls are captured in a graph, each on buffers of its own, so that
 weights and keys come from memory and not from the cache. Where there is no GPU this says so and
 ends well: the rows are `not run`. Bars are those of an H100 or H200.
 
