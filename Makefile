@@ -93,6 +93,19 @@ GPU_SECONDS ?= 1700
 gpu-session: $(STAMP)  ## checks and times for half an hour on a GPU, the most telling first; in runs/gpu
 	$(BIN)/python benchmarks/gpu_session.py --output runs/gpu --seconds $(GPU_SECONDS)
 
+# For a machine without a registry: few MiB, to be brought along; see docs/gpu.md.
+GPU_WHEELS := build/gpu-wheels
+
+.PHONY: gpu-wheels
+gpu-wheels: $(STAMP)  ## what a bare GPU machine may lack (Python 3.12, x86-64), into build/gpu-wheels
+	rm -rf $(GPU_WHEELS)
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(GPU_WHEELS) \
+	  $$($(BIN)/python benchmarks/gpu_setup.py --collect)
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w $(GPU_WHEELS) .
+	ls $(GPU_WHEELS)
+
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
 # transformers and ray. verl is run from the wheel. pip leaves modules uncompiled: most are never
 # imported.

@@ -3,10 +3,10 @@
     python benchmarks/bench_gpu_ops.py [--no-tests] [--ops step] [--json FILE]
 
 A floor is what the GPU needs at least: the bytes that have to move, or the arithmetic, whichever
-takes longer, at the rates its maker states, for an H200 4.8 TB/s and 990 TFLOP/s in bf16. First the
-tests marked `gpu` are run. Calls are captured in a graph, each on buffers of its own, so that
+takes longer, at the rates that this device is measured to have. First the tests marked `gpu` are
+run. Calls are captured in a graph, each on buffers of its own, so that
 weights and keys come from memory and not from the cache. Where there is no GPU this says so and
-ends well: the rows are `not run`. Bars are those of an H200.
+ends well: the rows are `not run`. Bars are those of an H100 or H200.
 
 Legend: T query rows, H heads, K kv heads, D head_dim, E hidden, F ffn, V vocabulary.
 """
@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from attention_workload import Workload, make_plan
 from gpu_case import Case, copies, each, microseconds, normal
 from recurrent_cases import QWEN3_NEXT, recurrent_cases
-from replay_bench.roofline import Ceilings
+from replay_bench.roofline import Ceilings, add_floors_option
 from table import Row, finish, finishing, not_run, parser, row
 from tile_sweep import sweep
 from triton import TritonError
@@ -182,7 +182,7 @@ def measure(
     cases: Iterator[Case], ceilings: Ceilings, times: dict[str, tuple[float, float]]
 ) -> Iterator[Row]:
     """Rows; and by name the time of ours and of torch's, ours where it has none."""
-    judged = "H200" in ceilings.name
+    judged = ceilings.judged
     for case in cases:
         try:
             ours = microseconds(case.ours)
@@ -221,7 +221,7 @@ def step_rows(times: dict[str, tuple[float, float]], ceilings: Ceilings) -> Iter
 
 
 def _step_rows(times: dict[str, tuple[float, float]], ceilings: Ceilings) -> Iterator[Row]:
-    judged = "H200" in ceilings.name
+    judged = ceilings.judged
     weights = LAYERS * sum(o * i for o, i in LINEARS.values()) + V * E
     for rows in DECODE:
         exact = step_us(times, rows, f"decode {rows}", fast=False)
@@ -260,6 +260,7 @@ def main() -> None:
         default=OPS,
         help="those of a step, of recurrent layers; or which tiles matmul should have",
     )
+    add_floors_option(arguments)
     options = arguments.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing was run")
@@ -275,7 +276,7 @@ def main() -> None:
     with torch.inference_mode(), finishing(title, options.json) as rows:
         if not options.no_tests:
             rows.append(tests_row())
-        ceilings = Ceilings.of(torch.device("cuda"))
+        ceilings = Ceilings.of(torch.device("cuda"), options.floors)
         if "step" in options.ops:
             for cases in (matmul_cases, attention_cases, row_cases, sampling_cases):
                 rows.extend(measure(cases(), ceilings, times))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from replay_bench.roofline import Ceilings
+from replay_bench.roofline import Ceilings, add_floors_option
 from replay_bench.run import Replayed, replay
 from replay_bench.shape_options import add_shape_options, chosen_shapes
 from replay_bench.shapes import SHAPES, write_config, write_draft
@@ -47,7 +47,7 @@ def times(label: str, result: Replayed) -> Iterator[Row]:
 
 
 def compare(label: str, plain: Replayed, result: Replayed, bars: bool) -> Iterator[Row]:
-    """``bars``: whether those of an H200 apply: 1.9x at 64 running, nowhere under 1.0x."""
+    """``bars``: whether those of an H100 or H200 apply: 1.9x at 64 running, nowhere under 1.0x."""
     yield row(f"{label}: accept length", result.total.accept_length, "tokens")
     speedup = plain.total.seconds / result.total.seconds
     yield row(f"{label}: speedup", speedup, "x", 1.9 if bars else None)
@@ -71,12 +71,12 @@ def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int)
     largest = max(int(tokens.max()) for tokens in (*trace.prompts, *trace.responses))
     if largest >= shape.vocab_size:
         raise SystemExit(f"{trace.name}: token {largest} is beyond shape {shape_name}'s vocabulary")
-    ceilings = Ceilings.of(device)
+    ceilings = Ceilings.of(device, options.floors)
     overrides = {"device": options.device, "dtype": "bfloat16", "exact": not options.fast}
     # Nobody else is on the GPU; on a CPU half of its memory would be touched for nothing.
     overrides |= {"kv_bytes": 1 << 30} if device.type == "cpu" else {"kv_fraction": 0.9}
     name = f"{trace.name}, {shape_name}, {active} active"
-    bars = shape_name == "8b" and active == 64 and "H200" in ceilings.name and bool(options.trace)
+    bars = shape_name == "8b" and active == 64 and ceilings.judged and bool(options.trace)
     plain: Replayed | None = None
     with tempfile.TemporaryDirectory() as folder:
         model, draft = Path(folder) / "model", Path(folder) / "draft"
@@ -119,6 +119,7 @@ def main() -> None:
     arguments.add_argument("--nodes", type=int, default=8, help="most draft nodes per request")
     arguments.add_argument("--steps", type=int, help="of the trace; default: all, 2 on a CPU")
     arguments.add_argument("--fast", action="store_true", help="exact=false")
+    add_floors_option(arguments)
     arguments.add_argument(
         "--draft-hit",
         type=float,

@@ -1,13 +1,15 @@
 """One step of the whole engine beside its floor: plain, exact and fast, and with draft nodes.
 
-A model of random weights decodes `--batch` requests at `--context` tokens each. A step is
-everything: scheduling, the forward, sampling, commit. Its floor is the least time in which the
-device can move the weights and keys, or do the arithmetic. Draft nodes are trees of random tokens,
-so hardly any is accepted: what is measured is what verifying them costs.
+A model of random weights decodes `--batch` requests at `--context` tokens each, or of `--lengths`
+about that. A step is everything: scheduling, the forward, sampling, commit. Its floor is the least
+time in which the device can move the weights and keys, or do the arithmetic. Draft nodes are trees
+of random tokens, so hardly any is accepted: what is measured is what verifying them costs.
 
     python benchmarks/bench_step.py --shape 8b --shape demo --json step.json
+    python benchmarks/bench_step.py --shape 8b --batch 16 --lengths mixed straggler
 
-Without a GPU the shape is `tiny` and no bar applies.
+Without a GPU the shape is `tiny` and no bar applies. A kind of step that fails leaves its rows out
+and costs no other.
 """
 
 from __future__ import annotations
@@ -16,79 +18,41 @@ import argparse
 import gc
 import statistics
 import tempfile
-import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from replay_bench.roofline import Ceilings
+from decoding import (
+    LENGTHS,
+    SETTLING,
+    TIMED,
+    context_lengths,
+    open_engine,
+    start,
+    step_seconds,
+    stop,
+)
+from replay_bench.roofline import Ceilings, add_floors_option
 from replay_bench.shape_options import add_shape_options, chosen_shapes
-from replay_bench.shapes import Shape, send_random_weights, write_config
-from table import Row, finishing, parser, row
+from replay_bench.shapes import Shape, write_config
+from table import Row, finishing, not_run, parser, row
+from triton import TritonError
 
-from rollout import RolloutEngine, SamplingParams
-from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.types import Batch, DraftTrees
-from spec_workers.draft_tree import only_roots, spread
-from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
+from rollout import RolloutEngine, RolloutError
 
-SETTLING = 6
-"""Steps before those that are timed: kernels compile, graphs are captured."""
+FLOOR_BARS = {"8b": 0.7}
+"""Least floor / time of a plain step of up to 32 requests."""
 
-TIMED = 30
+NODES_BARS = {("8b", 8): 1.15, ("8b", 32): 1.5}
+"""By shape and requests: most that 8 draft nodes each may take beside none."""
 
-STEP_TOKENS = 2048
-"""Of prompts, in one step."""
+STEP_BARS = {("demo", 8): 1.2}
+"""Most milliseconds of an exact step without draft nodes."""
 
-BARS = {"8b": 0.7}
-"""Least floor / time of a plain step."""
-
-
-class RandomTrees(SpecWorker):
-    """Proposes a tree of random tokens for every request: a chain with a sibling at each node."""
-
-    def __init__(self, target: TargetWorker, num_nodes: int) -> None:
-        super().__init__(target)
-        self._num_nodes = num_nodes
-        self._rng = np.random.default_rng(0)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self._num_nodes
-
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        drafting = [b for b, entry in enumerate(batch.entries) if len(entry.draft_slots)]
-        if not drafting:
-            return only_roots(len(batch.entries))
-        counts = [len(batch.entries[b].draft_slots) for b in drafting]
-        trees = [_pairs(count) for count in counts]
-        total = sum(counts)
-        return spread(
-            DraftTrees(
-                offsets_B1=np.cumsum([0, *counts]),
-                tokens_N=self._rng.integers(0, self.vocab_size, total, dtype=np.int32),
-                parents_N=np.concatenate([parents for parents, _, _ in trees]),
-                depths_N=np.concatenate([depths for _, depths, _ in trees]),
-                masks_N=np.concatenate([masks for _, _, masks in trees]),
-                probs_N=np.full(total, 0.5, dtype=np.float32),
-                sources_N=np.zeros(total, dtype=np.uint8),
-            ),
-            drafting,
-            len(batch.entries),
-        )
-
-
-def _pairs(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Parents, depths and masks of nodes 1 to ``count``: two children under every odd node."""
-    parents = np.array([max(0, node - 2 + node % 2) for node in range(count)], dtype=np.int32)
-    depths, masks = [0], [1]
-    for node, parent in enumerate(parents.tolist(), start=1):
-        depths.append(depths[parent] + 1)
-        masks.append(masks[parent] | 1 << node)
-    return parents, np.array(depths[1:], dtype=np.int32), np.array(masks[1:], dtype=np.uint64)
+EXACT_BARS = {"8b": 1.6}
+"""Most that exactness may take beside none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,109 +63,115 @@ class Timed:
     kv_tokens: int
 
 
-def longest_response(batch: int, context: int) -> int:
-    """None may end while the prompts of the others are read."""
-    return 4 * (SETTLING + TIMED) + 2 * batch * context // STEP_TOKENS
-
-
-def _step_seconds(engine: RolloutEngine, batch: int) -> float:
-    started = time.perf_counter()
-    ended = engine.step()
-    seconds = time.perf_counter() - started
-    if ended or engine.last_step.running > batch:
-        reasons = [rollout.finish_reason.value for rollout in ended]
-        raise RuntimeError(f"of {batch} requests that were to run on, some ended: {reasons}")
-    return seconds
-
-
-def measure(engine: RolloutEngine, batch: int, context: int) -> Timed:
+def measure(engine: RolloutEngine, lengths: Sequence[int]) -> Timed:
     """The median of ``TIMED`` steps in which all decode."""
-    rng = np.random.default_rng(1)
-    most_tokens = longest_response(batch, context)
-    requests = [
-        engine.submit(
-            rng.integers(0, engine.vocab_size, context - SETTLING - TIMED).tolist(),
-            SamplingParams(max_new_tokens=most_tokens, ignore_eos=True),
-            prompt_index=index,
-        )
-        for index in range(batch)
-    ]
-    times = [_step_seconds(engine, batch)]
-    while engine.last_step.sampling < batch:
-        times = [_step_seconds(engine, batch)]
-    for _ in range(SETTLING + TIMED):
-        times.append(_step_seconds(engine, batch))
+    requests = start(engine, lengths)
+    times = [step_seconds(engine, len(requests)) for _ in range(TIMED)]
     last = engine.last_step
-    for request in requests:
-        engine.abort(request.request_id)
-    engine.step()
-    engine.flush_cache()
+    stop(engine, requests)
     return Timed(
-        step_ms=1e3 * statistics.median(times[1 + SETTLING :]),
+        step_ms=1e3 * statistics.median(times),
         rows=last.query_tokens,
         sampled=last.sampling + last.drafted,
         kv_tokens=last.kv_used,
     )
 
 
-def open_engine(
-    folder: Path, options: argparse.Namespace, exact: bool, nodes: int
-) -> RolloutEngine:
-    most = max(options.batch)
-    longest = options.context + 2 * longest_response(most, options.context)
-    kv_tokens = (most + 1) * longest + 64 * most
-    config = EngineConfig(
-        model=ModelConfig(path=str(folder), device=options.device, load_format=LoadFormat.dummy),
-        memory=MemoryConfig(max_kv_tokens=kv_tokens, prefix_cache=False),
-        scheduler=SchedulerConfig(
-            max_running=most, max_step_tokens=STEP_TOKENS, chunk_len=STEP_TOKENS
-        ),
-        exact=exact,
-    )
-    worker = RandomTrees(TargetWorker(config), nodes)
-    engine = RolloutEngine(config, worker)
-    send_random_weights(engine, worker.target.model.destinations())
-    return engine
+class Steps:
+    """Rows of one shape, by how steps are run: each kind beside those that it is judged by."""
+
+    def __init__(self, name: str, shape: Shape, ceilings: Ceilings, context: int) -> None:
+        self._name, self._shape, self._ceilings, self._context = name, shape, ceilings, context
+        self._judged = ceilings.judged
+        self._took: dict[tuple[str, bool, int], float] = {}  # by load, exactness, nodes
+
+    def load(self, kind: str, batch: int) -> str:
+        uneven = {
+            "even": "", "mixed": ", mixed lengths", "straggler": f", one of {8 * self._context}",
+        }  # fmt: skip
+        return f"{self._name}, {self._context} keys, batch {batch}{uneven[kind]}"
+
+    def rows(self, kind: str, timed: Timed, batch: int, exact: bool, nodes: int) -> Iterator[Row]:
+        took, load = timed.step_ms, self.load(kind, batch)
+        self._took[load, exact, nodes] = took
+        label = f"{load}, {step_kind(exact, nodes)}"
+        plain, even = not nodes, kind == "even"
+        bar = STEP_BARS.get((self._name, batch)) if even and plain and exact else None
+        yield self._row(label, took, "ms", bar, at_most=True)
+        shape, ceilings = self._shape, self._ceilings
+        floor = ceilings.forward_ms(shape, timed.rows, timed.sampled, timed.kv_tokens)
+        bar = FLOOR_BARS.get(self._name) if even and plain and batch <= 32 else None
+        yield self._row(f"{label}: floor / time", floor / took, "ratio", bar)
+        if nodes and (before := self._took.get((load, exact, 0))):
+            bar = NODES_BARS.get((self._name, batch)) if even and nodes == 8 else None
+            yield self._row(f"{label} / none", took / before, "ratio", bar, at_most=True)
+        if not exact and (exactly := self._took.get((load, True, nodes))):
+            bar = EXACT_BARS.get(self._name) if plain else None
+            drafts = f", {nodes} draft nodes each" if nodes else ""
+            ratio = exactly / took
+            yield self._row(f"{load}{drafts}: exact / fast", ratio, "ratio", bar, at_most=True)
+
+    def _row(
+        self, name: str, value: float, unit: str, bar: float | None, *, at_most: bool = False
+    ) -> Row:
+        return row(name, value, unit, bar if self._judged else None, at_most=at_most)
+
+
+def step_kind(exact: bool, nodes: int) -> str:
+    mode = "exact" if exact else "fast"
+    return f"{mode}, {nodes} draft nodes each" if nodes else mode
 
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """Each as soon as it is measured."""
-    ceilings = Ceilings.of(torch.device(options.device))
-    judged = "H200" in ceilings.name
-    plain: dict[int, float] = {}  # exact, by batch: milliseconds
+    ceilings = Ceilings.of(torch.device(options.device), options.floors)
+    steps = Steps(name, shape, ceilings, options.context)
+    loads = [(kind, batch) for kind in options.lengths for batch in options.batch]
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), shape)
-        for exact, nodes in ((True, 0), (True, options.nodes), (False, 0)):
-            engine = open_engine(Path(folder), options, exact, nodes)
-            for batch in options.batch:
-                timed = measure(engine, batch, options.context)
-                took, label = timed.step_ms, f"{name}, batch {batch}"
-                kind = f"{nodes} draft nodes each" if nodes else "exact" if exact else "fast"
-                bar = 1.2 if (judged, name, batch, kind) == (True, "demo", 8, "exact") else None
-                yield row(f"{label}, {kind}", took, "ms", bar, at_most=True)
-                floor = ceilings.forward_ms(shape, timed.rows, timed.sampled, timed.kv_tokens)
-                bar = BARS.get(name) if judged and not nodes and batch <= 32 else None
-                yield row(f"{label}, {kind}: floor / time", floor / took, "ratio", bar)
-                if exact and not nodes:
-                    plain[batch] = took
-                elif exact:
-                    bar = 1.15 if judged and (name, batch, nodes) == ("8b", 8, 8) else None
-                    ratio = took / plain[batch]
-                    yield row(f"{label}: {kind} / none", ratio, "ratio", bar, at_most=True)
-                else:
-                    bar = 1.6 if judged and name == "8b" else None
-                    ratio = plain[batch] / took
-                    yield row(f"{label}: exact / fast", ratio, "ratio", bar, at_most=True)
-            engine.close()
-            del engine
+        for exact, nodes in ((True, 0), (True, options.nodes), (False, 0), (False, options.nodes)):
+            yield from _kind_rows(Path(folder), steps, loads, exact, nodes, options)
             gc.collect()  # or its weights and keys stay beside the next one's
+
+
+def _kind_rows(
+    folder: Path,
+    steps: Steps,
+    loads: Sequence[tuple[str, int]],
+    exact: bool,
+    nodes: int,
+    options: argparse.Namespace,
+) -> Iterator[Row]:
+    """One engine for all loads, and a new one behind a load that fails."""
+    engine: RolloutEngine | None = None
+    for kind, batch in loads:
+        lengths = context_lengths(kind, batch, options.context)
+        try:
+            if engine is None:
+                gc.collect()  # of one that failed
+                every = [context_lengths(*load, options.context) for load in loads]
+                engine = open_engine(folder, every, device=options.device, exact=exact, nodes=nodes)
+            timed = measure(engine, lengths)
+        except (RuntimeError, RolloutError, TritonError):  # what comes next may be measured still
+            traceback.print_exc()
+            yield not_run(f"{steps.load(kind, batch)}, {step_kind(exact, nodes)}", "ms")
+            if engine is None:  # it would fail again
+                return
+            engine.close()
+            engine = None
+        else:
+            yield from steps.rows(kind, timed, batch, exact, nodes)
+    if engine is not None:
+        engine.close()
 
 
 def main(arguments_given: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__)
     on_gpu = add_shape_options(arguments)
+    add_floors_option(arguments)
     arguments.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     arguments.add_argument("--context", type=int, default=4096 if on_gpu else 256)
+    arguments.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["even"])
     arguments.add_argument("--nodes", type=int, default=8, help="draft nodes of each request")
     options = arguments.parse_args(arguments_given)
     if options.context < 2 * (SETTLING + TIMED):

@@ -1,6 +1,7 @@
-"""Compile the two extensions beside their packages, where a source tree has none that load.
+"""Put the two extensions beside their packages, where a source tree has none that load.
 
-For a machine from which nothing can be installed: it needs CMake, Ninja, a C++20 compiler and
+For a machine from which nothing can be installed. They are taken from this project's wheel where
+one was brought along; else they are compiled, for which it needs CMake, Ninja, a C++20 compiler and
 nanobind with its backend. The GPU's own way needs neither extension; NGRAM and hybrid workers need
 the corpus. One that is there and does not load is removed: with it the package could not be
 imported, without it everything else can be run.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,20 +20,26 @@ BUILD = ROOT / "build" / "gpu-native"
 EXTENSIONS = {"ngram_native._ext": ROOT / "ngram_native", "rollout._cpu": ROOT / "rollout"}
 
 
-def main() -> None:
-    missing = [name for name in EXTENSIONS if not loads(name)]
+def provide(wheels: Path) -> list[str]:
+    """Those that are not to be had."""
+    missing = []
+    for name, folder in EXTENSIONS.items():
+        if not loads(name):
+            remove(name, folder)
+            if not _brought(name, folder, wheels):
+                missing.append(name)
     if not missing:
-        return
-    for name in missing:
-        remove(name, EXTENSIONS[name])
+        return []
     configure = [
         "cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
         f"-DPython_EXECUTABLE={sys.executable}",
     ]  # fmt: skip
-    subprocess.run(configure, check=True)
-    failed = [name for name in missing if not _built(name, EXTENSIONS[name])]
-    if failed:
-        raise SystemExit(f"not built: {', '.join(failed)}")
+    try:
+        subprocess.run(configure, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"nothing is compiled: {error}", flush=True)
+        return missing
+    return [name for name in missing if not _built(name, EXTENSIONS[name])]
 
 
 def loads(name: str) -> bool:
@@ -46,6 +54,16 @@ def remove(name: str, folder: Path) -> None:
         broken.unlink()
 
 
+def _brought(name: str, folder: Path, wheels: Path) -> bool:
+    package, module = name.split(".")
+    for wheel in sorted(wheels.glob("specrollout-*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                if member.startswith(f"{package}/{module}.") and member.endswith(".so"):
+                    (folder / Path(member).name).write_bytes(archive.read(member))
+    return _loads_or_goes(name, folder)
+
+
 def _built(name: str, folder: Path) -> bool:
     """Each by itself: without the other one much can be run."""
     target = name.split(".")[1]
@@ -54,11 +72,13 @@ def _built(name: str, folder: Path) -> bool:
         return False
     for built in BUILD.rglob(f"{target}*.so"):
         shutil.copy2(built, folder)
+    return _loads_or_goes(name, folder)
+
+
+def _loads_or_goes(name: str, folder: Path) -> bool:
+    if not list(folder.glob(f"{name.split('.')[1]}*.so")):
+        return False
     if loads(name):
         return True
     remove(name, folder)
     return False
-
-
-if __name__ == "__main__":
-    main()

@@ -1,150 +1,207 @@
 """What to run on a GPU that is there for half an hour: checks and times, the most telling first.
 
-    python benchmarks/gpu_session.py --output runs/gpu --seconds 580
-    python benchmarks/gpu_session.py --output runs/gpu --seconds 580 --stages replay generate
+    python3 benchmarks/gpu_session.py --output FOLDER --seconds 540 --stage smoke step profile
+    python3 benchmarks/gpu_merge.py FOLDER... --json session.json
 
 Each stage is a process of its own with a limit; one that fails or hangs costs no other. A stage for
 which too little is left of --seconds is not begun, and one may be cut short by it; their names are
-printed, for the next call. After every stage everything is in two files: session.json, with each
-stage's outcome and the rows of its benchmark, and session.log, with all that was printed. What
-earlier calls found stays in both until its stage is run again.
+printed, for the next call. `setup` comes first in each call, and costs nothing where nothing is
+missing. Nothing is written but the folder, `build/` and the two extensions beside their packages.
 
-What it needs is in docs/gpu.md; the n-gram corpus is compiled first where it is not there.
+The folder has at most 8 files of at most 16 MiB: rows.jsonl, each row as it comes, between marks of
+the stages; session.log, all that was printed; traces of a few steps; triton-cache.tar.gz, what was
+compiled, for the next call's --triton-cache. A call into the same folder adds to it.
+
+The exit status is 0 where every stage that was asked for went well, and 1 where not. Bars that were
+missed do not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import row_file
+import triton_cache
+from gpu_stages import SETUP, Stage, stages
 
 ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "gpu-session"
+SITE = ROOT / "build" / "gpu-site"
+TRITON_CACHE = ROOT / "build" / "triton-cache"
+
+ROWS, LOG, CACHE = "rows.jsonl", "session.log", "triton-cache.tar.gz"
+MOST_FILES, MOST_BYTES = 8, 16 << 20
+
 _LEAST_SHARE = 0.5
 """Of a stage's limit that has to be left for it to be begun: most end well before theirs."""
 
 _LAST_WORDS_SECONDS = 10.0
+_LAST_WORDS = 1500
+"""Characters of a failed stage's output that are printed too."""
 
-NOT_BEGUN, CUT_SHORT = "not begun", "cut short"
+_PRCTL = ctypes.CDLL(None).prctl
+_PARENT_DEATH_SIGNAL = 1
+_CLOSING_SECONDS = 15.0
+"""To pack what was compiled."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    name: str
-    command: Sequence[str]  # behind the interpreter
-    seconds: float  # limit
-    has_rows: bool = True  # it is a benchmark, and takes --json
+OK, NOT_BEGUN, CUT_SHORT, SKIPPED = "ok", "not begun", "cut short", "skipped"
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     name: str
-    status: str  # "ok", "failed: ...", "over its limit", "cut short", "not begun"
+    status: str  # "ok", "failed: ...", "over its limit", "cut short", "not begun", "skipped: ..."
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def stages(traces: Sequence[Path]) -> list[Stage]:
-    """In the order of what they tell: is it right, does it reach its bars, where does time go."""
-    given = [part for trace in traces for part in ("--trace", str(trace))]
-    tests = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
-    replay = ("benchmarks/bench_replay.py", *given)
-    engine_tests = ("tests/gpu/test_cuda_graphs.py", "tests/gpu/test_memory.py")
-    step, ops = "benchmarks/bench_step.py", ("benchmarks/bench_gpu_ops.py", "--no-tests", "--ops")
-    listed: list[tuple[str, tuple[str, ...], float]] = [
-        ("native", ("benchmarks/gpu_native.py",), 180),
-        ("ops-tests", (*tests, "-n", "6", "tests/ops/triton", "tests/unit/test_row_invariance.py"),
-         280),
-        ("engine-tests", (*tests, *engine_tests), 200),
-        ("device-tests", (*tests, "-n", "4", "tests/device"), 200),
-        ("step-demo", (step, "--shape", "demo"), 150),
-        ("step-8b", (step, "--shape", "8b"), 280),
-        ("overlap", ("benchmarks/bench_overlap.py", "--shape", "8b", "--shape", "demo"), 300),
-        ("ops", (*ops, "step"), 280),
-        ("replay", (*replay, "--spec", "ngram", "--shape", "8b"), 500),
-        ("replay-hybrid", (*replay, "--spec", "hybrid", "--shape", "8b", "--steps", "2"), 400),
-        ("recurrent", (*ops, "recurrent"), 150),
-        ("replay-32b", (*replay, "--spec", "ngram", "--shape", "32b", "--steps", "1"), 550),
-        ("generate", ("benchmarks/bench_generate.py", "--shape", "8b"), 400),
-        ("examples", (*tests, "tests/gpu/test_examples.py"), 400),
-    ]  # fmt: skip
-    return [
-        Stage(name=name, command=command, seconds=seconds, has_rows="bench_" in command[0])
-        for name, command, seconds in listed
-    ]
-
-
-def run(chosen: Sequence[Stage], output: Path, seconds: float) -> list[Outcome]:
-    """Run what fits, in order, and keep both files up to date."""
+def run(
+    chosen: Sequence[Stage],
+    output: Path,
+    seconds: float,
+    *,
+    floors: Path | None = None,
+    on_gpu: bool = True,
+) -> list[Outcome]:
+    """Run what fits, in order. ``floors``: rows with the device's rates, besides those found."""
     output.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    results = output / "session.json"
-    written = {each["name"]: each for each in _written(results)}
-    with (output / "session.log").open("a") as log:
+    with (output / LOG).open("ab", buffering=0) as log:
         for stage in chosen:
             left = deadline - time.monotonic()
-            if left < _LEAST_SHARE * stage.seconds:
-                outcomes.append(Outcome(name=stage.name, status=NOT_BEGUN))
+            if stage.needs_gpu and not on_gpu:
+                outcome = Outcome(name=stage.name, status=f"{SKIPPED}: it needs a GPU")
+            elif left < _LEAST_SHARE * stage.seconds:
+                outcome = Outcome(name=stage.name, status=NOT_BEGUN)
             else:
                 print(f"{stage.name} ...", flush=True)
-                outcomes.append(_run(stage, left - _LAST_WORDS_SECONDS, log))
-                print(f"{stage.name}: {outcomes[-1].status}", flush=True)
-            if stage.name not in written or outcomes[-1].status != NOT_BEGUN:
-                written[stage.name] = asdict(outcomes[-1])
-            results.write_text(json.dumps(list(written.values()), indent=1) + "\n")
+                outcome = _run(stage, left - _LAST_WORDS_SECONDS, output, log, floors)
+            _mark(output, stage.name, outcome.status, outcome.seconds)
+            tell(outcome)
+            outcomes.append(outcome)
     return outcomes
 
 
-def _written(results: Path) -> list[dict[str, Any]]:
-    try:
-        return json.loads(results.read_text()) if results.exists() else []
-    except ValueError as error:  # never written over: it may be all there is of an hour on a GPU
-        raise SystemExit(f"{results}: {error}; move it away, or choose another --output") from error
+def _mark(output: Path, name: str, status: str, seconds: float = 0.0) -> None:
+    mark = {"stage": name, "status": status, "seconds": seconds, "time": round(time.time(), 1)}
+    row_file.append(output / ROWS, mark)
 
 
-def _run(stage: Stage, left: float, log: Any) -> Outcome:
-    log.write(f"\n=== {stage.name}\n")
-    log.flush()
+def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | None) -> Outcome:
+    log.write(f"\n=== {stage.name}\n".encode())
+    said = log.tell()
+    rows = output / ROWS
+    _mark(output, stage.name, "begun")
+    known = len(row_file.read(rows))
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.json"
-        command = [sys.executable, *stage.command]
-        if stage.has_rows:
-            command += ["--json", str(rows)]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=_heed_interrupts,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-        try:
-            status = process.wait(min(left, stage.seconds))
-            result = "ok" if status == 0 else f"failed: exit status {status}"
-        except subprocess.TimeoutExpired:
-            result = "over its limit" if stage.seconds <= left else CUT_SHORT
-            _interrupt(process)
-        finally:
-            with suppress(ProcessLookupError):  # all it started too: its group is its own
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        found = json.loads(rows.read_text()) if rows.exists() else []
+    report = BUILD / f"{stage.name}.xml"
+    report.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, *_command(stage, output, report, floors)],
+        cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+        process_group=0, preexec_fn=_follow_parent, env=_environment(),
+    )  # fmt: skip
+    status = 0
+    try:
+        status = process.wait(min(left, stage.seconds))
+        result = OK if status == 0 else f"failed: exit status {status}"
+    except subprocess.TimeoutExpired:
+        result = "over its limit" if stage.seconds <= left else CUT_SHORT
+        _interrupt(process)
+    finally:
+        with suppress(ProcessLookupError):  # all it started too: its group is its own
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
+            process.wait(_LAST_WORDS_SECONDS)
+    if stage.tests:
+        row_file.append(rows, failures_row(stage.name, report))
+    if status != 0:  # where one was cut short is no news
+        with (output / LOG).open("rb") as written:
+            written.seek(max(said, written.seek(0, os.SEEK_END) - _LAST_WORDS))
+            print(written.read().decode(errors="replace"), flush=True)
     return Outcome(
-        name=stage.name, status=result, seconds=round(time.monotonic() - started, 1), rows=found
+        name=stage.name,
+        status=result,
+        seconds=round(time.monotonic() - started, 1),
+        rows=row_file.read(rows)[known:],
     )
 
 
-def _heed_interrupts() -> None:
-    """What is started in the background inherits that they are ignored."""
+def _command(stage: Stage, output: Path, report: Path, floors: Path | None) -> list[str]:
+    command = list(stage.command)
+    if stage.rows:
+        command += ["--json", str(output / ROWS)]
+    if stage.floors:
+        command += ["--floors", str(output / ROWS if floors is None else floors)]
+    if stage.traces:
+        command += ["--traces", str(output)]
+    if stage.tests:
+        command += [f"--junitxml={report}"]
+    return command
+
+
+def _environment() -> dict[str, str]:
+    """Whatever libraries leave behind goes to ``build/``."""
+    temporary = BUILD / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    modules = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    # An environment's own tools, also where it was not activated: the system's CMake may be old.
+    programs = [str(SITE / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
+        "PATH": os.pathsep.join(filter(None, programs)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TMPDIR": str(temporary),
+        "TRITON_CACHE_DIR": str(TRITON_CACHE),
+        "TRITON_STORE_BINARY_ONLY": "1",
+        "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "torch_extensions"),
+        "TORCHINDUCTOR_CACHE_DIR": str(BUILD / "inductor"),
+        "CUDA_CACHE_PATH": str(BUILD / "cuda"),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(BUILD / "hypothesis"),
+        "HF_HOME": str(BUILD / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def failures_row(name: str, report: Path) -> dict[str, Any]:
+    """Failures of pytest's report; not run where none has passed or failed."""
+    row: dict[str, Any] = {"name": f"{name}: failed", "unit": "tests", "bar": 0}
+    try:
+        suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    except (OSError, ElementTree.ParseError):
+        return row | {"value": None, "ok": None}
+    counts = {
+        key: sum(int(suite.get(key, 0)) for suite in suites)
+        for key in ("tests", "failures", "errors", "skipped")
+    }
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - failed - counts["skipped"]
+    print(f"{name}: {passed} passed, {failed} failed, {counts['skipped']} skipped", flush=True)
+    if not passed + failed:
+        return row | {"value": None, "ok": None}
+    return row | {"value": failed, "ok": not failed}
+
+
+def _follow_parent() -> None:
+    """It is killed when the session is, and heeds interrupts, which in the background are ignored.
+
+    It has no terminal session of its own, which might outlive whoever ends ours.
+    """
+    _PRCTL(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -155,26 +212,87 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
         process.wait(_LAST_WORDS_SECONDS)
 
 
+def has_gpu() -> bool:
+    """Raises SystemExit where torch cannot be imported: nothing can be run then."""
+    asked = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 3)"
+    asking = subprocess.run(
+        [sys.executable, "-c", asked], cwd=ROOT, env=_environment(), check=False
+    )
+    if asking.returncode not in (0, 3):
+        raise SystemExit(f"{sys.executable} has no torch that can be imported")
+    return asking.returncode == 0
+
+
+def trim(log: Path, most_bytes: int = MOST_BYTES) -> None:
+    """The middle of a log that is too long is left out."""
+    if log.stat().st_size > most_bytes:
+        text, part = log.read_bytes(), most_bytes // 2 - 100
+        left_out = f"\n... {len(text) - 2 * part} bytes are left out ...\n".encode()
+        log.write_bytes(text[:part] + left_out + text[-part:])
+
+
+def tell(outcome: Outcome) -> None:
+    """Its bars and how they were met."""
+    for row in outcome.rows:
+        if row.get("bar") is not None:
+            met = {True: "ok", False: "MISSED", None: "not run"}[row["ok"]]
+            print(f"  {met:8}{row['name']}: {row['value']} {row['unit']}, bar {row['bar']}")
+    print(f"{outcome.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
+
+
+def summarize(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        rows = sum("name" in row for row in outcome.rows)
+        missed = sum(row.get("ok") is False for row in outcome.rows)
+        counted = f"{rows} rows, {missed} missed" if rows else ""
+        print(f"{outcome.name:18} {outcome.seconds:6.0f} s  {outcome.status:24} {counted}")
+    if left := [each.name for each in outcomes if each.status in (NOT_BEGUN, CUT_SHORT)]:
+        print("not begun or cut short: --stage", *left)
+
+
+def _there(path: Path | None, otherwise: str) -> Path | None:
+    """A file that was forgotten costs no session."""
+    if path is None or path.is_file():
+        return path and path.resolve()
+    print(f"{path} is not there: {otherwise}", flush=True)
+    return None
+
+
 def main(arguments_given: Sequence[str] | None = None) -> None:
+    started = time.monotonic()
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments.add_argument("--output", type=Path, default=Path("runs/gpu"))
+    arguments.add_argument("--output", type=Path, default=Path("runs/gpu"), metavar="FOLDER")
     arguments.add_argument("--seconds", type=float, default=1700.0, help="for all of it")
-    arguments.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
-    names = [stage.name for stage in stages([])]
-    arguments.add_argument("--stages", nargs="+", choices=names, help="default: all")
+    arguments.add_argument(
+        "--trace", type=Path, action="append", default=[], metavar="FILE",
+        help="recorded rollouts, for the replays",
+    )  # fmt: skip
+    arguments.add_argument("--floors", type=Path, metavar="FILE", help="another call's rows.jsonl")
+    arguments.add_argument("--triton-cache", type=Path, metavar="ARCHIVE", help="another call's")
+    arguments.add_argument("--wheels", type=Path, default=Path("build/gpu-wheels"))
+    names = [stage.name for stage in stages()]
+    arguments.add_argument("--stage", nargs="+", choices=names, help="default: all")
     options = arguments.parse_args(arguments_given)
-    traces = [path.resolve() for path in options.trace]
-    chosen = [stage for stage in stages(traces) if stage.name in (options.stages or names)]
-    outcomes = run(chosen, options.output, options.seconds)
-    for outcome in outcomes:
-        missed = [row for row in outcome.rows if row["ok"] is False]
-        print(f"{outcome.name:14} {outcome.seconds:6.0f} s  {outcome.status}, {len(missed)} missed")
-        for row in missed:
-            print(f"    {row['name']}: {row['value']} {row['unit']}, bar {row['bar']}")
-    if left := [each.name for each in outcomes if each.status in (NOT_BEGUN, CUT_SHORT)]:
-        print("not begun or cut short: --stages", *left)
+    floors = _there(options.floors, "floors are measured anew")
+    recorded = [_there(path, "a made-up trace may be replayed") for path in options.trace]
+    output, wheels = options.output.resolve(), options.wheels.resolve()
+    if options.triton_cache is not None:
+        print(triton_cache.unpack(options.triton_cache, TRITON_CACHE), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs is ended first
+    if not (on_gpu := has_gpu()):
+        print("no GPU here: what needs none runs at a small size", flush=True)
+    listed = stages([path for path in recorded if path], wheels, on_gpu=on_gpu)
+    wanted = set(options.stage or names) | {SETUP}
+    chosen = [stage for stage in listed if stage.name in wanted]
+    left = options.seconds - _CLOSING_SECONDS - (time.monotonic() - started)
+    outcomes = run(chosen, output, left, floors=floors, on_gpu=on_gpu)
+    trim(output / LOG)
+    print(triton_cache.pack(TRITON_CACHE, output / CACHE, MOST_BYTES), flush=True)
+    summarize(outcomes)
+    if any(outcome.status != OK for outcome in outcomes):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,36 @@
-"""The least time a forward can take: bytes over bandwidth, or arithmetic over its rate."""
+"""The least time a forward can take: bytes over bandwidth, or arithmetic over its rate.
+
+Both rates are measured, by a copy and by products of squares, so that a time is judged by what the
+device at hand can do.
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+import row_file
 import torch
 
 from replay_bench.shapes import Shape
 
 _BFLOAT16 = 2
-_STATED = {"H200": (4.8e12, 990e12), "H100 80GB HBM3": (3.35e12, 990e12)}
-"""By a part of the device's name: bytes and dense bf16 operations per second."""
+
+_JUDGED = ("H100", "H200")
+"""Parts of the names of devices that bars apply to."""
 
 _LONG_SECONDS = 0.005
 """A product of this length is measured well; larger ones would only take longer."""
+
+
+def add_floors_option(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument(
+        "--floors", type=Path, help="rows (.jsonl) with this device's measured bandwidth and rate"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +42,24 @@ class Ceilings:
     flop_per_second: float
 
     @staticmethod
-    def of(device: torch.device) -> Ceilings:
-        """Of an H200 and an H100 what their maker states; of any other GPU and of a CPU what was
-        measured now, by a copy and by products of squares."""
+    def of(device: torch.device, floors: Path | None = None) -> Ceilings:
+        """What ``floors`` says of this device; measured now where it says nothing."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        for part, (num_bytes, flop) in _STATED.items():
-            if part in name:
-                return Ceilings(name=name, bytes_per_second=num_bytes, flop_per_second=flop)
+        known = {
+            str(row.get("name")): row.get("value")
+            for row in (row_file.read(floors) if floors is not None else [])
+        }
+        bandwidth, rate = known.get(bandwidth_name(name)), known.get(rate_name(name))
         return Ceilings(
-            name=name, bytes_per_second=_measure_copy(device), flop_per_second=_measure(device)
+            name=name,
+            bytes_per_second=1e12 * bandwidth if bandwidth else _measure_copy(device),
+            flop_per_second=1e12 * rate if rate else _measure(device),
         )
+
+    @property
+    def judged(self) -> bool:
+        """Whether bars apply to this device."""
+        return any(part in self.name for part in _JUDGED)
 
     def forward_ms(self, shape: Shape, rows: int, sampled: int, kv_tokens: int) -> float:
         """Of ``rows`` query rows that read ``kv_tokens`` keys and values in each layer."""
@@ -46,6 +70,16 @@ class Ceilings:
         flop = 2 * (rows * body + sampled * head)
         moved = _BFLOAT16 * (weights + kv)
         return 1e3 * max(moved / self.bytes_per_second, flop / self.flop_per_second)
+
+
+def bandwidth_name(device_name: str) -> str:
+    """The row of the copy's bandwidth, in TB/s."""
+    return f"copy bandwidth, {device_name}"
+
+
+def rate_name(device_name: str) -> str:
+    """The row of the products' rate, in TFLOP/s."""
+    return f"matrix products in bfloat16, {device_name}"
 
 
 def _measure_copy(device: torch.device) -> float:
@@ -69,21 +103,34 @@ def _measure_in(dtype: torch.dtype, device: torch.device) -> float:
     best = 0.0
     for rows in (256, 512, 1024, 2048, 4096, 8192):
         left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in "lr")
-        seconds = _seconds(lambda left=left, right=right: left @ right, device)
+        seconds = _seconds(partial(torch.matmul, left, right), device)
         best = max(best, 2 * rows**3 / seconds)
         if seconds > _LONG_SECONDS:
             break
     return best
 
 
-def _seconds(call, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """The best of a few, after one that warms up."""
     best = float("inf")
-    for attempt in range(6):
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    for attempt in range(20 if device.type == "cuda" else 6):  # a GPU's clock rises meanwhile
+        seconds = _cuda_seconds(call) if device.type == "cuda" else _cpu_seconds(call)
         if attempt:
-            best = min(best, time.perf_counter() - started)
+            best = min(best, seconds)
     return best
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _cuda_seconds(call: Callable[[], object]) -> float:
+    """By the device's own clock: launching does not count."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,170 @@
+"""An engine of random weights whose requests decode side by side, plainly or with random drafts.
+
+Draft nodes are trees of random tokens, so hardly any is accepted: what is measured is what
+verifying them costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from replay_bench.shapes import send_random_weights
+
+from rollout import Request, RolloutEngine, SamplingParams
+from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.types import Batch, DraftTrees
+from spec_workers.draft_tree import only_roots, spread
+from spec_workers.target import TargetWorker
+from spec_workers.worker import SpecWorker
+
+SETTLING = 6
+"""Steps before those that are timed: kernels compile, graphs are captured."""
+
+TIMED = 30
+
+STEP_TOKENS = 2048
+"""Of prompts, in one step."""
+
+LENGTHS = ("even", "mixed", "straggler")
+
+
+def context_lengths(kind: str, batch: int, context: int) -> list[int]:
+    """``context`` tokens each; or a quarter to seven quarters of it; or one of eight times as many.
+
+    No one is shorter than the steps that it decodes for.
+    """
+    if kind == "mixed":
+        spread_B = np.linspace(context / 4, 7 * context / 4, batch)
+        return [max(2 * (SETTLING + TIMED), int(length)) for length in spread_B]
+    longest = [8 * context] if kind == "straggler" else [context]
+    return longest + [context] * (batch - 1)
+
+
+class RandomTrees(SpecWorker):
+    """Proposes a tree of random tokens for every request: a chain with a sibling at each node."""
+
+    def __init__(self, target: TargetWorker, num_nodes: int) -> None:
+        super().__init__(target)
+        self._num_nodes = num_nodes
+        self._rng = np.random.default_rng(0)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self._num_nodes
+
+    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+        drafting = [b for b, entry in enumerate(batch.entries) if len(entry.draft_slots)]
+        if not drafting:
+            return only_roots(len(batch.entries))
+        counts = [len(batch.entries[b].draft_slots) for b in drafting]
+        trees = [_pairs(count) for count in counts]
+        total = sum(counts)
+        return spread(
+            DraftTrees(
+                offsets_B1=np.cumsum([0, *counts]),
+                tokens_N=self._rng.integers(0, self.vocab_size, total, dtype=np.int32),
+                parents_N=np.concatenate([parents for parents, _, _ in trees]),
+                depths_N=np.concatenate([depths for _, depths, _ in trees]),
+                masks_N=np.concatenate([masks for _, _, masks in trees]),
+                probs_N=np.full(total, 0.5, dtype=np.float32),
+                sources_N=np.zeros(total, dtype=np.uint8),
+            ),
+            drafting,
+            len(batch.entries),
+        )
+
+
+def _pairs(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Parents, depths and masks of nodes 1 to ``count``: two children under every odd node."""
+    parents = np.array([max(0, node - 2 + node % 2) for node in range(count)], dtype=np.int32)
+    depths, masks = [0], [1]
+    for node, parent in enumerate(parents.tolist(), start=1):
+        depths.append(depths[parent] + 1)
+        masks.append(masks[parent] | 1 << node)
+    return parents, np.array(depths[1:], dtype=np.int32), np.array(masks[1:], dtype=np.uint64)
+
+
+def longest_response(lengths: Sequence[int]) -> int:
+    """None may end while the prompts of the others are read."""
+    return 4 * (SETTLING + TIMED) + 2 * sum(lengths) // STEP_TOKENS
+
+
+def slots_wanted(lengths: Sequence[int], nodes: int) -> int:
+    """KV slots that requests of these lengths may come to hold while they are timed."""
+    return sum(lengths) + len(lengths) * (longest_response(lengths) + nodes)
+
+
+def open_engine(
+    folder: Path,
+    loads: Sequence[Sequence[int]],
+    *,
+    device: str,
+    exact: bool,
+    nodes: int,
+) -> RolloutEngine:
+    """For any one of ``loads``, the context lengths of requests that decode together."""
+    most = max(map(len, loads))
+    config = EngineConfig(
+        model=ModelConfig(path=str(folder), device=device, load_format=LoadFormat.dummy),
+        memory=MemoryConfig(
+            max_kv_tokens=2 * max(slots_wanted(lengths, nodes) for lengths in loads),
+            prefix_cache=False,
+            kv_fraction=0.9,  # nobody else is on the device
+        ),
+        scheduler=SchedulerConfig(
+            max_running=most, max_step_tokens=STEP_TOKENS, chunk_len=STEP_TOKENS
+        ),
+        exact=exact,
+    )
+    worker = RandomTrees(TargetWorker(config), nodes)
+    engine = RolloutEngine(config, worker)
+    send_random_weights(engine, worker.target.model.destinations())
+    return engine
+
+
+def start(engine: RolloutEngine, lengths: Sequence[int]) -> list[Request]:
+    """Requests that decode from about these lengths on, their steps settled.
+
+    Raises RuntimeError where there is no room for all of them at once.
+    """
+    slots = engine.status().kv_slots
+    if (wanted := slots_wanted(lengths, engine.worker.max_draft_tokens)) > slots:
+        raise RuntimeError(f"no room: {len(lengths)} requests want {wanted} of {slots} KV slots")
+    rng = np.random.default_rng(1)
+    params = SamplingParams(max_new_tokens=longest_response(lengths), ignore_eos=True)
+    requests = [
+        engine.submit(
+            rng.integers(0, engine.vocab_size, length - SETTLING - TIMED).tolist(),
+            params,
+            prompt_index=index,
+        )
+        for index, length in enumerate(lengths)
+    ]
+    step_seconds(engine, len(requests))
+    while engine.last_step.sampling < len(requests):
+        step_seconds(engine, len(requests))
+    for _ in range(SETTLING):
+        step_seconds(engine, len(requests))
+    return requests
+
+
+def step_seconds(engine: RolloutEngine, batch: int) -> float:
+    """Of one step. Raises RuntimeError where a request ended in it."""
+    started = time.perf_counter()
+    ended = engine.step()
+    seconds = time.perf_counter() - started
+    if ended or engine.last_step.running > batch:
+        reasons = [rollout.finish_reason.value for rollout in ended]
+        raise RuntimeError(f"of {batch} requests that were to run on, some ended: {reasons}")
+    return seconds
+
+
+def stop(engine: RolloutEngine, requests: Sequence[Request]) -> None:
+    """Nothing runs then, and nothing of them is kept."""
+    for request in requests:
+        engine.abort(request.request_id)
+    engine.step()
+    engine.flush_cache()

@@ -1,0 +1,126 @@
+"""What a bare machine lacks, from wheels that were brought along; then the two extensions.
+
+    python benchmarks/gpu_setup.py --wheels build/gpu-wheels --site build/gpu-site
+
+`make gpu-wheels` collects them where there is a registry. They are installed into a folder of
+their own, which has to be on PYTHONPATH. What is still missing is told, with what it costs; the
+exit status is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import gpu_native
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    distribution: str
+    least: str  # version
+    purpose: str
+
+
+EVERYTHING, TESTS, CORPUS = "everything", "tests", "NGRAM: replay, overlap"
+COMPILING = f"{CORPUS} (to compile it)"
+
+NEEDED = (
+    Needed("torch", "2.11", EVERYTHING),
+    Needed("triton", "3.4", EVERYTHING),
+    Needed("numpy", "2.0", EVERYTHING),
+    Needed("safetensors", "0.5", EVERYTHING),
+    Needed("transformers", "5.0", EVERYTHING),
+    Needed("psutil", "5.9", EVERYTHING),
+    Needed("rich", "13.7", EVERYTHING),
+    Needed("markdown-it-py", "2.2", EVERYTHING),  # of rich
+    Needed("mdurl", "0.1", EVERYTHING),
+    Needed("pygments", "2.13", EVERYTHING),
+    Needed("pyyaml", "6", EVERYTHING),
+    Needed("jinja2", "3.1", EVERYTHING),
+    Needed("markupsafe", "2.0", EVERYTHING),  # of jinja2
+    Needed("pytest", "8.3", TESTS),
+    Needed("iniconfig", "1.1", TESTS),  # of pytest
+    Needed("packaging", "22", TESTS),
+    Needed("pluggy", "1.5", TESTS),
+    Needed("pytest-timeout", "2.3", TESTS),
+    Needed("pytest-xdist", "3.6", TESTS),
+    Needed("execnet", "2.1", TESTS),  # of pytest-xdist
+    Needed("hypothesis", "6.100", TESTS),
+    Needed("sortedcontainers", "2.1", TESTS),  # of hypothesis
+    Needed("scipy", "1.13", TESTS),
+    Needed("nanobind-backend", "1.0", CORPUS),
+    Needed("nanobind", "3.1", COMPILING),
+    Needed("ninja", "1.10", COMPILING),
+    Needed("cmake", "3.26", COMPILING),
+)
+"""Torch and what only comes with it travel in no wheels of a few MiB: `TOO_LARGE`."""
+
+TOO_LARGE = ("torch", "triton", "numpy", "scipy", "transformers", "cmake")
+
+
+def missing(needed: Sequence[Needed]) -> list[Needed]:
+    importlib.invalidate_caches()
+    return [each for each in needed if _version(each.distribution) < numbers(each.least)]
+
+
+def _version(distribution: str) -> tuple[int, ...]:
+    """The newest of those on the path; nothing where there is none."""
+    found = metadata.Distribution.discover(name=distribution)
+    return max((numbers(each.version) for each in found), default=())
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def install(lacking: Sequence[Needed], wheels: Path, site: Path) -> None:
+    """Each by itself, so that one without a wheel costs no other. Nothing is fetched."""
+    command = [
+        sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--upgrade",
+        "--no-cache-dir", "--disable-pip-version-check", "--find-links", str(wheels),
+        "--target", str(site),
+    ]  # fmt: skip
+    for each in lacking:
+        if list(wheels.glob(f"{each.distribution.replace('-', '_')}-*.whl")):
+            subprocess.run([*command, f"{each.distribution}>={each.least}"], check=False)
+
+
+def main(arguments_given: Sequence[str] | None = None) -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--wheels", type=Path, default=Path("build/gpu-wheels"))
+    arguments.add_argument("--site", type=Path, default=Path("build/gpu-site"))
+    arguments.add_argument("--collect", action="store_true", help="print what wheels to collect")
+    options = arguments.parse_args(arguments_given)
+    if options.collect:
+        wanted = [each for each in NEEDED if each.distribution not in TOO_LARGE]
+        print(*(f"{each.distribution}>={each.least}" for each in wanted))
+        return
+    if (lacking := missing(NEEDED)) and options.wheels.is_dir():
+        install(lacking, options.wheels.resolve(), options.site)
+        sys.path.insert(0, str(options.site.resolve()))
+        lacking = missing(lacking)
+    failed = gpu_native.provide(options.wheels)
+    if not failed:
+        lacking = [each for each in lacking if each.purpose != COMPILING]
+    for each in lacking:
+        print(f"missing: {each.distribution}>={each.least}, for {each.purpose}", flush=True)
+    if lacking:
+        print(f"`make gpu-wheels` collects what is small, to be brought along as {options.wheels}")
+    if failed:
+        print(f"extensions that are not there: {', '.join(failed)}", flush=True)
+    if lacking or failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

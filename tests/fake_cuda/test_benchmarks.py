@@ -1,0 +1,70 @@
+"""What a session on a GPU runs goes a GPU's way, as far as one can be pretended: no values."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_sleep
+import decoding
+import gpu_smoke
+from bench_step import shape_rows
+from replay_bench.roofline import Ceilings
+from replay_bench.shapes import Shape
+
+from rollout import RolloutEngine
+from rollout.layers.destination import Destination
+from tests.helpers.fake_cuda import FakeGpu
+
+SHAPE = Shape(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
+    vocab_size=300,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pretended device has no generator."""
+
+    def send(engine: RolloutEngine, destinations: dict[str, Destination]) -> None:
+        device = engine.worker.model_device
+        engine.update_weights_from_tensor(
+            (name, torch.empty(to.shape, dtype=torch.bfloat16, device=device))
+            for name, to in destinations.items()
+            if to.required
+        )
+
+    monkeypatch.setattr(decoding, "send_random_weights", send)
+
+
+def test_steps_are_judged_and_what_sleeps_is_captured_again(gpu: FakeGpu, monkeypatch) -> None:
+    ceilings = Ceilings(name="a pretended H200", bytes_per_second=4e12, flop_per_second=8e14)
+    monkeypatch.setattr(Ceilings, "of", staticmethod(lambda device, floors: ceilings))
+    options = argparse.Namespace(
+        batch=[8], context=80, device="cuda", nodes=8, lengths=["even"], floors=None, tokens=24
+    )
+    rows = {row.name: row for row in shape_rows("8b", SHAPE, options)}
+    assert all(row.value is not None for row in rows.values())
+    assert rows["8b, 80 keys, batch 8, exact, 8 draft nodes each / none"].bar == 1.15
+    options.batch = 3
+    slept = {
+        row.name.split(": ")[1]: row.value for row in bench_sleep.shape_rows("", SHAPE, options)
+    }
+    assert slept["graphs captured"] > 0
+    assert slept["graphs captured after it"] > 0
+
+
+@pytest.mark.parametrize("check", ["attention", "sampler"])
+def test_checks_mix_no_devices(gpu: FakeGpu, monkeypatch, check: str) -> None:
+    monkeypatch.setattr(gpu_smoke, "_rows_that_differ", lambda one, other: one.shape != other.shape)
+    monkeypatch.setattr(gpu_smoke, "CONTEXTS", (100,))
+    rows = list(gpu_smoke.CHECKS[check]("cuda"))
+    assert len(rows) >= 2
+    assert all(row.ok for row in rows)
+    assert gpu.launches
