@@ -131,9 +131,10 @@ def time_phases(engine: RolloutEngine) -> Phases:
     phases = Phases(REST)
     worker: Any = engine.worker
     tell_times(worker.budget)
-    phases.time_calls(worker.target.runner, "forward", "layout", launches=True)
+    phases.time_calls(NoCapture, "replay", DEVICE, launches=True)
     phases.time_calls(tree_sampling._OnTheirWay, "read", "read", waits=True)
     for owner, name, phase in (
+        (worker.target.runner, "forward", "layout"),
         (engine.scheduler, "schedule", "schedule"),
         (worker, "prepare", "feed"),
         (worker.budget, "floor", "propose"),

@@ -29,8 +29,7 @@ _ALIGNMENT = 16
 """Bytes: what torch and Triton want of the start of any tensor."""
 
 _INT32 = np.dtype(np.int32)
-_WORDS = _ALIGNMENT // 4
-_PADDINGS = [np.zeros(count, dtype=np.int32) for count in range(_WORDS)]
+_PADDINGS = [bytes(count) for count in range(_ALIGNMENT)]
 
 _VIEWS_KEPT = 4096
 
@@ -130,19 +129,18 @@ def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
 
 def _packed(arrays: Mapping[str, NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
     """All of them as words on the host, and where each begins."""
-    words: list[NDArray[np.int32]] = []
+    pieces: list[NDArray | bytes] = []
     firsts: list[int] = []
     total = 0
     for array in arrays.values():
-        own: NDArray[np.int32] = array.reshape(-1).view(np.int32)
-        padding = _PADDINGS[-own.size % _WORDS]
-        words += (own, padding)
-        firsts.append(total)
-        total += own.size + padding.size
+        size = array.nbytes
+        padding = -size % _ALIGNMENT
+        pieces += (array, _PADDINGS[padding])
+        firsts.append(total // 4)
+        total += size + padding
     # The pinned allocator hands memory out again only when copies from it are done.
-    packed = _host_words(total, pinned=pinned)
-    if words:
-        np.concatenate(words, out=packed.numpy())
+    packed = _host_words(total // 4, pinned=pinned)
+    packed.numpy()[:] = np.frombuffer(b"".join(pieces), dtype=np.int32)
     return packed, firsts
 
 

@@ -61,7 +61,7 @@ class DeviceTable:
         versions_B = self._versions_Q[rows_B]
         is_known_B = self._known_versions_Q[rows_B] == versions_B
         first_B = np.where(is_known_B, np.minimum(self._known_Q[rows_B], starts_B), 0)
-        row_firsts_B = rows_B.astype(np.int64) * self._table.shape[1]
+        row_firsts_B = rows_B * np.int64(self._table.shape[1])
         places_C = ranges(row_firsts_B + first_B, ends_B - first_B)
         arrays: dict[str, NDArray] = {
             "table_places": places_C,
