@@ -221,9 +221,8 @@ class TargetWorker:
         )
 
     def commit(self, batch: Batch, results: list[EntryResult]) -> None:
-        """Move each entry's state along its accepted path, once."""
-        for entry, result in zip(batch.entries, results, strict=True):
-            self.memory.commit(entry, result.path)
+        """Move KV and states along the accepted paths, once."""
+        self.memory.commit(batch.entries, [result.path for result in results])
 
     @torch.inference_mode()
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
