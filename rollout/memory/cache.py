@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,6 @@ from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import CheckpointedSlots
 from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
-from rollout.ragged import offsets_of, ranges
 from rollout.types import Scheduled, ScheduledStates
 
 
@@ -236,42 +235,40 @@ class CacheMemory:
         Called by the worker, once per step. The KV is where the row's table says from then on; the
         state counts once the step is booked, and until then what it began with stays.
         """
-        moved = [(entry, path) for entry, path in zip(entries, paths, strict=True) if path]
-        if moved:
-            counts = [len(path) for _, path in moved]
-            nodes_A = np.array([node for _, path in moved for node in path])
-            firsts_E = offsets_of(np.array([entry.draft_slots.size for entry, _ in moved]))[:-1]
-            drafts = np.concatenate([entry.draft_slots for entry, _ in moved])
-            self.commit_paths(
-                [entry.request.row for entry, _ in moved],
-                [entry.end for entry, _ in moved],
-                counts,
-                drafts[(firsts_E - 1).repeat(counts) + nodes_A],
-            )
+        rows, ends, accepted = [], [], []
+        for entry, path in zip(entries, paths, strict=True):
+            if path:
+                slots = entry.draft_slots.tolist()
+                rows.append(entry.request.row)
+                ends.append(entry.end)
+                accepted.append([slots[node - 1] for node in path])
+        if rows:
+            self.commit_paths(rows, ends, accepted)
         if self.states is not None:
             for entry, path in zip(entries, paths, strict=True):
                 self.states.commit(entry, path)
 
     def commit_paths(
-        self,
-        rows: Sequence[int],
-        ends: Sequence[int],
-        counts: Sequence[int],
-        accepted_slots: NDArray[np.int32],
+        self, rows: Sequence[int], ends: Sequence[int], accepted: Sequence[Sequence[int]]
     ) -> None:
-        """Accept draft nodes: their KV becomes each row's at positions [end, end + count).
+        """Accept draft nodes: their KV becomes each row's at positions [end, end + accepted).
 
-        ``ends``: where the entries' runs ended. ``accepted_slots``: reserved slots of the nodes on
-        the accepted paths, in order, one entry's behind the other's. At most once per entry and
-        step; nothing is copied but slot ids.
+        ``ends``: where the entries' runs ended. ``accepted``: the reserved slots of the nodes on
+        each accepted path, in order. At most once per entry and step; nothing is copied but slot
+        ids.
         """
-        rows_E, ends_E, counts_E = np.array(rows), np.array(ends), np.array(counts)
+        rows_E, ends_E = np.array(rows), np.array(ends)
         allocated_E = self._allocated_Q[rows_E]
         assert (allocated_E == ends_E).all(), f"runs ended at {ends}, slots at {allocated_E}"
-        self._allocated_Q[rows_E] = ends_E + counts_E
-        places_A = ranges(ends_E, counts_E)
-        self.req_to_token.table[rows_E.repeat(counts_E), places_A] = accepted_slots
-        self._accepted[accepted_slots] = True
+        reached = [end + len(slots) for end, slots in zip(ends, accepted, strict=True)]
+        self._allocated_Q[rows_E] = reached
+        width = self.req_to_token.max_context_len
+        places: list[int] = []  # in the table, flat
+        for row, end, last in zip(rows, ends, reached, strict=True):
+            places += range(row * width + end, row * width + last)
+        slots_A = np.array(list(chain.from_iterable(accepted)), dtype=np.int32)
+        self.req_to_token.table.reshape(-1)[places] = slots_A
+        self._accepted[slots_A] = True
 
     def end_step(self, step: int = 0, *, booked: bool = False) -> None:
         """Free the step's reserved draft slots that no commit_paths() took. May be called again.
