@@ -15,5 +15,6 @@ def offsets_of(lens_B: NDArray[np.integer]) -> NDArray[np.int64]:
 
 def ranges(firsts_B: NDArray[np.integer], lens_B: NDArray[np.integer]) -> NDArray[np.int64]:
     """The numbers [first, first + length) of each, one behind the other: int64 [sum of lens]."""
-    offsets_B1 = offsets_of(lens_B)
-    return np.arange(offsets_B1[-1]) + (firsts_B - offsets_B1[:-1]).repeat(lens_B)
+    ends_B = lens_B.cumsum(dtype=np.int64)
+    total = int(ends_B[-1]) if ends_B.size else 0
+    return np.arange(total) + (firsts_B - ends_B + lens_B).repeat(lens_B)

@@ -117,6 +117,11 @@ class StepArrays:
         """Of the entries; what comes behind is padding."""
         return int(self.q_offsets_B1[-1])
 
+    @property
+    def ends_B(self) -> NDArray[np.int32]:
+        """Where each run ends."""
+        return self.starts_B + self.run_lens_B
+
     def padded(self, rows: int, entries: int = 0, nodes: int = 0) -> StepArrays:
         """As many of each at least.
 
@@ -127,19 +132,19 @@ class StepArrays:
                    "targets_T": (rows, NO_STATE)}  # fmt: skip
         ends = self.q_offsets_B1[-1], self.node_offsets_B1[-1]
         return StepArrays(
-            input_ids_T=_padded(self.input_ids_T, rows),
-            positions_T=_padded(self.positions_T, rows),
-            slots_T=_padded(self.slots_T, rows, NULL_SLOT),
-            rows_B=_padded(self.rows_B, entries),
-            starts_B=_padded(self.starts_B, entries),
-            run_lens_B=_padded(self.run_lens_B, entries, 1),
-            q_offsets_B1=_padded(self.q_offsets_B1, entries + 1, ends[0]),
-            node_offsets_B1=_padded(self.node_offsets_B1, entries + 1, ends[1]),
-            node_masks_N=_padded(self.node_masks_N, nodes, 1),
-            node_slots_N=_padded(self.node_slots_N, nodes, NULL_SLOT),
+            input_ids_T=padded(self.input_ids_T, rows),
+            positions_T=padded(self.positions_T, rows),
+            slots_T=padded(self.slots_T, rows, NULL_SLOT),
+            rows_B=padded(self.rows_B, entries),
+            starts_B=padded(self.starts_B, entries),
+            run_lens_B=padded(self.run_lens_B, entries, 1),
+            q_offsets_B1=padded(self.q_offsets_B1, entries + 1, ends[0]),
+            node_offsets_B1=padded(self.node_offsets_B1, entries + 1, ends[1]),
+            node_masks_N=padded(self.node_masks_N, nodes, 1),
+            node_slots_N=padded(self.node_slots_N, nodes, NULL_SLOT),
             sampled_R=self.sampled_R,
             longest=self.longest,
-            states={name: _padded(each, *padding[name]) for name, each in self.states.items()},
+            states={name: padded(each, *padding[name]) for name, each in self.states.items()},
         )
 
     def inputs(self) -> dict[str, NDArray]:
@@ -175,10 +180,11 @@ def _merged(
     return merged_T
 
 
-def _padded(array: NDArray, length: int, value: int = 0) -> NDArray:
+def padded(array: NDArray, length: int, value: int = 0) -> NDArray:
+    """At least so long."""
     size = array.size
     if size >= length:
         return array
-    padded = np.empty(length, dtype=array.dtype)
-    padded[:size], padded[size:] = array, value
-    return padded
+    longer = np.empty(length, dtype=array.dtype)
+    longer[:size], longer[size:] = array, value
+    return longer

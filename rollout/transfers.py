@@ -65,9 +65,10 @@ class DeviceBuffer:
     def send(self, arrays: Mapping[str, NDArray]) -> dict[str, torch.Tensor] | None:
         """As `upload` does. None, and nothing sent, where they do not fit."""
         packed, firsts = _packed(arrays, pinned=self._words.is_cuda)
-        if len(packed) > len(self._words):
+        count = packed.numel()
+        if count > self._words.numel():
             return None
-        self._view(0, _INT32, (len(packed),)).copy_(packed, non_blocking=True)
+        self._view(0, _INT32, (count,)).copy_(packed, non_blocking=True)
         return {
             name: self._view(first, array.dtype, array.shape)
             for (name, array), first in zip(arrays.items(), firsts, strict=True)

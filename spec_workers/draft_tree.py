@@ -11,17 +11,19 @@ from numpy.typing import NDArray
 from rollout.types import DraftTrees
 
 
+_NO_NODES = {
+    "tokens_N": np.zeros(0, dtype=np.int32),
+    "parents_N": np.zeros(0, dtype=np.int32),
+    "depths_N": np.zeros(0, dtype=np.int32),
+    "masks_N": np.zeros(0, dtype=np.uint64),
+    "probs_N": np.zeros(0, dtype=np.float32),
+    "sources_N": np.zeros(0, dtype=np.uint8),
+}
+
+
 def only_roots(num_entries: int) -> DraftTrees:
     """No draft nodes at all: a step with these is plain decoding."""
-    return DraftTrees(
-        offsets_B1=np.zeros(num_entries + 1, dtype=np.int64),
-        tokens_N=np.zeros(0, dtype=np.int32),
-        parents_N=np.zeros(0, dtype=np.int32),
-        depths_N=np.zeros(0, dtype=np.int32),
-        masks_N=np.zeros(0, dtype=np.uint64),
-        probs_N=np.zeros(0, dtype=np.float32),
-        sources_N=np.zeros(0, dtype=np.uint8),
-    )
+    return DraftTrees(offsets_B1=np.zeros(num_entries + 1, dtype=np.int64), **_NO_NODES)
 
 
 def spread(trees: DraftTrees, entries: Sequence[int], num_entries: int) -> DraftTrees:

@@ -88,8 +88,9 @@ class CacheMemory:
         # Tokens a sequence can grow to, whatever else runs: the context, or all of the slots.
         self.max_sequence_len = min(max_context_len, num_slots)
         self.counters = MemoryCounters()
-        # Counts up when what a row's table already says of computed positions changes.
-        self.row_versions = np.zeros(max_rows, dtype=np.int64)
+        # Of each row the first positions that the table says the same of as a copy of it does:
+        # whoever copies them raises it, and what they say changes here alone.
+        self.unchanged_Q = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
         self._allocated_Q = np.zeros(max_rows, dtype=np.int64)  # allocated_len of each row held
         self._draft_slots: dict[int, NDArray[np.int32]] = {}  # reserved, by step
@@ -144,7 +145,7 @@ class CacheMemory:
             return None
         row = self.req_to_token.allocate_row()
         self.req_to_token.table[row, :cached_len] = slots
-        self.row_versions[row] += 1
+        self.unchanged_Q[row] = 0
         self._rows[row] = _Row(node=node, shared_len=cached_len)
         self._allocated_Q[row] = cached_len
         if self.states is not None:
@@ -304,7 +305,7 @@ class CacheMemory:
         self.prefix_cache.lock(node)
         self.prefix_cache.unlock(state.node)
         self.req_to_token.table[row, : len(tokens)] = self.prefix_cache.path_slots(node)
-        self.row_versions[row] += 1
+        self.unchanged_Q[row] = 0
         state.node, state.shared_len = node, len(tokens)
         if self.states is not None:
             self.states.keep(row, self.prefix_cache.path_slots(node))
