@@ -93,34 +93,32 @@ class Download:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         # Those of eight bytes first, so that all lie where they want to.
-        self._tensors = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-        self._host: torch.Tensor | None = None  # None: they are there
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        self._arrays: dict[str, NDArray] = {}
         self._copied: torch.cuda.Event | None = None
         devices = {tensor.device for tensor in tensors.values()}
         if not any(gpu.runs_on(device) for device in devices):
+            self._arrays = {name: tensor.numpy() for name, tensor in ordered}
             return
         (device,) = devices
-        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for _, tensor in self._tensors])
-        self._host = _host_words(len(packed), pinned=device.type == "cuda")
-        self._host.copy_(packed, non_blocking=True)
+        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for _, tensor in ordered])
+        host = _host_words(packed.numel(), pinned=device.type == "cuda")
+        host.copy_(packed, non_blocking=True)
+        words, first = host.numpy(), 0  # views, made while the device computes
+        for name, tensor in ordered:
+            last = first + tensor.numel() * tensor.element_size() // words.itemsize
+            array = words[first:last].view(_NUMPY_DTYPES[tensor.dtype])
+            self._arrays[name] = array.reshape(tensor.shape)
+            first = last
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 
     def read(self) -> dict[str, NDArray]:
         """The tensors as arrays. Waits for what computes them and for nothing launched later."""
-        if self._host is None:
-            return {name: tensor.numpy() for name, tensor in self._tensors}
         if self._copied is not None:
             self._copied.synchronize()
-        words = self._host.numpy()
-        arrays: dict[str, NDArray] = {}
-        first = 0
-        for name, tensor in self._tensors:
-            last = first + tensor.numel() * tensor.element_size() // words.itemsize
-            arrays[name] = words[first:last].view(_NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape)
-            first = last
-        return arrays
+        return self._arrays
 
 
 def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:

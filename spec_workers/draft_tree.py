@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from rollout.types import DraftTrees
 
-
 _NO_NODES = {
     "tokens_N": np.zeros(0, dtype=np.int32),
     "parents_N": np.zeros(0, dtype=np.int32),
@@ -28,6 +27,8 @@ def only_roots(num_entries: int) -> DraftTrees:
 
 def spread(trees: DraftTrees, entries: Sequence[int], num_entries: int) -> DraftTrees:
     """The trees of some entries of a batch as those of the batch; ``entries`` ascends."""
+    if len(entries) == num_entries:
+        return trees
     counts = np.zeros(num_entries + 1, dtype=np.int64)
     counts[np.array(entries, dtype=np.intp) + 1] = np.diff(trees.offsets_B1)
     return replace(trees, offsets_B1=np.cumsum(counts))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngram_native import Source
 from rollout.config import EngineConfig
@@ -110,12 +109,12 @@ class NgramWorker(SpecWorker):
         if not step.was_asked:
             return
         for entry, num_nodes in zip(step.batch.entries, self._num_verified(step), strict=True):
-            if entry.samples and self._feed.follows(entry.request):
-                self._feed.note_verified(entry.request, int(num_nodes))
+            if entry.samples:
+                self._feed.note_verified(entry.request, num_nodes)
 
-    def _num_verified(self, step: Observation) -> NDArray[np.int64]:
+    def _num_verified(self, step: Observation) -> list[int]:
         """Of each entry, how many first nodes of what the corpus proposed were verified."""
-        return np.diff(step.trees.offsets_B1)
+        return [result.num_drafted for result in step.results]
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         super().begin(learned)

@@ -53,6 +53,7 @@ class Launched:
     clock: StepClock
     draft_ms: float
     launch_ms: float
+    expected_accepted: float
     turn: int  # of the worker when it was launched
 
 
@@ -190,6 +191,7 @@ class SpecWorker:
             clock=clock,
             draft_ms=draft_ms,
             launch_ms=clock.lap(),
+            expected_accepted=float(verified.values_N.sum()),
             turn=self._turn,
         )
 
@@ -234,7 +236,7 @@ class SpecWorker:
             weight_version=self.weights.version,
             num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
             num_proposed=0 if step.proposed is None else step.proposed.num_nodes,
-            expected_accepted=float(verified.values_N.sum()),
+            expected_accepted=step.expected_accepted,
             forecast=verified.forecast,
             times=times,
         )
@@ -246,9 +248,7 @@ class SpecWorker:
         turn_ms = (time.perf_counter() - self._finished_at) * 1e3
         times.draft = min(times.draft, max(0.0, turn_ms - times.forward - times.sample))
 
-    def _learn_from(
-        self, step: Launched, results: list[EntryResult], times: StepTimes
-    ) -> None:
+    def _learn_from(self, step: Launched, results: list[EntryResult], times: StepTimes) -> None:
         """Tell the budget what the step cost and gave, and book its share to each request."""
         learned = replace(
             times,

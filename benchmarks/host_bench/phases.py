@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from typing import Any
 
-
 COVERED = ", while the device computes"
 """Ends the name of a phase's other share."""
 

@@ -171,14 +171,14 @@ class CacheMemory:
         self._allocated_Q[row] = end
         return end
 
-    def extend_by_one(self, rows: Sequence[int], ends: Sequence[int]) -> bool:
+    def extend_by_one(self, rows: Sequence[int], ends: list[int]) -> bool:
         """Make the slots of each row, which reach its end, reach one position more.
 
         As `extend` does one by one. False, and nothing done, where a row's slots reach elsewhere
         or there are not as many free ones.
         """
         rows_B, ends_B = np.array(rows, dtype=np.intp), np.array(ends, dtype=np.intp)
-        if len(rows) > self.slots.available or (self._allocated_Q[rows_B] != ends_B).any():
+        if len(rows) > self.slots.available or self._allocated_Q[rows_B].tolist() != ends:
             return False
         self.req_to_token.table[rows_B, ends_B] = self.slots.allocate(len(rows))
         self._allocated_Q[rows_B] = ends_B + 1
@@ -250,7 +250,7 @@ class CacheMemory:
                 self.states.commit(entry, path)
 
     def commit_paths(
-        self, rows: Sequence[int], ends: Sequence[int], accepted: Sequence[Sequence[int]]
+        self, rows: list[int], ends: list[int], accepted: Sequence[Sequence[int]]
     ) -> None:
         """Accept draft nodes: their KV becomes each row's at positions [end, end + accepted).
 
@@ -258,9 +258,9 @@ class CacheMemory:
         each accepted path, in order. At most once per entry and step; nothing is copied but slot
         ids.
         """
-        rows_E, ends_E = np.array(rows), np.array(ends)
-        allocated_E = self._allocated_Q[rows_E]
-        assert (allocated_E == ends_E).all(), f"runs ended at {ends}, slots at {allocated_E}"
+        rows_E = np.array(rows)
+        allocated = self._allocated_Q[rows_E].tolist()
+        assert allocated == ends, f"runs ended at {ends}, slots at {allocated}"
         reached = [end + len(slots) for end, slots in zip(ends, accepted, strict=True)]
         self._allocated_Q[rows_E] = reached
         width = self.req_to_token.max_context_len
