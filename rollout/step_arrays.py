@@ -160,10 +160,14 @@ def attention_plan(
     return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
 
 
-def _node_slots(entries: list[Scheduled], counts_B: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Of each entry's first reserved slots so many."""
-    counts = counts_B.tolist()
-    return np.concatenate([e.draft_slots[:n] for e, n in zip(entries, counts, strict=True) if n])
+def _node_slots(entries: list[Scheduled], lens_B: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The first reserved slots of each entry, as many as it has nodes."""
+    reserved = [entry.draft_slots for entry in entries]
+    slots = np.concatenate(reserved)
+    if slots.size == lens_B.sum():
+        return slots
+    firsts_B1 = offsets_of(np.array([own.size for own in reserved]))
+    return slots[ranges(firsts_B1[:-1], lens_B)]
 
 
 def _last_rows(offsets_B1: NDArray[np.int64], lens_B: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -307,10 +307,10 @@ class Batch:
     # scheduler: tokens that one of the entries was expected to emit yet when it was scheduled;
     # worked out for those who ask
     expected_remaining: Callable[[Scheduled], float] = _no_forecast
+    num_run_tokens: int = field(init=False)
 
-    @property
-    def num_run_tokens(self) -> int:
-        return sum(entry.run_len for entry in self.entries)
+    def __post_init__(self) -> None:
+        self.num_run_tokens = sum([entry.run_len for entry in self.entries])
 
 
 @dataclass(kw_only=True, slots=True)

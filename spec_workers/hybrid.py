@@ -103,7 +103,7 @@ class HybridWorker(NgramWorker):
         merged = merge_trees(
             copied,
             grown,
-            limits_B=np.array([self._budget(batch, b) for b in range(len(batch.entries))]),
+            limits_B=np.array(self._limits(batch.entries), dtype=np.int64),
             floor=floor,
             num_sources=self._num_sources,
         )

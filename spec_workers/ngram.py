@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ngram_native import Source
 from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
-from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
+from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_tree import only_roots, spread
@@ -86,7 +86,7 @@ class NgramWorker(SpecWorker):
         if not drafting:
             return only_roots(len(batch.entries))
         ids = np.array([batch.entries[b].request.request_id for b in drafting], dtype=np.int64)
-        budgets = np.array([self._budget(batch, b) for b in drafting], dtype=np.int32)
+        budgets = np.array(self._limits([batch.entries[b] for b in drafting]), dtype=np.int32)
         proposal = self.corpus.propose(ids, budgets, floor)
         trees = DraftTrees(
             offsets_B1=proposal.offsets_B1,
@@ -99,11 +99,9 @@ class NgramWorker(SpecWorker):
         )
         return spread(trees, drafting, len(batch.entries))
 
-    def _budget(self, batch: Batch, b: int) -> int:
-        """Nodes worth asking for: the last token a request may emit needs no draft below it."""
-        entry = batch.entries[b]
-        room = self.target.room_for(entry.request) - 1
-        return max(0, min(self._num_draft_tokens, len(entry.draft_slots), room))
+    def _limits(self, entries: Sequence[Scheduled]) -> list[int]:
+        """Nodes worth asking for of each: the scheduler has slots for those that it can use."""
+        return [min(self._num_draft_tokens, entry.draft_slots.size) for entry in entries]
 
     def observe(self, step: Observation) -> None:
         if not step.was_asked:

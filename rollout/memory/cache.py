@@ -30,6 +30,7 @@ from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import CheckpointedSlots
 from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
+from rollout.ragged import ranges
 from rollout.types import Scheduled, ScheduledStates
 
 
@@ -88,9 +89,8 @@ class CacheMemory:
         # Tokens a sequence can grow to, whatever else runs: the context, or all of the slots.
         self.max_sequence_len = min(max_context_len, num_slots)
         self.counters = MemoryCounters()
-        # Of each row the first positions that the table says the same of as a copy of it does:
-        # whoever copies them raises it, and what they say changes here alone.
-        self.unchanged_Q = np.zeros(max_rows, dtype=np.int64)
+        # Counts up when what a row's table already says of computed positions changes.
+        self.row_versions = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
         self._allocated_Q = np.zeros(max_rows, dtype=np.int64)  # allocated_len of each row held
         self._draft_slots: dict[int, NDArray[np.int32]] = {}  # reserved, by step
@@ -145,7 +145,7 @@ class CacheMemory:
             return None
         row = self.req_to_token.allocate_row()
         self.req_to_token.table[row, :cached_len] = slots
-        self.unchanged_Q[row] = 0
+        self.row_versions[row] += 1
         self._rows[row] = _Row(node=node, shared_len=cached_len)
         self._allocated_Q[row] = cached_len
         if self.states is not None:
@@ -236,40 +236,44 @@ class CacheMemory:
         Called by the worker, once per step. The KV is where the row's table says from then on; the
         state counts once the step is booked, and until then what it began with stays.
         """
-        rows, ends, accepted = [], [], []
-        for entry, path in zip(entries, paths, strict=True):
-            if path:
-                slots = entry.draft_slots.tolist()
-                rows.append(entry.request.row)
-                ends.append(entry.end)
-                accepted.append([slots[node - 1] for node in path])
-        if rows:
-            self.commit_paths(rows, ends, accepted)
+        if any(paths):
+            counts = [len(path) for path in paths]
+            nodes_A = np.fromiter(chain.from_iterable(paths), dtype=np.int64, count=sum(counts))
+            drafts = [entry.draft_slots for entry in entries]
+            # Among all of those, an entry's node 1 is its first.
+            before = list(accumulate([slots.size for slots in drafts], initial=-1))
+            self.commit_paths(
+                [entry.request.row for entry in entries],
+                [entry.end for entry in entries],
+                counts,
+                np.concatenate(drafts).take(nodes_A + np.array(before[:-1]).repeat(counts)),
+            )
         if self.states is not None:
             for entry, path in zip(entries, paths, strict=True):
                 self.states.commit(entry, path)
 
     def commit_paths(
-        self, rows: list[int], ends: list[int], accepted: Sequence[Sequence[int]]
+        self,
+        rows: list[int],
+        ends: list[int],
+        counts: list[int],
+        accepted_slots: NDArray[np.int32],
     ) -> None:
-        """Accept draft nodes: their KV becomes each row's at positions [end, end + accepted).
+        """Accept draft nodes: their KV becomes each row's at positions [end, end + count).
 
-        ``ends``: where the entries' runs ended. ``accepted``: the reserved slots of the nodes on
-        each accepted path, in order. At most once per entry and step; nothing is copied but slot
-        ids.
+        ``ends``: where the entries' runs ended. ``accepted_slots``: the reserved slots of the nodes
+        on the accepted paths, in order, one entry's behind the other's. At most once per entry and
+        step; nothing is copied but slot ids.
         """
         rows_E = np.array(rows)
-        allocated = self._allocated_Q[rows_E].tolist()
+        allocated = self._allocated_Q.take(rows_E).tolist()
         assert allocated == ends, f"runs ended at {ends}, slots at {allocated}"
-        reached = [end + len(slots) for end, slots in zip(ends, accepted, strict=True)]
-        self._allocated_Q[rows_E] = reached
+        self._allocated_Q[rows_E] = [end + count for end, count in zip(ends, counts, strict=True)]
         width = self.req_to_token.max_context_len
-        places: list[int] = []  # in the table, flat
-        for row, end, last in zip(rows, ends, reached, strict=True):
-            places += range(row * width + end, row * width + last)
-        slots_A = np.array(list(chain.from_iterable(accepted)), dtype=np.int32)
-        self.req_to_token.table.reshape(-1)[places] = slots_A
-        self._accepted[slots_A] = True
+        firsts = [row * width + end for row, end in zip(rows, ends, strict=True)]
+        places_A = ranges(np.array(firsts), np.array(counts))
+        self.req_to_token.table.reshape(-1)[places_A] = accepted_slots
+        self._accepted[accepted_slots] = True
 
     def end_step(self, step: int = 0, *, booked: bool = False) -> None:
         """Free the step's reserved draft slots that no commit_paths() took. May be called again.
@@ -305,7 +309,7 @@ class CacheMemory:
         self.prefix_cache.lock(node)
         self.prefix_cache.unlock(state.node)
         self.req_to_token.table[row, : len(tokens)] = self.prefix_cache.path_slots(node)
-        self.unchanged_Q[row] = 0
+        self.row_versions[row] += 1
         state.node, state.shared_len = node, len(tokens)
         if self.states is not None:
             self.states.keep(row, self.prefix_cache.path_slots(node))

@@ -18,33 +18,36 @@ class TableChanges:
     """What the device must be told before a batch runs. Legend: B entries, C places."""
 
     rows_B: NDArray[np.integer]
+    versions_B: NDArray[np.int64]
     ends_B: NDArray[np.integer]
     arrays: dict[str, NDArray]  # ``table_places`` int64 [C], flat, and ``table_slots`` int32 [C]
 
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
-_NOTHING = TableChanges(rows_B=_NO_ROWS, ends_B=_NO_ROWS, arrays={})
+_NOTHING = TableChanges(rows_B=_NO_ROWS, versions_B=_NO_ROWS, ends_B=_NO_ROWS, arrays={})
 
 
 class DeviceTable:
     """``tensor``, int32 [max_rows, max_context_len]: as the host's table, where a batch reads it.
 
-    Of each row it holds the host's first CacheMemory.unchanged_Q positions: what a row says of
-    computed positions does not change otherwise. What is at or behind the start of a run may have
-    changed, for a step that failed gives its slots back; so a step sends [min(unchanged, start),
-    end): a token or a few, of a row that came or moved all of it.
+    Positions [0, known) of a row are the host's, as long as CacheMemory.row_versions says the same
+    of it as then: what a row says of computed positions does not change otherwise. What is at or
+    behind the start of a run may have changed, for a step that failed gives its slots back; so a
+    step sends [min(known, start), end): a token or a few, of a row that came or moved all of it.
     On the CPU the tensor is a view of the host's table and nothing is sent.
     """
 
     def __init__(self, memory: CacheMemory, device: torch.device) -> None:
         self._table = memory.req_to_token.table
-        self._unchanged_Q = memory.unchanged_Q
+        self._versions_Q = memory.row_versions
         self._is_view = not gpu.runs_on(device)
         if self._is_view:
             self.tensor = torch.from_numpy(self._table).to(device)
         else:
             self.tensor = torch.zeros(self._table.shape, dtype=torch.int32, device=device)
         self._flat = self.tensor.view(-1)
+        self._known_Q = np.zeros(len(self._table), dtype=np.int64)
+        self._known_versions_Q = np.full(len(self._table), -1, dtype=np.int64)
 
     def changes(
         self,
@@ -55,18 +58,21 @@ class DeviceTable:
         """Of runs [start, end) of these rows of the table."""
         if self._is_view:
             return _NOTHING
-        first_B = np.minimum(self._unchanged_Q.take(rows_B), starts_B)
+        versions_B = self._versions_Q.take(rows_B)
+        is_known_B = self._known_versions_Q.take(rows_B) == versions_B
+        first_B = np.minimum(self._known_Q.take(rows_B) * is_known_B, starts_B)
         row_firsts_B = rows_B * np.int64(self._table.shape[1])
         places_C = ranges(row_firsts_B + first_B, ends_B - first_B)
         arrays: dict[str, NDArray] = {
             "table_places": places_C,
             "table_slots": self._table.take(places_C),
         }
-        return TableChanges(rows_B=rows_B, ends_B=ends_B, arrays=arrays)
+        return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, arrays=arrays)
 
     def apply(self, changes: TableChanges, tensors: dict[str, torch.Tensor]) -> None:
         """``tensors``: the changes' arrays, on the device."""
         if not changes.arrays:
             return
         self._flat.index_copy_(0, tensors["table_places"], tensors["table_slots"])
-        self._unchanged_Q[changes.rows_B] = changes.ends_B
+        self._known_Q[changes.rows_B] = changes.ends_B
+        self._known_versions_Q[changes.rows_B] = changes.versions_B

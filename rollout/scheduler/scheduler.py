@@ -7,7 +7,6 @@ Every decision depends on the calls made so far and on nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 import numpy as np
 
@@ -315,8 +314,8 @@ class Scheduler:
         for request, run_len in runs.items():
             length = len(request.tokens)
             samples = request.computed_len + run_len == length
-            rooms.append(max(0, min(most, request.max_len - length - 1, longest - length - 1))
-                         if samples else 0)  # fmt: skip
+            room = min(request.max_len, longest) - length - 1 if samples else 0
+            rooms.append(most if room >= most else max(0, room))
         return rooms
 
     def _expected_remaining(self, request: Request) -> float:
@@ -336,7 +335,7 @@ class Scheduler:
     def _append(self, request: Request, output: EntryResult, weight_version: int) -> None:
         request.tokens += output.token_ids
         request.logprobs += output.logprobs
-        request.weight_versions += repeat(weight_version, len(output.token_ids))
+        request.weight_versions += [weight_version] * len(output.token_ids)
         if output.extras is not NO_EXTRAS:
             extras = request.extras
             extras.raw_logprobs += output.extras.raw_logprobs

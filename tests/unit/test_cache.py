@@ -66,7 +66,7 @@ def test_extend_gives_back_what_a_failed_step_left():
     memory = CacheMemory(10, 1, 16, prefix_cache=True)
     row = compute(memory, [1, 2])
     [drafts] = memory.reserve_drafts([3])
-    memory.commit_paths([row], [2], [drafts[[0, 2]].tolist()])
+    memory.commit_paths([row], [2], [2], drafts[[0, 2]])
     memory.end_step()
     assert memory.slots.available == 6
     assert memory.extend(row, 2) == 2
@@ -100,7 +100,7 @@ def test_commit_paths_takes_accepted_slots_and_end_step_frees_the_rest():
     first, none, second = memory.reserve_drafts([3, 0, 4])
     assert [len(slots) for slots in (first, none, second)] == [3, 0, 4]
     memory.check_integrity()
-    memory.commit_paths([rows[1]], [3], [second[[1, 3]].tolist()])
+    memory.commit_paths([rows[1]], [3], [2], second[[1, 3]])
     memory.check_integrity()
     memory.end_step()
     memory.end_step()
@@ -115,7 +115,7 @@ def test_commit_paths_refuses_a_run_that_ended_elsewhere():
     row = compute(memory, [1, 2])
     [drafts] = memory.reserve_drafts([2])
     with pytest.raises(AssertionError, match=r"runs ended at \[3\], slots at \[2\]"):
-        memory.commit_paths([row], [3], [drafts[:1].tolist()])
+        memory.commit_paths([row], [3], [1], drafts[:1])
 
 
 def test_share_moves_duplicates_over_to_the_tree():
@@ -236,7 +236,7 @@ class Simulation:
             tokens = state.tokens + self.rng.integers(0, 2, size=len(accepted) + 1).tolist()
             for node, slot in enumerate(accepted.tolist()):
                 self.kv[slot] = (self.version, tuple(tokens[: end + node + 1]))
-            self.memory.commit_paths([row], [end], [accepted.tolist()])
+            self.memory.commit_paths([row], [end], [len(accepted)], accepted)
             if not fails:
                 state.tokens, state.computed = tokens, end + len(accepted)
         self.memory.check_integrity()

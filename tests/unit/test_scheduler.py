@@ -74,7 +74,7 @@ class Bench:
                 results.append(EntryResult())
                 continue
             slots = entry.draft_slots[:accept]
-            self.memory.commit_paths([entry.request.row], [entry.end], [slots.tolist()])
+            self.memory.commit_paths([entry.request.row], [entry.end], [len(slots)], slots)
             emitted = 1 + len(slots)
             results.append(
                 EntryResult(
@@ -422,7 +422,7 @@ def test_kv_beyond_an_early_stop_is_freed():
     request = bench.add([1, 2, 3])
     batch = bench.scheduler.schedule()
     [entry] = batch.entries
-    bench.memory.commit_paths([request.row], [entry.end], [entry.draft_slots[:3].tolist()])
+    bench.memory.commit_paths([request.row], [entry.end], [3], entry.draft_slots[:3])
     output = EntryResult(
         token_ids=[7], logprobs=[0.0], path=[1, 2, 3], finish_reason=FinishReason.STOP
     )
@@ -532,6 +532,6 @@ def test_a_step_that_failed_is_scheduled_again():
     bench.step()
     batch = bench.scheduler.schedule()
     [entry] = batch.entries
-    bench.memory.commit_paths([request.row], [entry.end], [entry.draft_slots[:2].tolist()])
+    bench.memory.commit_paths([request.row], [entry.end], [2], entry.draft_slots[:2])
     assert bench.step() == [(request, 3, 1)]
     assert bench.memory.usage.used == 4
