@@ -212,8 +212,9 @@ class TargetWorker:
         kept, reason = request.stop_check.first_stop(request, token_ids)
         if reason is None and kept == room:
             reason = FinishReason.LENGTH
-        del token_ids[kept:], token_logprobs[kept:]
-        path = path[: kept - 1]
+        if kept <= len(path):
+            del token_ids[kept:], token_logprobs[kept:]
+            path = path[: kept - 1]
         extras = NO_EXTRAS
         if request.params.wants_extras:
             extras = joined([sampled.extras[first + node] for node in [0, *path]])
