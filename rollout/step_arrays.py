@@ -76,10 +76,12 @@ class StepArrays:
             q_offsets_B1 = run_offsets_B1 + node_offsets_B1
             node_lens_B = node_offsets_B1[1:] - node_offsets_B1[:-1]
             # Query rows: those of runs and nodes before are before them.
-            runs = np.arange(len(tokens)) + node_offsets_B1[:-1].repeat(run_lens_B)
+            runs = q_offsets_B1[:-1]
+            if not is_one_each:
+                runs = np.arange(len(tokens)) + node_offsets_B1[:-1].repeat(run_lens_B)
             nodes = np.arange(trees.num_nodes) + run_offsets_B1[1:].repeat(node_lens_B)
             roots = (starts_B + run_lens_B - 1).repeat(node_lens_B)
-            node_slots_N = _node_slots(entries, node_lens_B)
+            node_slots_N = _node_slots(entries, trees)
             input_ids_T = _merged(runs, input_ids_T, nodes, trees.tokens_N)
             positions_T = _merged(runs, positions_T, nodes, roots + trees.depths_N)
             slots_T = _merged(runs, slots_T, nodes, node_slots_N)
@@ -160,14 +162,14 @@ def attention_plan(
     return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
 
 
-def _node_slots(entries: list[Scheduled], lens_B: NDArray[np.int64]) -> NDArray[np.int32]:
+def _node_slots(entries: list[Scheduled], trees: DraftTrees) -> NDArray[np.int32]:
     """The first reserved slots of each entry, as many as it has nodes."""
     reserved = [entry.draft_slots for entry in entries]
     slots = np.concatenate(reserved)
-    if slots.size == lens_B.sum():
+    if slots.size == trees.num_nodes:
         return slots
     firsts_B1 = offsets_of(np.array([own.size for own in reserved]))
-    return slots[ranges(firsts_B1[:-1], lens_B)]
+    return slots[ranges(firsts_B1[:-1], trees.offsets_B1[1:] - trees.offsets_B1[:-1])]
 
 
 def _last_rows(offsets_B1: NDArray[np.int64], lens_B: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -283,7 +283,7 @@ class CacheMemory:
         """
         slots = self._draft_slots.pop(step, None)
         if slots is not None and slots.size:
-            accepted = self._accepted[slots]
+            accepted = self._accepted.take(slots)
             self._accepted[slots] = False
             self.slots.free(slots[~accepted])
         if self.states is not None:

@@ -342,9 +342,9 @@ class Scheduler:
             extras.sampling_logprobs += output.extras.sampling_logprobs
             extras.top_logprobs += output.extras.top_logprobs
             extras.entropies += output.extras.entropies
-        request.finish_reason = output.finish_reason
-        request.error = output.error
-        if request.finish_reason is None and len(request.tokens) >= self.memory.max_sequence_len:
+        if output.finish_reason is not None:
+            request.finish_reason, request.error = output.finish_reason, output.error
+        elif len(request.tokens) >= self.memory.max_sequence_len:
             request.finish_reason = FinishReason.LENGTH
 
     def _observe_length(self, request: Request) -> None:
