@@ -92,7 +92,7 @@ class CacheMemory:
         # Counts up when what a row's table already says of computed positions changes.
         self.row_versions = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
-        self._allocated_Q = np.zeros(max_rows, dtype=np.int64)  # allocated_len of each row held
+        self._allocated = [0] * max_rows  # allocated_len of each row held
         self._draft_slots: dict[int, NDArray[np.int32]] = {}  # reserved, by step
         self._accepted = np.zeros(num_slots + 1, dtype=bool)  # of those, now in req_to_token
 
@@ -147,7 +147,7 @@ class CacheMemory:
         self.req_to_token.table[row, :cached_len] = slots
         self.row_versions[row] += 1
         self._rows[row] = _Row(node=node, shared_len=cached_len)
-        self._allocated_Q[row] = cached_len
+        self._allocated[row] = cached_len
         if self.states is not None:
             self.states.open(row, cached_len, int(slots[-1]) if cached_len else NULL_SLOT)
         self.counters.looked_up += len(tokens)
@@ -160,7 +160,7 @@ class CacheMemory:
         Returns the position reached. Slots beyond ``end``, which a step that failed may have left,
         are freed.
         """
-        table, begin = self.req_to_token.table, int(self._allocated_Q[row])
+        table, begin = self.req_to_token.table, self._allocated[row]
         if end > begin:
             slots = self._allocate(min(end - begin, self.obtainable))
             end = begin + len(slots)
@@ -168,20 +168,20 @@ class CacheMemory:
         elif end < begin:
             assert end >= self._rows[row].shared_len, "a shared prefix cannot be cut"
             self.slots.free(table[row, end:begin])
-        self._allocated_Q[row] = end
+        self._allocated[row] = end
         return end
 
-    def extend_by_one(self, rows: Sequence[int], ends: list[int]) -> bool:
+    def extend_by_one(self, rows: list[int], ends: list[int]) -> bool:
         """Make the slots of each row, which reach its end, reach one position more.
 
         As `extend` does one by one. False, and nothing done, where a row's slots reach elsewhere
         or there are not as many free ones.
         """
-        rows_B, ends_B = np.array(rows, dtype=np.intp), np.array(ends, dtype=np.intp)
-        if len(rows) > self.slots.available or self._allocated_Q[rows_B].tolist() != ends:
+        if len(rows) > self.slots.available or [self._allocated[row] for row in rows] != ends:
             return False
-        self.req_to_token.table[rows_B, ends_B] = self.slots.allocate(len(rows))
-        self._allocated_Q[rows_B] = ends_B + 1
+        self.req_to_token.table[rows, ends] = self.slots.allocate(len(rows))
+        for row in rows:
+            self._allocated[row] += 1
         return True
 
     @property
@@ -265,10 +265,10 @@ class CacheMemory:
         on the accepted paths, in order, one entry's behind the other's. At most once per entry and
         step; nothing is copied but slot ids.
         """
-        rows_E = np.array(rows)
-        allocated = self._allocated_Q.take(rows_E).tolist()
+        allocated = [self._allocated[row] for row in rows]
         assert allocated == ends, f"runs ended at {ends}, slots at {allocated}"
-        self._allocated_Q[rows_E] = [end + count for end, count in zip(ends, counts, strict=True)]
+        for row, count in zip(rows, counts, strict=True):
+            self._allocated[row] += count
         width = self.req_to_token.max_context_len
         firsts = [row * width + end for row, end in zip(rows, ends, strict=True)]
         places_A = ranges(np.array(firsts), np.array(counts))
@@ -326,7 +326,7 @@ class CacheMemory:
         if self.states is not None:
             no_slots = np.empty(0, dtype=np.int32)
             self.states.close(row, self.prefix_cache.path_slots(node) if node else no_slots)
-        self.slots.free(self.req_to_token.table[row, owned_from : self._allocated_Q[row]])
+        self.slots.free(self.req_to_token.table[row, owned_from : self._allocated[row]])
         self.prefix_cache.unlock(state.node)
         self.req_to_token.free_row(row)
 
@@ -358,7 +358,7 @@ class CacheMemory:
     def _held_slots(self) -> Iterator[np.ndarray]:
         yield from self.prefix_cache.held_slots()
         for row, state in self._rows.items():
-            yield self.req_to_token.table[row, state.shared_len : self._allocated_Q[row]]
+            yield self.req_to_token.table[row, state.shared_len : self._allocated[row]]
         for slots in self._draft_slots.values():
             yield slots[~self._accepted[slots]]
 
@@ -374,7 +374,7 @@ class CacheMemory:
         [shared_len, held) was there already: the request's copies are freed.
         [held, len(tokens)) are the tree's from here on.
         """
-        assert state.shared_len <= len(tokens) <= self._allocated_Q[row]
+        assert state.shared_len <= len(tokens) <= self._allocated[row]
         slots = self.req_to_token.table[row, : len(tokens)]
         held, node = self.prefix_cache.insert(np.array(tokens, dtype=np.int32), slots)
         self.slots.free(slots[state.shared_len : held])
