@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import _signal  # what `signal` wraps: its enums cost each step ten microseconds
+# What `signal` wraps: its enums cost each step ten microseconds.
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
 
 def _packed(arrays: Mapping[str, NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
     """All of them as words on the host, and where each begins."""
-    pieces: list[NDArray | bytes] = []
+    pieces: list[Any] = []  # arrays and bytes
     firsts: list[int] = []
     total = 0
     for array in arrays.values():

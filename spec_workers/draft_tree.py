@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollout.types import DraftTrees
 
-_NO_NODES = {
+_NO_NODES: dict[str, NDArray] = {
     "tokens_N": np.zeros(0, dtype=np.int32),
     "parents_N": np.zeros(0, dtype=np.int32),
     "depths_N": np.zeros(0, dtype=np.int32),
