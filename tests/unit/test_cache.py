@@ -7,6 +7,8 @@ import pytest
 
 from rollout.errors import IntegrityError
 from rollout.memory.cache import CacheMemory
+from rollout.types import Scheduled
+from tests.helpers.requests import make_request
 
 
 def int32(values) -> np.ndarray:
@@ -116,6 +118,32 @@ def test_commit_paths_refuses_a_run_that_ended_elsewhere():
     [drafts] = memory.reserve_drafts([2])
     with pytest.raises(AssertionError, match=r"runs ended at \[3\], slots at \[2\]"):
         memory.commit_paths([row], [3], [1], drafts[:1])
+
+
+def test_the_paths_of_a_batch_move_as_one_by_one():
+    together, single = (CacheMemory(60, 4, 16, prefix_cache=False) for _ in range(2))
+    paths = [[1, 3], [], [2], [1, 2, 3]]
+    for memory in (together, single):
+        entries = []
+        rows = [compute(memory, list(range(length))) for length in (3, 5, 2, 4)]
+        for row, slots in zip(rows, memory.reserve_drafts([3, 2, 4, 3]), strict=True):
+            request = make_request(range(memory.extend(row, row + 6)))
+            request.row = row
+            run = {"start": row + 5, "run_len": 1}
+            entries.append(Scheduled(request=request, draft_slots=slots, **run))
+        if memory is together:
+            memory.commit(entries, paths)
+        else:
+            for entry, path in zip(entries, paths, strict=True):
+                memory.commit([entry], [path])
+        memory.check_integrity()
+        memory.end_step()
+        memory.check_integrity()
+        entry = entries[3]
+        moved = memory.req_to_token.table[entry.request.row, entry.end : entry.end + 3]
+        assert moved.tolist() == entry.draft_slots.tolist()
+    assert together.req_to_token.table.tolist() == single.req_to_token.table.tolist()
+    assert together.slots.available == single.slots.available
 
 
 def test_share_moves_duplicates_over_to_the_tree():

@@ -327,13 +327,12 @@ def test_a_batch_says_what_is_expected_and_who_is_not_in_it():
     batch = bench.scheduler.schedule()
     assert [entry.request for entry in batch.entries] == [known, unknown, third]
     # Beyond the one token each has: 30 and 10, shrunk towards their mean of 20 twice over.
-    assert [batch.expected_remaining(entry) for entry in batch.entries] == [
-        pytest.approx(70 / 3),
-        pytest.approx(50 / 3),
-        21,
-    ]
+    expected = [pytest.approx(70 / 3), pytest.approx(50 / 3), 21]
+    assert [batch.expected_remaining(entry) for entry in batch.entries] == expected
     assert batch.num_waiting == 1
     assert list(bench.scheduler.waiting) == [late]
+    bench.work(batch)
+    assert [batch.expected_remaining(entry) for entry in batch.entries] == expected, "as it was"
 
 
 def test_admission_waits_for_memory_for_the_whole_prompt():
