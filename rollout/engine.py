@@ -70,9 +70,8 @@ class _AllOrNone(AbstractContextManager[None]):
         self._ranks = ranks
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(
-            error, OutOfMemoryError
-        ):  # before its first forward
+        is_before_a_forward = isinstance(error, OutOfMemoryError)
+        if error is not None and not is_before_a_forward:
             self._ranks.close(f"it failed in the middle of a step: {error!r}")
 
 

@@ -74,7 +74,7 @@ class StepArrays:
         if trees.num_nodes:
             node_offsets_B1 = trees.offsets_B1
             q_offsets_B1 = run_offsets_B1 + node_offsets_B1
-            node_lens_B = node_offsets_B1[1:] - node_offsets_B1[:-1]
+            node_lens_B = _sizes(trees)
             # Query rows: those of runs and nodes before are before them.
             runs = q_offsets_B1[:-1]
             if not is_one_each:
@@ -93,7 +93,7 @@ class StepArrays:
             sampled_R = np.arange(len(input_ids_T))
         else:
             samples_B = np.array([e.samples for e in entries], dtype=bool)
-            node_lens_B = trees.offsets_B1[1:] - trees.offsets_B1[:-1]
+            node_lens_B = _sizes(trees)
             sampled_R = _last_rows(q_offsets_B1, (node_lens_B + 1) * samples_B)
         return StepArrays(
             input_ids_T=input_ids_T,
@@ -169,7 +169,12 @@ def _node_slots(entries: list[Scheduled], trees: DraftTrees) -> NDArray[np.int32
     if slots.size == trees.num_nodes:
         return slots
     firsts_B1 = offsets_of(np.array([own.size for own in reserved]))
-    return slots[ranges(firsts_B1[:-1], trees.offsets_B1[1:] - trees.offsets_B1[:-1])]
+    return slots[ranges(firsts_B1[:-1], _sizes(trees))]
+
+
+def _sizes(trees: DraftTrees) -> NDArray[np.int64]:
+    """Nodes of each entry."""
+    return trees.offsets_B1[1:] - trees.offsets_B1[:-1]
 
 
 def _last_rows(offsets_B1: NDArray[np.int64], lens_B: NDArray[np.int64]) -> NDArray[np.int64]:
