@@ -2,8 +2,8 @@
 
 The real engine decodes recorded tokens on the way of a GPU, around a device that takes no time and
 says what was recorded: see `host_bench.stand_in`. What the device does not hide is the time from
-reading what was sampled to launching the next forward: in these phases it idles. Launches
-themselves are not in it, for nothing is launched.
+reading what was sampled to launching the next forward: then it idles. Launches themselves are not
+in it, for nothing is launched.
 
 Times are medians over steps in which every request decodes. `learned` is the budget as it comes,
 told that forwards take what those of an 8B on an H200 should; `closed` is that budget where drafts
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_bench.phases import Phases
+from host_bench.phases import COVERED, Phases
 from host_bench.seats import seats
 from host_bench.stand_in import DEVICE, NoCapture, StandIn, pretend_gpu
 from replay_bench.forced import Recording
@@ -58,9 +58,6 @@ SHAPE = Shape(
 SPECS = ("none", "fixed", "learned", "closed")
 
 REST = "the rest"
-HIDDEN = ("learn", "sampler inputs")
-"""Phases during which the device computes."""
-
 ADMITTING = 40
 """Steps at most until every prompt has run."""
 
@@ -134,16 +131,17 @@ def time_phases(engine: RolloutEngine) -> Phases:
     phases = Phases(REST)
     worker: Any = engine.worker
     tell_times(worker.budget)
+    phases.time_calls(NoCapture, "replay", DEVICE, launches=True)
+    phases.time_calls(tree_sampling._OnTheirWay, "read", "read", waits=True)
     for owner, name, phase in (
+        (worker.target.runner, "forward", "layout"),
         (engine.scheduler, "schedule", "schedule"),
         (worker, "prepare", "feed"),
         (worker.budget, "floor", "propose"),
         (worker, "propose", "propose"),
         (worker.budget, "choose", "choose"),
-        (worker.target.runner, "forward", "layout"),
         (worker.budget, "observe", "learn"),
         (worker.target, "sample", "sampler inputs"),
-        (tree_sampling._OnTheirWay, "read", "read"),
         (worker.target, "accept", "accept"),
         (worker.target, "commit", "commit"),
         (engine.scheduler, "commit", "commit"),
@@ -201,11 +199,12 @@ def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) 
     by_phase, tokens = measure(engine, recorded, steps, phases)
     phases.stop()
     engine.close()
-    by_phase.pop(DEVICE)
+    for name in (DEVICE, DEVICE + COVERED):
+        by_phase.pop(name, None)
     label = f"{spec}, batch {batch}"
     total = [sum(times) for times in zip(*by_phase.values(), strict=True)]
-    hidden = [by_phase.get(name, [0.0] * steps) for name in HIDDEN]
-    serial = [all_ - sum(own) for all_, *own in zip(total, *hidden, strict=True)]
+    exposed = [each for name, each in by_phase.items() if not name.endswith(COVERED)]
+    serial = [sum(times) for times in zip(*exposed, strict=True)]
 
     def microseconds(name: str, seconds: list[float], unit: str = "us") -> Row:
         return row(f"{label}: {name}", 1e6 * statistics.median(seconds), unit)

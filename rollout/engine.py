@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.external_corpora import CorpusCalls
 from rollout.models.loader import Progress
 from rollout.overrides import engine_config
+from rollout.parallel import ModelRanks
 from rollout.requests import RequestFactory
 from rollout.scheduler import Halving, LengthForecast, Scheduler
 from rollout.specs import WorkerFactory, worker_factory
@@ -55,6 +56,23 @@ class _UnderWay:
     running: int  # requests when it was scheduled
     halved: bool  # it is of a half of those
     schedule_ms: float
+
+
+class _AllOrNone(AbstractContextManager[None]):
+    """What fails within it on one rank leaves the others in the middle of it: they hear at once.
+
+    Were it run again, this rank's forwards would be taken for later ones of the others.
+    """
+
+    __slots__ = ("_ranks",)
+
+    def __init__(self, ranks: ModelRanks) -> None:
+        self._ranks = ranks
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        is_before_a_forward = isinstance(error, OutOfMemoryError)
+        if error is not None and not is_before_a_forward:
+            self._ranks.close(f"it failed in the middle of a step: {error!r}")
 
 
 class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
@@ -233,11 +251,14 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         has_reason = self.scheduler.has_unfinished or self.worker.lockstep
         if has_reason and not self.is_paused:
             self._run_step()
-        return self.take_ended()
+        return self._take_ended()
 
     @exclusive
     def take_ended(self) -> list[Rollout]:
         """Those that ended since the last step, as aborted ones do. Runs nothing."""
+        return self._take_ended()
+
+    def _take_ended(self) -> list[Rollout]:
         ended, self._ended = self._ended, []
         return ended
 
@@ -307,19 +328,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, WholeCalls):
         finally:
             self.calls.end_step()
 
-    @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
-        """What fails here on one rank leaves the others in the middle of it: they hear at once.
-
-        Were it run again, this rank's forwards would be taken for later ones of the others.
-        """
-        try:
-            yield
-        except OutOfMemoryError:
-            raise  # before its first forward
-        except BaseException as error:
-            self.worker.ranks.close(f"it failed in the middle of a step: {error!r}")
-            raise
+    def _all_or_none(self) -> AbstractContextManager[None]:
+        return _AllOrNone(self.worker.ranks)
 
     def _hand_out(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:

@@ -116,11 +116,11 @@ class MetricsRecorder:
         step.query_tokens = result.num_query_tokens
         step.proposed = result.num_proposed
         step.expected_accepted = result.expected_accepted
-        for emitted in result.entries:
-            step.sampling += bool(emitted.token_ids)  # whoever samples emits at least one
-            step.generated_tokens += len(emitted.token_ids)
-            step.drafted += emitted.num_drafted
-            step.accepted += len(emitted.path)
+        emitted = [len(entry.token_ids) for entry in result.entries]
+        step.sampling = len(emitted) - emitted.count(0)  # whoever samples emits at least one
+        step.generated_tokens = sum(emitted)
+        step.drafted = sum([entry.num_drafted for entry in result.entries])
+        step.accepted = sum([len(entry.path) for entry in result.entries])
         step.schedule_ms, step.draft_ms = times.schedule, times.draft
         step.forward_ms, step.sample_ms, step.total_ms = times.forward, times.sample, times.total
         step.weight_version = result.weight_version
@@ -145,21 +145,18 @@ class MetricsRecorder:
         total.steps += 1
         total.target_forwards += step.sampling
         total.forecast_steps += step.predicted_ms > 0
-        for name in (
-            "generated_tokens",
-            "proposed",
-            "drafted",
-            "accepted",
-            "expected_accepted",
-            "predicted_gain_ms",
-            "gain_ms",
-            "schedule_ms",
-            "draft_ms",
-            "forward_ms",
-            "sample_ms",
-            "total_ms",
-        ):
-            setattr(total, name, getattr(total, name) + getattr(step, name))
+        total.generated_tokens += step.generated_tokens
+        total.proposed += step.proposed
+        total.drafted += step.drafted
+        total.accepted += step.accepted
+        total.expected_accepted += step.expected_accepted
+        total.predicted_gain_ms += step.predicted_gain_ms
+        total.gain_ms += step.gain_ms
+        total.schedule_ms += step.schedule_ms
+        total.draft_ms += step.draft_ms
+        total.forward_ms += step.forward_ms
+        total.sample_ms += step.sample_ms
+        total.total_ms += step.total_ms
 
 
 def _compare_with_forecast(step: StepMetrics, result: StepResult, decodes_alone: bool) -> None:

@@ -80,6 +80,8 @@ class Residency:
     @property
     def why_not(self) -> str:
         """What is released and needed to run; empty when nothing is."""
+        if not self.released:
+            return ""
         missing = [tag.value for tag in _NEEDED if tag in self.released]
         if not missing:
             return ""

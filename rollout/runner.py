@@ -26,7 +26,7 @@ from rollout.ops.gated_delta_rule.chunked import (
     PieceKernel,
     chunked_plan,
 )
-from rollout.step_arrays import StepArrays, attention_plan
+from rollout.step_arrays import StepArrays, attention_plan, padded
 from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees
 
@@ -95,7 +95,7 @@ class ModelRunner:
         if self._state_pool is not None:
             step = step.with_states(batch, trees)
         self._kv_pool.note_forward(step.slots_T)
-        changes = self._table.changes(step.rows_B, step.starts_B, step.starts_B + step.run_lens_B)
+        changes = self._table.changes(step.rows_B, step.starts_B, step.ends_B)
         others = changes.arrays | {"sampled_R": self._head_rows(step.sampled_R)}
         placed = None
         chunks = self._chunks(step)
@@ -182,5 +182,4 @@ class ModelRunner:
 
     def _head_rows(self, sampled_R: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of no rows too: a head that is spread over ranks waits for all of them."""
-        missing = self._minimum_rows - sampled_R.size if sampled_R.size else 0
-        return sampled_R if missing <= 0 else np.pad(sampled_R, (0, missing))
+        return padded(sampled_R, self._minimum_rows) if sampled_R.size else sampled_R

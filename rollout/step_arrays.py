@@ -6,6 +6,7 @@ Legend: B entries, T query rows, N draft nodes, R sampled rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,21 @@ from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.state_plan import NO_STATE
 from rollout.ragged import offsets_of, ranges
-from rollout.types import Batch, DraftTrees
+from rollout.types import Batch, DraftTrees, Scheduled
 
 _PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", "node_masks_N",
          "node_slots_N")  # fmt: skip
+_INPUTS = ("input_ids_T", "positions_T", "slots_T", *_PLAN)
+
+_NO_SLOTS = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepArrays:
-    """Per entry its causal run, then its draft nodes. See AttentionPlan for the last seven."""
+    """Per entry its causal run, then its draft nodes. See AttentionPlan for the last seven.
+
+    Never written to.
+    """
 
     input_ids_T: NDArray[np.int64]
     positions_T: NDArray[np.int64]
@@ -49,35 +56,45 @@ class StepArrays:
         """``table``: req_to_token. ``scored_from``: take logits of run rows at that position or
         later; default: of the roots and nodes of entries that sample."""
         entries = batch.entries
-        tokens: list[int] = []  # of the runs
-        for entry in entries:
-            tokens += entry.request.tokens[entry.start : entry.end]
-        rows_B = np.array([entry.request.row for entry in entries], dtype=np.int32)
-        starts_B = np.array([entry.start for entry in entries], dtype=np.int32)
-        run_lens_B = np.array([entry.run_len for entry in entries], dtype=np.int32)
-        node_lens_B = np.diff(trees.offsets_B1)
-        q_offsets_B1 = offsets_of(run_lens_B + node_lens_B)
+        starts, run_lens = [e.start for e in entries], [e.run_len for e in entries]
+        rows_B = np.array([e.request.row for e in entries], dtype=np.int32)
+        starts_B = np.array(starts, dtype=np.int32)
+        run_lens_B = np.array(run_lens, dtype=np.int32)
+        if is_one_each := sum(run_lens) == len(entries):
+            tokens = [e.request.tokens[e.start] for e in entries]
+            run_offsets_B1 = np.arange(len(entries) + 1)
+            positions_T, rows_T = starts_B.astype(np.int64), rows_B
+        else:
+            tokens = [token for e in entries for token in e.request.tokens[e.start : e.end]]
+            run_offsets_B1 = offsets_of(run_lens_B)
+            positions_T, rows_T = ranges(starts_B, run_lens_B), rows_B.repeat(run_lens_B)
         input_ids_T = np.array(tokens, dtype=np.int64)
-        positions_T = ranges(starts_B, run_lens_B)
-        slots_T = table[np.repeat(rows_B, run_lens_B), positions_T].astype(np.int64)
-        node_slots_N = np.zeros(0, dtype=np.int32)
+        slots_T = table[rows_T, positions_T].astype(np.int64)
+        q_offsets_B1, node_slots_N = run_offsets_B1, _NO_SLOTS
         if trees.num_nodes:
-            runs = ranges(q_offsets_B1[:-1], run_lens_B)  # query rows
-            nodes = ranges(q_offsets_B1[:-1] + run_lens_B, node_lens_B)
-            roots = np.repeat(starts_B + run_lens_B - 1, node_lens_B)
-            counts = node_lens_B.tolist()
-            node_slots_N = np.concatenate(
-                [e.draft_slots[:count] for e, count in zip(entries, counts, strict=True) if count]
-            )
+            node_offsets_B1 = trees.offsets_B1
+            q_offsets_B1 = run_offsets_B1 + node_offsets_B1
+            node_lens_B = _sizes(trees)
+            # Query rows: those of runs and nodes before are before them.
+            runs = q_offsets_B1[:-1]
+            if not is_one_each:
+                runs = np.arange(len(tokens)) + node_offsets_B1[:-1].repeat(run_lens_B)
+            nodes = np.arange(trees.num_nodes) + run_offsets_B1[1:].repeat(node_lens_B)
+            roots = (starts_B + run_lens_B - 1).repeat(node_lens_B)
+            node_slots_N = _node_slots(entries, trees)
             input_ids_T = _merged(runs, input_ids_T, nodes, trees.tokens_N)
             positions_T = _merged(runs, positions_T, nodes, roots + trees.depths_N)
             slots_T = _merged(runs, slots_T, nodes, node_slots_N)
-        if scored_from is None:
-            sampling_B = np.array([entry.samples for entry in entries], dtype=bool)
-            sampled_lens_B = np.where(sampling_B, node_lens_B + 1, 0)
-        else:
+        if scored_from is not None:
             before_B = np.maximum(0, scored_from - starts_B)
-            sampled_lens_B = np.maximum(0, run_lens_B + node_lens_B - before_B)
+            q_lens_B = q_offsets_B1[1:] - q_offsets_B1[:-1]
+            sampled_R = _last_rows(q_offsets_B1, np.maximum(0, q_lens_B - before_B))
+        elif is_one_each and all(e.samples for e in entries):
+            sampled_R = np.arange(len(input_ids_T))
+        else:
+            samples_B = np.array([e.samples for e in entries], dtype=bool)
+            node_lens_B = _sizes(trees)
+            sampled_R = _last_rows(q_offsets_B1, (node_lens_B + 1) * samples_B)
         return StepArrays(
             input_ids_T=input_ids_T,
             positions_T=positions_T,
@@ -89,8 +106,8 @@ class StepArrays:
             node_offsets_B1=trees.offsets_B1.astype(np.int32),
             node_masks_N=trees.masks_N.view(np.int64),
             node_slots_N=node_slots_N,
-            sampled_R=ranges(q_offsets_B1[1:] - sampled_lens_B, sampled_lens_B),
-            longest=int((starts_B + run_lens_B).max(initial=0)),
+            sampled_R=sampled_R,
+            longest=max(map(add, starts, run_lens), default=0),
         )
 
     def with_states(self, batch: Batch, trees: DraftTrees) -> StepArrays:
@@ -102,6 +119,11 @@ class StepArrays:
         """Of the entries; what comes behind is padding."""
         return int(self.q_offsets_B1[-1])
 
+    @property
+    def ends_B(self) -> NDArray[np.int32]:
+        """Where each run ends."""
+        return self.starts_B + self.run_lens_B
+
     def padded(self, rows: int, entries: int = 0, nodes: int = 0) -> StepArrays:
         """As many of each at least.
 
@@ -110,26 +132,26 @@ class StepArrays:
         """
         padding = {"sources_B": (entries, NO_STATE), "parents_T": (rows, -1),
                    "targets_T": (rows, NO_STATE)}  # fmt: skip
-        ends = int(self.q_offsets_B1[-1]), int(self.node_offsets_B1[-1])
-        return replace(
-            self,
-            input_ids_T=_padded(self.input_ids_T, rows),
-            positions_T=_padded(self.positions_T, rows),
-            slots_T=_padded(self.slots_T, rows, NULL_SLOT),
-            rows_B=_padded(self.rows_B, entries),
-            starts_B=_padded(self.starts_B, entries),
-            run_lens_B=_padded(self.run_lens_B, entries, 1),
-            q_offsets_B1=_padded(self.q_offsets_B1, entries + 1, ends[0]),
-            node_offsets_B1=_padded(self.node_offsets_B1, entries + 1, ends[1]),
-            node_masks_N=_padded(self.node_masks_N, nodes, 1),
-            node_slots_N=_padded(self.node_slots_N, nodes, NULL_SLOT),
-            states={name: _padded(each, *padding[name]) for name, each in self.states.items()},
+        ends = self.q_offsets_B1[-1], self.node_offsets_B1[-1]
+        return StepArrays(
+            input_ids_T=padded(self.input_ids_T, rows),
+            positions_T=padded(self.positions_T, rows),
+            slots_T=padded(self.slots_T, rows, NULL_SLOT),
+            rows_B=padded(self.rows_B, entries),
+            starts_B=padded(self.starts_B, entries),
+            run_lens_B=padded(self.run_lens_B, entries, 1),
+            q_offsets_B1=padded(self.q_offsets_B1, entries + 1, ends[0]),
+            node_offsets_B1=padded(self.node_offsets_B1, entries + 1, ends[1]),
+            node_masks_N=padded(self.node_masks_N, nodes, 1),
+            node_slots_N=padded(self.node_slots_N, nodes, NULL_SLOT),
+            sampled_R=self.sampled_R,
+            longest=self.longest,
+            states={name: padded(each, *padding[name]) for name, each in self.states.items()},
         )
 
     def inputs(self) -> dict[str, NDArray]:
         """What a forward of these shapes reads, by field."""
-        names = ("input_ids_T", "positions_T", "slots_T", *_PLAN)
-        return {name: getattr(self, name) for name in names} | self.states
+        return {name: getattr(self, name) for name in _INPUTS} | self.states
 
 
 def attention_plan(
@@ -138,6 +160,26 @@ def attention_plan(
     """Of `StepArrays.inputs`, as tensors."""
     plan: dict[str, Any] = {name: tensors[name] for name in _PLAN}
     return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
+
+
+def _node_slots(entries: list[Scheduled], trees: DraftTrees) -> NDArray[np.int32]:
+    """The first reserved slots of each entry, as many as it has nodes."""
+    reserved = [entry.draft_slots for entry in entries]
+    slots = np.concatenate(reserved)
+    if slots.size == trees.num_nodes:
+        return slots
+    firsts_B1 = offsets_of(np.array([own.size for own in reserved]))
+    return slots[ranges(firsts_B1[:-1], _sizes(trees))]
+
+
+def _sizes(trees: DraftTrees) -> NDArray[np.int64]:
+    """Nodes of each entry."""
+    return trees.offsets_B1[1:] - trees.offsets_B1[:-1]
+
+
+def _last_rows(offsets_B1: NDArray[np.int64], lens_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last so many of each entry's query rows."""
+    return ranges(offsets_B1[1:] - lens_B, lens_B)
 
 
 def _merged(
@@ -149,8 +191,11 @@ def _merged(
     return merged_T
 
 
-def _padded(array: NDArray, length: int, value: int = 0) -> NDArray:
-    missing = length - array.size
-    if missing <= 0:
+def padded(array: NDArray, length: int, value: int = 0) -> NDArray:
+    """At least so long."""
+    size = array.size
+    if size >= length:
         return array
-    return np.concatenate([array, np.full(missing, value, dtype=array.dtype)])
+    longer = np.empty(length, dtype=array.dtype)
+    longer[:size], longer[size:] = array, value
+    return longer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +30,7 @@ _ALIGNMENT = 16
 """Bytes: what torch and Triton want of the start of any tensor."""
 
 _INT32 = np.dtype(np.int32)
-_WORDS = _ALIGNMENT // 4
-_PADDINGS = [np.zeros(count, dtype=np.int32) for count in range(_WORDS)]
+_PADDINGS = [bytes(count) for count in range(_ALIGNMENT)]
 
 _VIEWS_KEPT = 4096
 
@@ -66,9 +66,10 @@ class DeviceBuffer:
     def send(self, arrays: Mapping[str, NDArray]) -> dict[str, torch.Tensor] | None:
         """As `upload` does. None, and nothing sent, where they do not fit."""
         packed, firsts = _packed(arrays, pinned=self._words.is_cuda)
-        if len(packed) > len(self._words):
+        count = packed.numel()
+        if count > self._words.numel():
             return None
-        self._view(0, _INT32, (len(packed),)).copy_(packed, non_blocking=True)
+        self._view(0, _INT32, (count,)).copy_(packed, non_blocking=True)
         return {
             name: self._view(first, array.dtype, array.shape)
             for (name, array), first in zip(arrays.items(), firsts, strict=True)
@@ -93,34 +94,32 @@ class Download:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         # Those of eight bytes first, so that all lie where they want to.
-        self._tensors = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-        self._host: torch.Tensor | None = None  # None: they are there
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        self._arrays: dict[str, NDArray] = {}
         self._copied: torch.cuda.Event | None = None
         devices = {tensor.device for tensor in tensors.values()}
         if not any(gpu.runs_on(device) for device in devices):
+            self._arrays = {name: tensor.numpy() for name, tensor in ordered}
             return
         (device,) = devices
-        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for _, tensor in self._tensors])
-        self._host = _host_words(len(packed), pinned=device.type == "cuda")
-        self._host.copy_(packed, non_blocking=True)
+        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for _, tensor in ordered])
+        host = _host_words(packed.numel(), pinned=device.type == "cuda")
+        host.copy_(packed, non_blocking=True)
+        words, first = host.numpy(), 0  # views, made while the device computes
+        for name, tensor in ordered:
+            last = first + tensor.numel() * tensor.element_size() // words.itemsize
+            array = words[first:last].view(_NUMPY_DTYPES[tensor.dtype])
+            self._arrays[name] = array.reshape(tensor.shape)
+            first = last
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 
     def read(self) -> dict[str, NDArray]:
         """The tensors as arrays. Waits for what computes them and for nothing launched later."""
-        if self._host is None:
-            return {name: tensor.numpy() for name, tensor in self._tensors}
         if self._copied is not None:
             self._copied.synchronize()
-        words = self._host.numpy()
-        arrays: dict[str, NDArray] = {}
-        first = 0
-        for name, tensor in self._tensors:
-            last = first + tensor.numel() * tensor.element_size() // words.itemsize
-            arrays[name] = words[first:last].view(_NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape)
-            first = last
-        return arrays
+        return self._arrays
 
 
 def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
@@ -130,19 +129,18 @@ def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
 
 def _packed(arrays: Mapping[str, NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
     """All of them as words on the host, and where each begins."""
-    words: list[NDArray[np.int32]] = []
+    pieces: list[Any] = []  # arrays and bytes
     firsts: list[int] = []
     total = 0
     for array in arrays.values():
-        own: NDArray[np.int32] = array.reshape(-1).view(np.int32)
-        padding = _PADDINGS[-own.size % _WORDS]
-        words += (own, padding)
-        firsts.append(total)
-        total += own.size + padding.size
+        size = array.nbytes
+        padding = -size % _ALIGNMENT
+        pieces += (array, _PADDINGS[padding])
+        firsts.append(total // 4)
+        total += size + padding
     # The pinned allocator hands memory out again only when copies from it are done.
-    packed = _host_words(total, pinned=pinned)
-    if words:
-        np.concatenate(words, out=packed.numpy())
+    packed = _host_words(total // 4, pinned=pinned)
+    packed.numpy()[:] = np.frombuffer(b"".join(pieces), dtype=np.int32)
     return packed, firsts
 
 

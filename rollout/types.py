@@ -6,7 +6,7 @@ Shape legend: B entries of a batch, T query rows of a step, N draft nodes of a s
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -233,6 +233,10 @@ class Request:
     error: str | None = None  # scheduler, at commit; with FinishReason.ERROR
     routed_experts: NDArray[np.integer] | None = None  # scheduler, as it leaves its slots
     stats: RequestStats = field(default_factory=RequestStats)
+    max_len: int = field(init=False)  # tokens, the prompt's included, that max_new_tokens allows
+
+    def __post_init__(self) -> None:
+        self.max_len = self.prompt_len - self.partial_len + self.params.max_new_tokens
 
     @property
     def token_ids(self) -> list[int]:
@@ -246,7 +250,7 @@ class Request:
 
     @property
     def remaining_len(self) -> int:
-        return self.params.max_new_tokens - self.generated_len
+        return self.max_len - len(self.tokens)
 
     @property
     def extend_len(self) -> int:
@@ -280,16 +284,19 @@ class Scheduled:
     start: int  # scheduler: position of the run's first token; KV holds [0, start)
     run_len: int  # scheduler: >= 1; req_to_token holds the slots of [0, start + run_len)
     draft_slots: np.ndarray  # scheduler: int32 KV slots reserved for draft nodes, maybe none
-    expected_remaining: float = 0.0  # scheduler: tokens it is expected to emit yet
     states: ScheduledStates | None = None  # scheduler; None: the target has no recurrent layers
     samples: bool = field(init=False)  # whether the run reaches the end; still so when that moves
 
     def __post_init__(self) -> None:
-        self.samples = self.end == len(self.request.tokens)
+        self.samples = self.start + self.run_len == len(self.request.tokens)
 
     @property
     def end(self) -> int:
         return self.start + self.run_len
+
+
+def _no_forecast(entry: Scheduled) -> float:
+    return 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -297,10 +304,13 @@ class Batch:
     step: int  # scheduler: counts up
     entries: list[Scheduled]  # scheduler
     num_waiting: int = 0  # scheduler: requests that are not in it
+    # scheduler: tokens that one of the entries was expected to emit yet when it was scheduled;
+    # worked out for those who ask
+    expected_remaining: Callable[[Scheduled], float] = _no_forecast
+    num_run_tokens: int = field(init=False)
 
-    @property
-    def num_run_tokens(self) -> int:
-        return sum(entry.run_len for entry in self.entries)
+    def __post_init__(self) -> None:
+        self.num_run_tokens = sum([entry.run_len for entry in self.entries])
 
 
 @dataclass(kw_only=True, slots=True)

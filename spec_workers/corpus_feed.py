@@ -48,8 +48,10 @@ class CorpusFeed:
                       if each.fed < len(each.request.tokens)])  # fmt: skip
 
     def note_verified(self, request: Request, num_nodes: int) -> None:
-        """So many first nodes of what was proposed for it were verified."""
-        self._followed[request.request_id].verified = num_nodes
+        """So many first nodes of what was proposed for it, if anything was, were verified."""
+        followed = self._followed.get(request.request_id)
+        if followed is not None:
+            followed.verified = num_nodes
 
     def leave(self, request: Request) -> None:
         """It ended: its tokens stay, unless it emitted none and was never followed."""

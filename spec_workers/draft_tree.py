@@ -10,22 +10,25 @@ from numpy.typing import NDArray
 
 from rollout.types import DraftTrees
 
+_NO_NODES: dict[str, NDArray] = {
+    "tokens_N": np.zeros(0, dtype=np.int32),
+    "parents_N": np.zeros(0, dtype=np.int32),
+    "depths_N": np.zeros(0, dtype=np.int32),
+    "masks_N": np.zeros(0, dtype=np.uint64),
+    "probs_N": np.zeros(0, dtype=np.float32),
+    "sources_N": np.zeros(0, dtype=np.uint8),
+}
+
 
 def only_roots(num_entries: int) -> DraftTrees:
     """No draft nodes at all: a step with these is plain decoding."""
-    return DraftTrees(
-        offsets_B1=np.zeros(num_entries + 1, dtype=np.int64),
-        tokens_N=np.zeros(0, dtype=np.int32),
-        parents_N=np.zeros(0, dtype=np.int32),
-        depths_N=np.zeros(0, dtype=np.int32),
-        masks_N=np.zeros(0, dtype=np.uint64),
-        probs_N=np.zeros(0, dtype=np.float32),
-        sources_N=np.zeros(0, dtype=np.uint8),
-    )
+    return DraftTrees(offsets_B1=np.zeros(num_entries + 1, dtype=np.int64), **_NO_NODES)
 
 
 def spread(trees: DraftTrees, entries: Sequence[int], num_entries: int) -> DraftTrees:
     """The trees of some entries of a batch as those of the batch; ``entries`` ascends."""
+    if len(entries) == num_entries:
+        return trees
     counts = np.zeros(num_entries + 1, dtype=np.int64)
     counts[np.array(entries, dtype=np.intp) + 1] = np.diff(trees.offsets_B1)
     return replace(trees, offsets_B1=np.cumsum(counts))

@@ -103,7 +103,7 @@ class HybridWorker(NgramWorker):
         merged = merge_trees(
             copied,
             grown,
-            limits_B=np.array([self._budget(batch, b) for b in range(len(batch.entries))]),
+            limits_B=np.array(self._limits(batch.entries), dtype=np.int64),
             floor=floor,
             num_sources=self._num_sources,
         )
@@ -121,13 +121,13 @@ class HybridWorker(NgramWorker):
             copied = self._copied if step.was_asked else only_roots(len(step.results))
             self._gate.judge(step, copied, self._asked_now, is_usual=self.drafting_is_usual)
 
-    def _num_verified(self, step: Observation) -> NDArray[np.int64]:
+    def _num_verified(self, step: Observation) -> list[int]:
         copied_B, verified_B = np.diff(self._copied.offsets_B1), np.diff(step.trees.offsets_B1)
         entries_G = np.repeat(np.arange(copied_B.size), copied_B)
         is_out_G = (self._places_G < 0) | (self._places_G >= verified_B[entries_G])
         first_out_B = copied_B.copy()
         np.minimum.at(first_out_B, entries_G[is_out_G], places_within(copied_B)[is_out_G])
-        return first_out_B
+        return first_out_B.tolist()
 
     def release(self, request: Request) -> None:
         super().release(request)

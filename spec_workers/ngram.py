@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngram_native import Source
 from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
-from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request
+from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_tree import only_roots, spread
@@ -87,7 +86,7 @@ class NgramWorker(SpecWorker):
         if not drafting:
             return only_roots(len(batch.entries))
         ids = np.array([batch.entries[b].request.request_id for b in drafting], dtype=np.int64)
-        budgets = np.array([self._budget(batch, b) for b in drafting], dtype=np.int32)
+        budgets = np.array(self._limits([batch.entries[b] for b in drafting]), dtype=np.int32)
         proposal = self.corpus.propose(ids, budgets, floor)
         trees = DraftTrees(
             offsets_B1=proposal.offsets_B1,
@@ -100,22 +99,20 @@ class NgramWorker(SpecWorker):
         )
         return spread(trees, drafting, len(batch.entries))
 
-    def _budget(self, batch: Batch, b: int) -> int:
-        """Nodes worth asking for: the last token a request may emit needs no draft below it."""
-        entry = batch.entries[b]
-        room = self.target.room_for(entry.request) - 1
-        return max(0, min(self._num_draft_tokens, len(entry.draft_slots), room))
+    def _limits(self, entries: Sequence[Scheduled]) -> list[int]:
+        """Nodes worth asking for of each: the scheduler has slots for those that it can use."""
+        return [min(self._num_draft_tokens, entry.draft_slots.size) for entry in entries]
 
     def observe(self, step: Observation) -> None:
         if not step.was_asked:
             return
         for entry, num_nodes in zip(step.batch.entries, self._num_verified(step), strict=True):
-            if entry.samples and self._feed.follows(entry.request):
-                self._feed.note_verified(entry.request, int(num_nodes))
+            if entry.samples:
+                self._feed.note_verified(entry.request, num_nodes)
 
-    def _num_verified(self, step: Observation) -> NDArray[np.int64]:
+    def _num_verified(self, step: Observation) -> list[int]:
         """Of each entry, how many first nodes of what the corpus proposed were verified."""
-        return np.diff(step.trees.offsets_B1)
+        return [result.num_drafted for result in step.results]
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         super().begin(learned)

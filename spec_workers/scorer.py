@@ -98,7 +98,7 @@ def lone_run(memory: CacheMemory, request: Request, start: int, run_len: int) ->
 def _advance(memory: CacheMemory, batch: Batch) -> None:
     """A lone run was run: its request goes on from there."""
     [entry] = batch.entries
-    memory.commit(entry, [])
+    memory.commit([entry], [[]])
     memory.end_step(booked=True)
     if entry.states is not None and entry.states.checkpoints:
         shared = entry.request.tokens[: max(entry.states.checkpoints)]

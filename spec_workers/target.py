@@ -166,7 +166,7 @@ class TargetWorker:
 
     def room_for(self, request: Request) -> int:
         """Tokens the request may still emit."""
-        return min(request.remaining_len, self.max_context_len - len(request.tokens))
+        return min(request.max_len, self.max_context_len) - len(request.tokens)
 
     def verify(self, batch: Batch, trees: DraftTrees) -> Forwarded:
         """Logits at each sampling entry's root and draft nodes, in that order; features."""
@@ -181,49 +181,55 @@ class TargetWorker:
     def accept(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
         """Stops and limits cut what a walk emits."""
         offsets = samples.offsets_B1.tolist()
-        results: list[EntryResult] = []
-        for b, (entry, path) in enumerate(zip(batch.entries, samples.paths, strict=True)):
-            if not entry.samples:
-                results.append(EntryResult())
-                continue
-            drafted = offsets[b + 1] - offsets[b] - 1
-            results.append(self._result(entry.request, samples.sampled, offsets[b], path, drafted))
-        return results
+        return [
+            self._result(entry.request, samples.sampled, first, path, last - first - 1)
+            if entry.samples
+            else EntryResult()
+            for entry, path, first, last in zip(
+                batch.entries, samples.paths, offsets, offsets[1:], strict=False
+            )
+        ]
 
     def _result(
         self, request: Request, sampled: Sampled, first: int, path: list[int], drafted: int
     ) -> EntryResult:
-        rows = [first, *(first + node for node in path)]
-        token_ids = [sampled.tokens[row] for row in rows]
+        tokens, logprobs = sampled.tokens, sampled.logprobs
+        token_ids, token_logprobs = [tokens[first]], [logprobs[first]]
+        if path:
+            token_ids += [tokens[first + node] for node in path]
+            token_logprobs += [logprobs[first + node] for node in path]
         if min(token_ids) < 0:
-            broken = next(k for k, token in enumerate(token_ids) if token < 0)
-            if broken == 0:
+            del token_ids[next(k for k, token in enumerate(token_ids) if token < 0) :]
+            if not token_ids:
                 return EntryResult(
                     num_drafted=drafted,
                     finish_reason=FinishReason.ERROR,
                     error=f"the logits at position {len(request.tokens)} hold NaN or +inf: "
                     "the weights, or an update of them, are broken",
                 )
-            token_ids = token_ids[:broken]
         room = self.room_for(request)
-        kept, reason = request.stop_check.first_stop(request, token_ids[:room])
+        del token_ids[room:]
+        kept, reason = request.stop_check.first_stop(request, token_ids)
         if reason is None and kept == room:
             reason = FinishReason.LENGTH
-        rows = rows[:kept]
-        wanted = request.params.wants_extras
+        if kept <= len(path):
+            del token_ids[kept:], token_logprobs[kept:]
+            path = path[: kept - 1]
+        extras = NO_EXTRAS
+        if request.params.wants_extras:
+            extras = joined([sampled.extras[first + node] for node in [0, *path]])
         return EntryResult(
-            token_ids=token_ids[:kept],
-            logprobs=[sampled.logprobs[row] for row in rows],
-            extras=joined([sampled.extras[row] for row in rows]) if wanted else NO_EXTRAS,
-            path=path[: kept - 1],
+            token_ids=token_ids,
+            logprobs=token_logprobs,
+            extras=extras,
+            path=path,
             num_drafted=drafted,
             finish_reason=reason,
         )
 
     def commit(self, batch: Batch, results: list[EntryResult]) -> None:
-        """Move each entry's state along its accepted path, once."""
-        for entry, result in zip(batch.entries, results, strict=True):
-            self.memory.commit(entry, result.path)
+        """Move KV and states along the accepted paths, once."""
+        self.memory.commit(batch.entries, [result.path for result in results])
 
     @torch.inference_mode()
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:

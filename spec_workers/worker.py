@@ -22,6 +22,7 @@ from rollout.step_limits import StepLimits
 from rollout.types import (
     Batch,
     DraftTrees,
+    EntryResult,
     Request,
     StepResult,
     StepTimes,
@@ -52,6 +53,7 @@ class Launched:
     clock: StepClock
     draft_ms: float
     launch_ms: float
+    expected_accepted: float
     turn: int  # of the worker when it was launched
 
 
@@ -189,6 +191,7 @@ class SpecWorker:
             clock=clock,
             draft_ms=draft_ms,
             launch_ms=clock.lap(),
+            expected_accepted=float(verified.values_N.sum()),
             turn=self._turn,
         )
 
@@ -224,23 +227,16 @@ class SpecWorker:
         times = agreed_times(self.ranks.tensor, times)
         self._turn += 1
         self._finished_at = time.perf_counter()
-        learned = replace(
-            times,
-            forward=times.forward if step.is_usual else math.nan,
-            draft=times.draft if step.drafting_is_usual else math.nan,
-        )
         self._learn()
-        self._unlearned = partial(self.budget.observe, batch, verified, results, learned)
+        self._unlearned = partial(self._learn_from, step, results, times)
         if not self._learns_later:
             self._learn()
-            times.draft += clock.lap()
-        count_step(batch, step.proposed, verified, results, times)
         return StepResult(
             entries=results,
             weight_version=self.weights.version,
             num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
             num_proposed=0 if step.proposed is None else step.proposed.num_nodes,
-            expected_accepted=float(verified.values_N.sum()),
+            expected_accepted=step.expected_accepted,
             forecast=verified.forecast,
             times=times,
         )
@@ -251,6 +247,18 @@ class SpecWorker:
         times.sample = clock.sampling()
         turn_ms = (time.perf_counter() - self._finished_at) * 1e3
         times.draft = min(times.draft, max(0.0, turn_ms - times.forward - times.sample))
+
+    def _learn_from(self, step: Launched, results: list[EntryResult], times: StepTimes) -> None:
+        """Tell the budget what the step cost and gave, and book its share to each request."""
+        learned = replace(
+            times,
+            forward=times.forward if step.is_usual else math.nan,
+            draft=times.draft if step.drafting_is_usual else math.nan,
+        )
+        self.budget.observe(step.batch, step.verified, results, learned)
+        if not self._learns_later:
+            times.draft += step.clock.lap()
+        count_step(step.batch, step.proposed, step.verified, results, times)
 
     def _learn(self) -> None:
         """What the last step cost and gave: on a GPU when the next one is under way there, or when

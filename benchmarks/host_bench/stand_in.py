@@ -61,6 +61,7 @@ class StandIn:
         self._hidden_size = target.model.spec.hidden_size
         model: Any = target.model
         model.forward, model.logits = self._compute, self._head
+        phases.time_calls(model, "forward", DEVICE, launches=True)
         target.runner.forward = self._noted  # type: ignore[method-assign]
         sampler: Any = device_sampler
         sampler._draw = self._draw

@@ -85,10 +85,18 @@ void ChainedLog::append(Cursor& cursor, Token token, ContextView context, std::u
   const Position position = log_.push(page, token);
   cursor.last = position;
   for (std::uint32_t which = 0; which < chains_.size(); ++which) {
-    const Chain chain = chains_[which];
-    const bool linked = context.size() >= chain.order && (!chain.per_group || cursor.has_group);
     log_.link(position, which) =
-        linked ? exchange_head(slot(which, context, cursor.group), position) : kNoPosition;
+        links(chains_[which], cursor, context)
+            ? exchange_head(slot(which, context, cursor.group), position)
+            : kNoPosition;
+  }
+}
+
+void ChainedLog::prefetch_append(const Cursor& cursor, ContextView context) const {
+  for (std::uint32_t which = 0; which < chains_.size(); ++which) {
+    if (links(chains_[which], cursor, context)) {
+      __builtin_prefetch(&heads_[slot(which, context, cursor.group)], 1);
+    }
   }
 }
 

@@ -50,6 +50,8 @@ class ChainedLog {
 
   // Appends one token of the cursor's document; `context` ends just before it.
   void append(Cursor& cursor, Token token, ContextView context, std::uint32_t policy);
+  // Asks for the memory that appending a token behind `context` writes all over the table.
+  void prefetch_append(const Cursor& cursor, ContextView context) const;
 
   // The longest run of `tokens` that the group holds from a document's beginning, through whatever
   // branches. Leaves the cursor at its end, ready to branch, and returns its length.
@@ -86,6 +88,9 @@ class ChainedLog {
     void operator()(std::uint32_t* memory) const { std::free(memory); }
   };
 
+  bool links(const Chain& chain, const Cursor& cursor, ContextView context) const {
+    return context.size() >= chain.order && (!chain.per_group || cursor.has_group);
+  }
   std::size_t segment_slot(std::uint64_t group, Position parent) const {
     return slot_in_part(chains_.size(), mix(mix(kHashSeed, group), parent));
   }

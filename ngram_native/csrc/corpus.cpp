@@ -37,6 +37,9 @@ std::int32_t nodes_grown(std::int32_t budget) { return std::max(budget, kJudgedN
 // Sequences of a batch whose searches wait for memory together.
 constexpr std::size_t kTogether = 16;
 
+// Tokens of a sequence whose writes are asked for at once.
+constexpr std::size_t kAppendedTogether = 16;
+
 void check_verified(std::span<const std::int32_t> verified,
                     const std::vector<Sequence*>& sequences) {
   for (std::size_t b = 0; b < sequences.size(); ++b) {
@@ -128,10 +131,7 @@ void Corpus::open(std::int64_t sequence_id, std::uint64_t group, std::span<const
   Sequence* const sequence = sequences_.emplace(sequence_id, std::move(opened)).first->second.get();
   // From here on nothing can fail.
   sequence->context.push(tokens.first(held));
-  for (const Token token : tokens.subspan(held)) {
-    live_->append(sequence->cursor, token, sequence->context.view(), policy_of(age));
-    sequence->context.push(token);
-  }
+  append(*sequence, tokens.subspan(held), policy_of(age));
   totals_.inserted_tokens += tokens.size() - held;
 }
 
@@ -156,12 +156,26 @@ void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const 
     const std::size_t count =
         verified ? static_cast<std::size_t>((*verified)[b]) : sequence.drafted;
     totals_.matched_nodes += sequence.judge(fresh, count, calibration_);
-    for (const Token token : fresh) {
-      live_->append(sequence.cursor, token, sequence.context.view(), policy_of(age));
+    append(sequence, fresh, policy_of(age));
+  }
+  totals_.inserted_tokens += tokens.size();
+}
+
+// Every token writes to several places of a table larger than any cache: those of some tokens are
+// asked for before the first of them is written.
+void Corpus::append(Sequence& sequence, std::span<const Token> tokens, std::uint32_t policy) {
+  for (std::size_t begin = 0; begin < tokens.size(); begin += kAppendedTogether) {
+    const auto part = tokens.subspan(begin, std::min(kAppendedTogether, tokens.size() - begin));
+    Context ahead = sequence.context;
+    for (const Token token : part) {
+      live_->prefetch_append(sequence.cursor, ahead.view());
+      ahead.push(token);
+    }
+    for (const Token token : part) {
+      live_->append(sequence.cursor, token, sequence.context.view(), policy);
       sequence.context.push(token);
     }
   }
-  totals_.inserted_tokens += tokens.size();
 }
 
 const std::vector<DraftNode>& Corpus::grow(const Candidates& candidates, std::int32_t budget) {

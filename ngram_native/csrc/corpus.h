@@ -94,6 +94,7 @@ class Corpus {
   // All of these run under the mutex.
   Sequence& find(std::int64_t sequence_id);
   std::vector<Sequence*> find_all(std::span<const std::int64_t> sequence_ids);
+  void append(Sequence& sequence, std::span<const Token> tokens, std::uint32_t policy);
   const std::vector<DraftNode>& grow(const Candidates& candidates, std::int32_t budget);
   Scopes scopes() const { return Scopes{*live_, externals_, policy_}; }
   std::uint32_t policy_of(std::uint32_t age) const { return policy_ - std::min(age, policy_); }

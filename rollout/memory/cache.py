@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import CheckpointedSlots
 from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
+from rollout.ragged import ranges
 from rollout.types import Scheduled, ScheduledStates
 
 
@@ -36,7 +38,6 @@ from rollout.types import Scheduled, ScheduledStates
 class _Row:
     node: Node  # locked; where [0, shared_len) ends in the prefix cache
     shared_len: int
-    allocated_len: int
     stale: bool = False  # holds KV from before reset(): never shared
 
 
@@ -85,17 +86,15 @@ class CacheMemory:
             else CheckpointedSlots(self.slots, self.states.checkpoints)
         )
         self.shares_prefixes = prefix_cache
+        # Tokens a sequence can grow to, whatever else runs: the context, or all of the slots.
+        self.max_sequence_len = min(max_context_len, num_slots)
         self.counters = MemoryCounters()
         # Counts up when what a row's table already says of computed positions changes.
         self.row_versions = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
+        self._allocated = [0] * max_rows  # allocated_len of each row held
         self._draft_slots: dict[int, NDArray[np.int32]] = {}  # reserved, by step
         self._accepted = np.zeros(num_slots + 1, dtype=bool)  # of those, now in req_to_token
-
-    @property
-    def max_sequence_len(self) -> int:
-        """Tokens a sequence can grow to, whatever else runs: the context, or all of the slots."""
-        return min(self.req_to_token.max_context_len, self.slots.num_slots)
 
     @property
     def obtainable(self) -> int:
@@ -147,7 +146,8 @@ class CacheMemory:
         row = self.req_to_token.allocate_row()
         self.req_to_token.table[row, :cached_len] = slots
         self.row_versions[row] += 1
-        self._rows[row] = _Row(node=node, shared_len=cached_len, allocated_len=cached_len)
+        self._rows[row] = _Row(node=node, shared_len=cached_len)
+        self._allocated[row] = cached_len
         if self.states is not None:
             self.states.open(row, cached_len, int(slots[-1]) if cached_len else NULL_SLOT)
         self.counters.looked_up += len(tokens)
@@ -160,30 +160,28 @@ class CacheMemory:
         Returns the position reached. Slots beyond ``end``, which a step that failed may have left,
         are freed.
         """
-        state, table = self._rows[row], self.req_to_token.table
-        begin = state.allocated_len
+        table, begin = self.req_to_token.table, self._allocated[row]
         if end > begin:
             slots = self._allocate(min(end - begin, self.obtainable))
-            state.allocated_len = begin + len(slots)
-            table[row, begin : state.allocated_len] = slots
+            end = begin + len(slots)
+            table[row, begin:end] = slots
         elif end < begin:
-            assert end >= state.shared_len, "a shared prefix cannot be cut"
+            assert end >= self._rows[row].shared_len, "a shared prefix cannot be cut"
             self.slots.free(table[row, end:begin])
-            state.allocated_len = end
-        return state.allocated_len
+        self._allocated[row] = end
+        return end
 
-    def extend_by_one(self, rows: Sequence[int], ends: Sequence[int]) -> bool:
+    def extend_by_one(self, rows: list[int], ends: list[int]) -> bool:
         """Make the slots of each row, which reach its end, reach one position more.
 
         As `extend` does one by one. False, and nothing done, where a row's slots reach elsewhere
         or there are not as many free ones.
         """
-        states = [self._rows[row] for row in rows]
-        if len(rows) > self.slots.available or [s.allocated_len for s in states] != ends:
+        if len(rows) > self.slots.available or [self._allocated[row] for row in rows] != ends:
             return False
         self.req_to_token.table[rows, ends] = self.slots.allocate(len(rows))
-        for state in states:
-            state.allocated_len += 1
+        for row in rows:
+            self._allocated[row] += 1
         return True
 
     @property
@@ -199,7 +197,9 @@ class CacheMemory:
         """
         assert step not in self._draft_slots, f"drafts of step {step} are still reserved"
         slots = self._draft_slots[step] = self._allocate(sum(counts))
-        ends = np.cumsum(counts).tolist()
+        if not slots.size:
+            return [slots] * len(counts)
+        ends = accumulate(counts)
         return [slots[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     def caches(self, row: int) -> bool:
@@ -230,40 +230,60 @@ class CacheMemory:
             return [None] * len(runs)
         return self.states.reserve(runs, counts, step)
 
-    def commit(self, entry: Scheduled, path: Sequence[int]) -> None:
-        """Move an entry's KV and state along its accepted path: tree nodes, in order.
+    def commit(self, entries: Sequence[Scheduled], paths: Sequence[Sequence[int]]) -> None:
+        """Move KV and state of each entry along its accepted path: tree nodes, in order.
 
-        Called by the worker, once per entry and step. The KV is where the row's table says from
-        then on; the state counts once the step is booked, and until then what it began with stays.
+        Called by the worker, once per step. The KV is where the row's table says from then on; the
+        state counts once the step is booked, and until then what it began with stays.
         """
-        if path:
-            accepted = entry.draft_slots[[node - 1 for node in path]]
-            self.commit_path(entry.request.row, entry.end, accepted)
+        if any(paths):
+            counts = [len(path) for path in paths]
+            nodes_A = np.fromiter(chain.from_iterable(paths), dtype=np.int64, count=sum(counts))
+            drafts = [entry.draft_slots for entry in entries]
+            # Among all of those, an entry's node 1 is its first.
+            before = list(accumulate([slots.size for slots in drafts], initial=-1))
+            self.commit_paths(
+                [entry.request.row for entry in entries],
+                [entry.end for entry in entries],
+                counts,
+                np.concatenate(drafts).take(nodes_A + np.array(before[:-1]).repeat(counts)),
+            )
         if self.states is not None:
-            self.states.commit(entry, path)
+            for entry, path in zip(entries, paths, strict=True):
+                self.states.commit(entry, path)
 
-    def commit_path(self, row: int, end: int, accepted_slots: np.ndarray) -> None:
-        """Accept draft nodes: their KV becomes the row's at positions [end, end + a).
+    def commit_paths(
+        self,
+        rows: list[int],
+        ends: list[int],
+        counts: list[int],
+        accepted_slots: NDArray[np.int32],
+    ) -> None:
+        """Accept draft nodes: their KV becomes each row's at positions [end, end + count).
 
-        ``end``: where the entry's run ended. ``accepted_slots``: int32[a], reserved slots of the
-        nodes on the accepted path, in order. At most once per entry and step; nothing is copied
-        but slot ids.
+        ``ends``: where the entries' runs ended. ``accepted_slots``: the reserved slots of the nodes
+        on the accepted paths, in order, one entry's behind the other's. At most once per entry and
+        step; nothing is copied but slot ids.
         """
-        state = self._rows[row]
-        assert state.allocated_len == end, f"run ended at {end}, slots at {state.allocated_len}"
-        state.allocated_len = end + len(accepted_slots)
-        self.req_to_token.table[row, end : state.allocated_len] = accepted_slots
+        allocated = [self._allocated[row] for row in rows]
+        assert allocated == ends, f"runs ended at {ends}, slots at {allocated}"
+        for row, count in zip(rows, counts, strict=True):
+            self._allocated[row] += count
+        width = self.req_to_token.max_context_len
+        firsts = [row * width + end for row, end in zip(rows, ends, strict=True)]
+        places_A = ranges(np.array(firsts), np.array(counts))
+        self.req_to_token.table.reshape(-1)[places_A] = accepted_slots
         self._accepted[accepted_slots] = True
 
     def end_step(self, step: int = 0, *, booked: bool = False) -> None:
-        """Free the step's reserved draft slots that no commit_path() took. May be called again.
+        """Free the step's reserved draft slots that no commit_paths() took. May be called again.
 
         ``booked``: requests go on from what commit() made theirs. Else the step is to be run again,
         and their states are what it began with.
         """
         slots = self._draft_slots.pop(step, None)
-        if slots is not None:
-            accepted = self._accepted[slots]
+        if slots is not None and slots.size:
+            accepted = self._accepted.take(slots)
             self._accepted[slots] = False
             self.slots.free(slots[~accepted])
         if self.states is not None:
@@ -306,7 +326,7 @@ class CacheMemory:
         if self.states is not None:
             no_slots = np.empty(0, dtype=np.int32)
             self.states.close(row, self.prefix_cache.path_slots(node) if node else no_slots)
-        self.slots.free(self.req_to_token.table[row, owned_from : state.allocated_len])
+        self.slots.free(self.req_to_token.table[row, owned_from : self._allocated[row]])
         self.prefix_cache.unlock(state.node)
         self.req_to_token.free_row(row)
 
@@ -338,7 +358,7 @@ class CacheMemory:
     def _held_slots(self) -> Iterator[np.ndarray]:
         yield from self.prefix_cache.held_slots()
         for row, state in self._rows.items():
-            yield self.req_to_token.table[row, state.shared_len : state.allocated_len]
+            yield self.req_to_token.table[row, state.shared_len : self._allocated[row]]
         for slots in self._draft_slots.values():
             yield slots[~self._accepted[slots]]
 
@@ -354,7 +374,7 @@ class CacheMemory:
         [shared_len, held) was there already: the request's copies are freed.
         [held, len(tokens)) are the tree's from here on.
         """
-        assert state.shared_len <= len(tokens) <= state.allocated_len
+        assert state.shared_len <= len(tokens) <= self._allocated[row]
         slots = self.req_to_token.table[row, : len(tokens)]
         held, node = self.prefix_cache.insert(np.array(tokens, dtype=np.int32), slots)
         self.slots.free(slots[state.shared_len : held])

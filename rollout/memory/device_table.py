@@ -58,14 +58,14 @@ class DeviceTable:
         """Of runs [start, end) of these rows of the table."""
         if self._is_view:
             return _NOTHING
-        versions_B = self._versions_Q[rows_B]
-        is_known_B = self._known_versions_Q[rows_B] == versions_B
-        first_B = np.where(is_known_B, np.minimum(self._known_Q[rows_B], starts_B), 0)
-        row_firsts_B = rows_B.astype(np.int64) * self._table.shape[1]
+        versions_B = self._versions_Q.take(rows_B)
+        is_known_B = self._known_versions_Q.take(rows_B) == versions_B
+        first_B = np.minimum(self._known_Q.take(rows_B) * is_known_B, starts_B)
+        row_firsts_B = rows_B * np.int64(self._table.shape[1])
         places_C = ranges(row_firsts_B + first_B, ends_B - first_B)
         arrays: dict[str, NDArray] = {
             "table_places": places_C,
-            "table_slots": self._table.reshape(-1)[places_C],
+            "table_slots": self._table.take(places_C),
         }
         return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, arrays=arrays)
 
@@ -73,6 +73,6 @@ class DeviceTable:
         """``tensors``: the changes' arrays, on the device."""
         if not changes.arrays:
             return
-        self._flat[tensors["table_places"]] = tensors["table_slots"]
+        self._flat.index_copy_(0, tensors["table_places"], tensors["table_slots"])
         self._known_Q[changes.rows_B] = changes.ends_B
         self._known_versions_Q[changes.rows_B] = changes.versions_B

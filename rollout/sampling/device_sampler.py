@@ -82,9 +82,9 @@ class SampledTrees:
         if "paths" not in read:  # trees of nothing but roots
             walked: list[list[int]] = [[] for _ in range(self._num_entries)]
         else:
-            lengths_B = read["lengths"]
-            paths = read["paths"][:, : lengths_B.max(initial=0)].tolist()
-            walked = [path[:end] for path, end in zip(paths, lengths_B.tolist(), strict=True)]
+            lengths = read["lengths"].tolist()
+            paths = read["paths"][:, : max(lengths, default=0)].tolist()
+            walked = [path[:end] for path, end in zip(paths, lengths, strict=True)]
         return _sampled(read, self._rows, self._wanted), walked
 
 
@@ -243,7 +243,10 @@ def _bounded(values: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled(read: dict[str, NDArray], rows: SampleRows, wanted: Wanted) -> Sampled:
-    extras = [NO_EXTRAS] * len(read["tokens"])
+    tokens, logprobs = read["tokens"].tolist(), read["logprobs"].tolist()
+    extras = [NO_EXTRAS] * len(tokens)
+    if not wanted:
+        return Sampled(tokens=tokens, logprobs=logprobs, extras=extras)
     for row in {*wanted.raw, *wanted.sampling, *wanted.entropy, *wanted.top}:
         extras[row] = TokenExtras()
     for row, value in zip(wanted.raw, _listed(read, "raw"), strict=True):
@@ -256,9 +259,7 @@ def _sampled(read: dict[str, NDArray], rows: SampleRows, wanted: Wanted) -> Samp
     for row, ids, values in top:
         count = rows.requests[row].params.top_logprobs
         extras[row].top_logprobs = [list(zip(ids[:count], values[:count], strict=True))]
-    return Sampled(
-        tokens=read["tokens"].tolist(), logprobs=read["logprobs"].tolist(), extras=extras
-    )
+    return Sampled(tokens=tokens, logprobs=logprobs, extras=extras)
 
 
 def _listed(read: dict[str, NDArray], name: str) -> list:

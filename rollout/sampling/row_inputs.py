@@ -95,6 +95,10 @@ class Wanted:
             entropy=[r for r, p in enumerate(params) if p.entropy],
         )
 
+    def __bool__(self) -> bool:
+        """Whether anybody asked for anything."""
+        return self is not _NOTHING
+
     def arrays(self) -> Arrays:
         """int64 [W], by the names ``wants_raw``, ``wants_sampling``, ``wants_top`` and
         ``wants_entropy``; what nobody wants is not there."""

@@ -52,7 +52,7 @@ class Halving:
     def __init__(self, overlap: Overlap, *, hides: bool) -> None:
         """``hides``: the device computes by itself; else there is nothing to gain."""
         self._overlap = overlap
-        self._hides = hides
+        self._is_measured = hides and overlap is Overlap.auto
         self._speeds: dict[tuple[int, bool], _Speed] = {}  # by size and whether halved
         self._tries: dict[int, tuple[int, int]] = {}  # by size: step of the first, and how many
         self._size = -1
@@ -67,10 +67,12 @@ class Halving:
             return False
         if self._overlap is Overlap.always:
             return True
-        return self._hides and self._is_faster(_size(running))
+        return self._is_measured and self._is_faster(_size(running))
 
     def observe(self, running: int, halved: bool, emitted: int, times: StepTimes) -> None:
         """A step, of all or of a half of ``running`` requests, emitted so many tokens."""
+        if not self._is_measured:
+            return
         size = _size(running)
         if (size, halved) != (self._size, self._halved):
             self._size, self._halved, self._unsettled = size, halved, _SETTLING

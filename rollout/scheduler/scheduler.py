@@ -120,15 +120,19 @@ class Scheduler:
         """
         self.memory.drop_steps(but={batch.step for batch in under_way})
         busy = {entry.request: entry.run_len for batch in under_way for entry in batch.entries}
-        idle = [request for request in self._running if request not in busy]
+        idle = self._running
+        if busy:
+            idle = [request for request in idle if request not in busy]
         if halved:
             idle = idle[: (len(self._running) + 1) // 2]
         runs: dict[Request, int] = {}  # in batch order
-        decodes = [request for request in idle if request.extend_len == 1]
-        prefills = [request for request in idle if request.extend_len > 1]
+        decodes = [each for each in idle if len(each.tokens) == each.computed_len + 1]
+        prefills = []
+        if len(decodes) < len(idle):
+            prefills = [request for request in idle if request.extend_len > 1]
         rows = [request.row for request in decodes]
         if self.memory.extend_by_one(rows, [request.computed_len for request in decodes]):
-            runs |= dict.fromkeys(decodes, 1)
+            runs = dict.fromkeys(decodes, 1)
         else:
             prefills = decodes + prefills
         for request in prefills:
@@ -141,6 +145,7 @@ class Scheduler:
             step=self._step,
             entries=self._with_drafts(runs, self._step),
             num_waiting=unfinished - len(runs) - len(busy),
+            expected_remaining=self._remaining_of_entry,
         )
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
@@ -154,8 +159,8 @@ class Scheduler:
             request = entry.request
             self._append(request, output, result.weight_version)
             # A request that stopped inside its accepted path has KV beyond its last token.
-            computed_len = min(entry.end + len(output.path), len(request.tokens))
-            request.computed_len = computed_len
+            reached = entry.start + entry.run_len + len(output.path)
+            request.computed_len = min(reached, len(request.tokens))
             if request.finish_reason is not None:
                 self._observe_length(request)
                 self._finish(request)
@@ -268,14 +273,14 @@ class Scheduler:
 
         A slot is left for each request that is not among them: its next token needs one.
         """
-        most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
-        wanted = [self._draft_room(request, run_len, most) for request, run_len in runs.items()]
-        share = self.memory.slots.num_slots // DRAFT_SHARE - self.memory.num_reserved
-        others = len(self._running) - len(runs)
-        room = max(0, min(self.memory.node_room(len(runs)) - others, share))
-        if sum(wanted) > room:
-            share = room // sum(count > 0 for count in wanted)
-            wanted = [min(count, share) for count in wanted]
+        wanted = self._draft_rooms(runs)
+        if any(wanted):
+            share = self.memory.slots.num_slots // DRAFT_SHARE - self.memory.num_reserved
+            others = len(self._running) - len(runs)
+            room = max(0, min(self.memory.node_room(len(runs)) - others, share))
+            if sum(wanted) > room:
+                share = room // sum(count > 0 for count in wanted)
+                wanted = [min(count, share) for count in wanted]
         drafts = self.memory.reserve_drafts(wanted, step)
         states: Sequence[ScheduledStates | None] = [None] * len(runs)
         if self.memory.states is not None:
@@ -287,7 +292,6 @@ class Scheduler:
                 start=request.computed_len,
                 run_len=run_len,
                 draft_slots=slots,
-                expected_remaining=self._expected_remaining(request),
                 states=own_states,
             )
             for (request, run_len), slots, own_states in zip(
@@ -299,20 +303,34 @@ class Scheduler:
         start = request.computed_len
         return self.memory.state_run(request.row, start, start + run_len, request.prompt_len)
 
-    def _draft_room(self, request: Request, run_len: int, most: int) -> int:
-        """Draft nodes a run can use: no more than tokens it may still emit besides the target's."""
-        if run_len < request.extend_len:
-            return 0  # a prefill chunk is not sampled from
-        return min(most, self._room(request) - 1)
+    def _draft_rooms(self, runs: Runs) -> list[int]:
+        """Draft nodes each run can use: no more than tokens it may still emit besides the target's,
+        and none for a prefill chunk, which is not sampled from."""
+        most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
+        if not most:
+            return [0] * len(runs)
+        longest = self.memory.max_sequence_len
+        rooms = []
+        for request, run_len in runs.items():
+            length = len(request.tokens)
+            samples = request.computed_len + run_len == length
+            room = min(request.max_len, longest) - length - 1 if samples else 0
+            rooms.append(most if room >= most else max(0, room))
+        return rooms
 
     def _expected_remaining(self, request: Request) -> float:
         """Tokens the request is expected to emit yet."""
-        return self.lengths.remaining(request.group, request.generated_len, self._room(request))
+        return self._remaining_at(request, len(request.tokens))
 
-    def _room(self, request: Request) -> int:
-        """The most tokens an unfinished request may still emit: >= 1."""
-        context_left = self.memory.max_sequence_len - len(request.tokens)
-        return max(1, min(request.remaining_len, context_left))
+    def _remaining_of_entry(self, entry: Scheduled) -> float:
+        """Tokens its request was expected to emit yet when it was scheduled."""
+        request = entry.request
+        return self._remaining_at(request, entry.end if entry.samples else len(request.tokens))
+
+    def _remaining_at(self, request: Request, length: int) -> float:
+        generated = length - request.prompt_len + request.partial_len
+        room = max(1, min(request.max_len, self.memory.max_sequence_len) - length)
+        return self.lengths.remaining(request.group, generated, room)
 
     def _append(self, request: Request, output: EntryResult, weight_version: int) -> None:
         request.tokens += output.token_ids
@@ -324,9 +342,9 @@ class Scheduler:
             extras.sampling_logprobs += output.extras.sampling_logprobs
             extras.top_logprobs += output.extras.top_logprobs
             extras.entropies += output.extras.entropies
-        request.finish_reason = output.finish_reason
-        request.error = output.error
-        if request.finish_reason is None and len(request.tokens) >= self.memory.max_sequence_len:
+        if output.finish_reason is not None:
+            request.finish_reason, request.error = output.finish_reason, output.error
+        elif len(request.tokens) >= self.memory.max_sequence_len:
             request.finish_reason = FinishReason.LENGTH
 
     def _observe_length(self, request: Request) -> None:
@@ -370,8 +388,10 @@ def _newly_shared(entry: Scheduled) -> int:
     kept of. 0: no more than before."""
     request = entry.request
     is_prompt_new = entry.start < request.prompt_len <= request.computed_len
-    kept = max(entry.states.checkpoints, default=0) if entry.states is not None else 0
-    return max(kept, request.prompt_len if is_prompt_new else 0)
+    shared = request.prompt_len if is_prompt_new else 0
+    if entry.states is None:
+        return shared
+    return max(shared, *entry.states.checkpoints, 0)
 
 
 def _nothing_expected(request: Request) -> float:

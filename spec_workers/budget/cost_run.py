@@ -73,7 +73,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
             return
         before = _batch(target, tokens, row, 0, _CONTEXT)
         clock.forward_ms(target, before)  # keys and values to attend to, and a state to begin with
-        memory.commit(before.entries[0], [])
+        memory.commit(before.entries, [[]])
         memory.end_step(booked=True)
         best: dict[int, float] = {}
         graphs = target.graphs

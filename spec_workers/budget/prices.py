@@ -72,7 +72,7 @@ def _prices(batch: Batch, cost: StepCost, until: int) -> Prices:
         return Prices(until, 0, longest, 0.0, np.zeros(0), np.zeros(1), worth_B)
     nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
     decode_B = cost.of_decoding(width, longest)
-    remaining = np.array([max(1.0, e.expected_remaining) for e in entries if e.samples])
+    remaining = np.array([max(1.0, batch.expected_remaining(e)) for e in entries if e.samples])
     may_draft = nodes.size > 1  # else nobody chooses by worth: the even one, which is quick
     ends = may_draft and batch.num_waiting == 0
     worth_B[samples_B] = token_worth(remaining, decode_B, ends)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from host_bench import phases as phases_module
-from host_bench.phases import Phases
+from host_bench.phases import COVERED, Phases
 from host_bench.seats import seats
 from traces import synthetic_trace
 
@@ -56,6 +57,28 @@ def test_a_phase_inside_another_is_not_the_outer_ones(monkeypatch) -> None:
     assert called.inner is inner
     called.inner()
     assert set(phases.take()) == {"rest"}
+
+
+def test_what_the_device_covers_is_counted_by_itself(monkeypatch) -> None:
+    """From the end of a launch to the beginning of the next wait."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(phases_module, "time", clock)
+
+    def takes(seconds: float) -> Callable[[], None]:
+        def pass_time() -> None:
+            clock.now += seconds
+
+        return pass_time
+
+    called = SimpleNamespace(forward=takes(1.0), learn=takes(2.0), read=takes(4.0))
+    phases = Phases("rest")
+    phases.time_calls(called, "forward", "layout", launches=True)
+    phases.time_calls(called, "learn", "learn")
+    phases.time_calls(called, "read", "read", waits=True)
+    for call in (called.forward, called.learn, called.read, called.learn):
+        call()
+    taken = {name: seconds for name, seconds in phases.take().items() if seconds}
+    assert taken == {"layout": 1.0, "learn" + COVERED: 2.0, "read": 4.0, "learn": 2.0}
 
 
 def test_seats_say_recorded_responses_end_to_end() -> None:

@@ -63,7 +63,9 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> No
             request.computed_len = entry.end
             if entry.samples:
                 accepted = int(rng.integers(0, 4))
-                memory.commit_path(request.row, entry.end, entry.draft_slots[:accepted])
+                memory.commit_paths(
+                    [request.row], [entry.end], [accepted], entry.draft_slots[:accepted]
+                )
                 request.computed_len += accepted
                 request.tokens += rng.integers(2, 9, accepted + 1).tolist()
         memory.end_step()

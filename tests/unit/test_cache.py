@@ -7,6 +7,8 @@ import pytest
 
 from rollout.errors import IntegrityError
 from rollout.memory.cache import CacheMemory
+from rollout.types import Scheduled
+from tests.helpers.requests import make_request
 
 
 def int32(values) -> np.ndarray:
@@ -66,7 +68,7 @@ def test_extend_gives_back_what_a_failed_step_left():
     memory = CacheMemory(10, 1, 16, prefix_cache=True)
     row = compute(memory, [1, 2])
     [drafts] = memory.reserve_drafts([3])
-    memory.commit_path(row, 2, drafts[[0, 2]])
+    memory.commit_paths([row], [2], [2], drafts[[0, 2]])
     memory.end_step()
     assert memory.slots.available == 6
     assert memory.extend(row, 2) == 2
@@ -94,13 +96,13 @@ def test_rows_that_decode_are_extended_as_one_by_one():
     together.check_integrity()
 
 
-def test_commit_path_takes_accepted_slots_and_end_step_frees_the_rest():
+def test_commit_paths_takes_accepted_slots_and_end_step_frees_the_rest():
     memory = CacheMemory(20, 2, 16, prefix_cache=True)
     rows = [compute(memory, [1, 2]), compute(memory, [3, 4, 5])]
     first, none, second = memory.reserve_drafts([3, 0, 4])
     assert [len(slots) for slots in (first, none, second)] == [3, 0, 4]
     memory.check_integrity()
-    memory.commit_path(rows[1], 3, second[[1, 3]])
+    memory.commit_paths([rows[1]], [3], [2], second[[1, 3]])
     memory.check_integrity()
     memory.end_step()
     memory.end_step()
@@ -110,12 +112,38 @@ def test_commit_path_takes_accepted_slots_and_end_step_frees_the_rest():
     assert not set(memory.slots.allocate(13).tolist()) & set(second[[1, 3]].tolist())
 
 
-def test_commit_path_refuses_a_run_that_ended_elsewhere():
+def test_commit_paths_refuses_a_run_that_ended_elsewhere():
     memory = CacheMemory(20, 2, 16, prefix_cache=True)
     row = compute(memory, [1, 2])
     [drafts] = memory.reserve_drafts([2])
-    with pytest.raises(AssertionError, match="run ended at 3, slots at 2"):
-        memory.commit_path(row, 3, drafts[:1])
+    with pytest.raises(AssertionError, match=r"runs ended at \[3\], slots at \[2\]"):
+        memory.commit_paths([row], [3], [1], drafts[:1])
+
+
+def test_the_paths_of_a_batch_move_as_one_by_one():
+    together, single = (CacheMemory(60, 4, 16, prefix_cache=False) for _ in range(2))
+    paths = [[1, 3], [], [2], [1, 2, 3]]
+    for memory in (together, single):
+        entries = []
+        rows = [compute(memory, list(range(length))) for length in (3, 5, 2, 4)]
+        for row, slots in zip(rows, memory.reserve_drafts([3, 2, 4, 3]), strict=True):
+            request = make_request(range(memory.extend(row, row + 6)))
+            request.row = row
+            run = {"start": row + 5, "run_len": 1}
+            entries.append(Scheduled(request=request, draft_slots=slots, **run))
+        if memory is together:
+            memory.commit(entries, paths)
+        else:
+            for entry, path in zip(entries, paths, strict=True):
+                memory.commit([entry], [path])
+        memory.check_integrity()
+        memory.end_step()
+        memory.check_integrity()
+        entry = entries[3]
+        moved = memory.req_to_token.table[entry.request.row, entry.end : entry.end + 3]
+        assert moved.tolist() == entry.draft_slots.tolist()
+    assert together.req_to_token.table.tolist() == single.req_to_token.table.tolist()
+    assert together.slots.available == single.slots.available
 
 
 def test_share_moves_duplicates_over_to_the_tree():
@@ -236,7 +264,7 @@ class Simulation:
             tokens = state.tokens + self.rng.integers(0, 2, size=len(accepted) + 1).tolist()
             for node, slot in enumerate(accepted.tolist()):
                 self.kv[slot] = (self.version, tuple(tokens[: end + node + 1]))
-            self.memory.commit_path(row, end, accepted)
+            self.memory.commit_paths([row], [end], [len(accepted)], accepted)
             if not fails:
                 state.tokens, state.computed = tokens, end + len(accepted)
         self.memory.check_integrity()

@@ -130,6 +130,18 @@ def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
     assert outcome(engine.generate(PROMPTS, other)) != outcome(first)
 
 
+@pytest.mark.parametrize("spec", ["none", "ngram"])
+def test_a_rollout_has_all_of_its_counts_where_steps_are_booked_later(tiny_model_path, spec):
+    """As on a GPU: while the step after is under way there, or as the request ends."""
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=4)
+    engine.worker._learns_later = True
+    params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    for rollout in engine.generate([[5, 6, 7], [8, 9]], params):
+        stats = rollout.stats
+        assert stats.verify_steps + stats.accepted == len(rollout.token_ids) == 12
+        assert stats.forward_ms > 0
+
+
 def test_siblings_prefill_their_prompt_once(tiny_model_path):
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8)
     prompt = np.random.default_rng(0).integers(3, 97, 100).tolist()

@@ -61,7 +61,7 @@ def make_budget(times=ramp):
     return LearnedBudget(StepCost("here", Machine(times)), NodeValues(SOURCES), 0.02)
 
 
-def entry_of(request_id, *, samples=True, slots=16, run_len=1, remaining=50.0):
+def entry_of(request_id, *, samples=True, slots=16, run_len=1):
     length = run_len + (not samples)
     request = make_request([5] * length, request_id=request_id)
     return Scheduled(
@@ -69,13 +69,19 @@ def entry_of(request_id, *, samples=True, slots=16, run_len=1, remaining=50.0):
         start=0,
         run_len=run_len,
         draft_slots=np.arange(slots if samples else 0, dtype=np.int32),
-        expected_remaining=remaining,
     )
 
 
-def batch_of(width, *, waiting=0, **options):
+def batch_of(width, *, waiting=0, remaining=50.0, **options):
     entries = [entry_of(request_id, **options) for request_id in range(width)]
-    return Batch(step=0, entries=entries, num_waiting=waiting)
+    return Batch(
+        step=0, entries=entries, num_waiting=waiting, expected_remaining=lambda entry: remaining
+    )
+
+
+def by_request(entry):
+    """Tokens expected of a request: ten times as many as of the one before it."""
+    return 10.0**entry.request.request_id
 
 
 def chains(batch, prob, length=16):
@@ -140,8 +146,8 @@ def test_no_node_below_the_floor_would_have_been_bought():
         slope = rng.uniform(0.0, 3.0)
         budget = make_budget(lambda rows, slope=slope: np.maximum(14.0, 10 + slope * rows))
         batch = batch_of(int(rng.integers(1, 9)), waiting=int(rng.integers(0, 2)))
-        for entry in batch.entries:
-            entry.expected_remaining = float(rng.exponential(100)) + 1
+        remaining = rng.exponential(100, len(batch.entries)) + 1
+        batch.expected_remaining = lambda entry, of=remaining: float(of[entry.request.request_id])
         floor = budget.floor(batch)
         step(budget, batch, 0.95)
         verified = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
@@ -167,7 +173,7 @@ def test_worth_is_that_of_this_batch_whatever_came_before():
     """As of a budget that was never asked before."""
     rng = np.random.default_rng(2)
     budget, ever = make_budget(), [
-        entry_of(k, samples=samples, slots=slots, run_len=run_len, remaining=10.0**k)
+        entry_of(k, samples=samples, slots=slots, run_len=run_len)
         for k in range(3)
         for samples in (True, False)
         for slots in (0, 3)
@@ -177,7 +183,10 @@ def test_worth_is_that_of_this_batch_whatever_came_before():
         entries = {}
         for k in rng.integers(0, len(ever), rng.integers(1, 4)):
             entries[ever[k].request.request_id] = ever[k]
-        batch = Batch(step=0, entries=list(entries.values()), num_waiting=int(rng.integers(0, 2)))
+        batch = Batch(
+            step=0, entries=list(entries.values()), num_waiting=int(rng.integers(0, 2)),
+            expected_remaining=by_request,
+        )  # fmt: skip
         fresh = make_budget()
         verified, expected = budget.choose(batch, None), fresh.choose(batch, None)
         assert verified.worth_B.tolist() == expected.worth_B.tolist()
@@ -238,8 +247,7 @@ def test_without_draft_slots_nothing_is_asked_for():
 def test_where_nothing_may_be_drafted_no_worth_is_worked_out(waiting):
     """All alike then, and the forecast is that of the step all the same."""
     batch = batch_of(5, slots=0, waiting=waiting)
-    for k, entry in enumerate(batch.entries):
-        entry.expected_remaining = 10.0**k
+    batch.expected_remaining = by_request
     budget = make_budget()
     verified = budget.choose(batch, None)
     assert np.ptp(verified.worth_B) == 0
@@ -247,8 +255,7 @@ def test_where_nothing_may_be_drafted_no_worth_is_worked_out(waiting):
     assert verified.forecast.plain_ms == verified.forecast.predicted_ms == float(ramp(5))
 
     may_draft = batch_of(5, waiting=waiting)
-    for k, entry in enumerate(may_draft.entries):
-        entry.expected_remaining = 10.0**k
+    may_draft.expected_remaining = by_request
     assert (np.ptp(budget.choose(may_draft, None).worth_B) > 0) == (waiting == 0)
 
 

@@ -28,10 +28,9 @@ class CountingCost:
 def batch_of(ids, step=0, slots=SLOTS) -> Batch:
     requests = [make_request([1] * 5, request_id=number) for number in ids]
     entries = [
-        Scheduled(request=request, start=4, run_len=1, draft_slots=slots, expected_remaining=9)
-        for request in requests
+        Scheduled(request=request, start=4, run_len=1, draft_slots=slots) for request in requests
     ]
-    return Batch(step=step, entries=entries)
+    return Batch(step=step, entries=entries, expected_remaining=lambda entry: 9.0)
 
 
 def test_halves_that_take_turns_keep_their_prices() -> None:

@@ -99,7 +99,10 @@ def test_nothing_is_gained_without_drafts_or_without_a_forecast():
 
 
 def test_a_forecast_gains_what_its_shares_do():
-    batch = Batch(step=0, entries=[entry_of(k, remaining=10.0 + k) for k in range(3)])
+    batch = Batch(
+        step=0, entries=[entry_of(k) for k in range(3)],
+        expected_remaining=lambda entry: 10.0 + entry.request.request_id,
+    )  # fmt: skip
     budget = make_budget()
     proposed = chains(batch, 0.9)
     verified = budget.choose(batch, proposed)

@@ -74,7 +74,7 @@ class Bench:
                 results.append(EntryResult())
                 continue
             slots = entry.draft_slots[:accept]
-            self.memory.commit_path(entry.request.row, entry.end, slots)
+            self.memory.commit_paths([entry.request.row], [entry.end], [len(slots)], slots)
             emitted = 1 + len(slots)
             results.append(
                 EntryResult(
@@ -318,7 +318,7 @@ def test_a_batch_says_what_is_expected_and_who_is_not_in_it():
     bench = Bench(running=3, step_tokens=16, chunk=16)
     known, unknown, third = bench.add([1] * 4), bench.add([2] * 4), bench.add([3] * 30)
     batch = bench.scheduler.schedule()
-    assert [entry.expected_remaining for entry in batch.entries] == [100, 100, 100]
+    assert [batch.expected_remaining(entry) for entry in batch.entries] == [100, 100, 100]
     assert batch.num_waiting == 0
     bench.work(batch)
     bench.lengths.observe(known.group, 31)
@@ -327,13 +327,12 @@ def test_a_batch_says_what_is_expected_and_who_is_not_in_it():
     batch = bench.scheduler.schedule()
     assert [entry.request for entry in batch.entries] == [known, unknown, third]
     # Beyond the one token each has: 30 and 10, shrunk towards their mean of 20 twice over.
-    assert [entry.expected_remaining for entry in batch.entries] == [
-        pytest.approx(70 / 3),
-        pytest.approx(50 / 3),
-        21,
-    ]
+    expected = [pytest.approx(70 / 3), pytest.approx(50 / 3), 21]
+    assert [batch.expected_remaining(entry) for entry in batch.entries] == expected
     assert batch.num_waiting == 1
     assert list(bench.scheduler.waiting) == [late]
+    bench.work(batch)
+    assert [batch.expected_remaining(entry) for entry in batch.entries] == expected, "as it was"
 
 
 def test_admission_waits_for_memory_for_the_whole_prompt():
@@ -422,7 +421,7 @@ def test_kv_beyond_an_early_stop_is_freed():
     request = bench.add([1, 2, 3])
     batch = bench.scheduler.schedule()
     [entry] = batch.entries
-    bench.memory.commit_path(request.row, entry.end, entry.draft_slots[:3])
+    bench.memory.commit_paths([request.row], [entry.end], [3], entry.draft_slots[:3])
     output = EntryResult(
         token_ids=[7], logprobs=[0.0], path=[1, 2, 3], finish_reason=FinishReason.STOP
     )
@@ -532,6 +531,6 @@ def test_a_step_that_failed_is_scheduled_again():
     bench.step()
     batch = bench.scheduler.schedule()
     [entry] = batch.entries
-    bench.memory.commit_path(request.row, entry.end, entry.draft_slots[:2])
+    bench.memory.commit_paths([request.row], [entry.end], [2], entry.draft_slots[:2])
     assert bench.step() == [(request, 3, 1)]
     assert bench.memory.usage.used == 4

@@ -102,7 +102,7 @@ class FakeWorker:
 
     def finish(self, batch: Batch, results: list[EntryResult]) -> StepResult:
         for entry, result in zip(batch.entries, results, strict=True):
-            self.memory.commit(entry, result.path)
+            self.memory.commit([entry], [result.path])
             self.read(entry, accepted=len(result.path))
             if entry.states is not None:
                 self.read_state(entry, result.path)
@@ -377,8 +377,8 @@ class Simulation:
             assert entry.draft_slots.dtype == np.int32
             assert drafts <= min(self.most_drafts, 63)
             assert drafts == 0 or entry.samples
-            assert entry.expected_remaining == self.expected_remaining(entry.request)
-            assert 1 <= entry.expected_remaining <= entry.request.remaining_len
+            assert batch.expected_remaining(entry) == self.expected_remaining(entry.request)
+            assert 1 <= batch.expected_remaining(entry) <= entry.request.remaining_len
         unfinished = self.tracked.keys() - self.finished.keys()
         assert batch.num_waiting == len(unfinished) - len(batch.entries) - len(busy)
         if before and not busy:

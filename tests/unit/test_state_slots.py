@@ -37,7 +37,7 @@ def schedule(memory, row, tokens, start, end, prompt_len, nodes=0) -> Scheduled:
 
 
 def book(memory, entry, path=()) -> None:
-    memory.commit(entry, list(path))
+    memory.commit([entry], [list(path)])
     memory.end_step(booked=True)
     if entry.states.checkpoints:
         length = max(entry.states.checkpoints)
@@ -141,7 +141,7 @@ def test_a_step_that_is_not_booked_changes_nothing():
     memory = make_memory()
     row = prefill(memory, [1, 2, 3])
     entry = schedule(memory, row, [1, 2, 3, 4], 3, 4, prompt_len=3, nodes=2)
-    memory.commit(entry, [1])
+    memory.commit([entry], [[1]])
     memory.check_integrity()
     memory.end_step()
     memory.check_integrity()
@@ -293,7 +293,7 @@ class StateMachine(RuleBasedStateMachine):
         memory.check_integrity()
         paths = [self.run(entry, data) for entry in entries]
         for entry, path in zip(entries, paths, strict=True):
-            memory.commit(entry, path)
+            memory.commit([entry], [path])
         memory.end_step(booked=not fails)
         if fails:
             return
