@@ -12,6 +12,7 @@ from rollout.layers.destination import Destination, fill
 from rollout.layers.packed_weight import PackedWeight
 from rollout.layers.storage import allocate_storage, free_storage
 from rollout.ops.matmul import matmul
+from rollout.ops.matmul.tiles import Tile
 
 _IN_CACHE = 1 << 19
 """Numbers moved at a time: converted or stored twice, they come from memory once."""
@@ -29,8 +30,9 @@ class Linear:
     plain, the packed weight is then a copy of it, and writes go to both.
 
     ``row_invariant``: plain products are those of ops.matmul, whose rows do not depend on their
-    number; otherwise torch's own, which may be faster. Packed ones: see row_invariance, which says
-    in ``least_rows`` from how many on they do not. Whoever calls with fewer pads them.
+    number; otherwise torch's own, which may be faster. ``left_out_tiles``: those that a GPU's do
+    not use. Packed ones: see row_invariance, which says in ``least_rows`` from how many rows on
+    they do not. Whoever calls with fewer pads them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Linear:
         self.device = device
         self.packing = packing
         self.row_invariant = False
+        self.left_out_tiles: frozenset[Tile] = frozenset()
         self.least_rows = 1
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
@@ -72,7 +75,7 @@ class Linear:
             )
         assert self._weight_OI is not None
         if self.row_invariant:
-            return matmul(x_MI, self._weight_OI, bias_O)
+            return matmul(x_MI, self._weight_OI, bias_O, self.left_out_tiles)
         return linear(x_MI, self._weight_OI, bias_O)
 
     @property

@@ -3,25 +3,26 @@
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
 Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
 the least number of rows from which all counts agree. On a GPU the products are ours, one order for
-any number of rows; that is asked all the same, of every tile that a step can run.
+any number of rows; that is asked all the same, of every tile that a step can run. Where tiles
+disagree, the largest set of them that agrees is used and the others are left out.
 
 Legend: M rows, I input features, O output features.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from rollout.errors import ExactnessError
 from rollout.layers.linear import Linear
 from rollout.ops import gpu
+from rollout.ops.matmul.tiles import Tile, tiles, tiles_up_to
 
-if TYPE_CHECKING:
-    from rollout.ops.matmul.triton import Tile
+log = logging.getLogger(__name__)
 
 LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
@@ -35,15 +36,16 @@ _MOST_ON_A_GPU = 300  # more than a tile has; their own would have outputs of gi
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
     """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``.
 
-    Each product is told its own least number of rows: experts run fewer than a step has.
+    Each product is told its own least number of rows, for experts run fewer than a step has, and
+    on a GPU which tiles it is to leave out.
     """
     linears = list(linears)
     for linear in linears:
         linear.row_invariant = linear.device.type == "cuda"
-    least = _least_by_signature(linears, max_rows)
+    found = _found_by_signature(linears, max_rows)
     for linear in linears:
-        linear.least_rows = least[_signature(linear)]
-    return max(least.values(), default=1)
+        linear.least_rows, linear.left_out_tiles = found[_signature(linear)]
+    return max((least for least, _ in found.values()), default=1)
 
 
 def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
@@ -53,32 +55,39 @@ def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
     every distinct shape among ``linears``. Raises ExactnessError, naming the shape, where no M0 up
     to LARGEST_PADDING holds.
     """
-    return max(_least_by_signature(linears, max_rows).values(), default=1)
+    found = _found_by_signature(linears, max_rows).values()
+    return max((least for least, _ in found), default=1)
 
 
 @torch.inference_mode()
-def _least_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
+def _found_by_signature(
+    linears: Iterable[Linear], max_rows: int
+) -> dict[tuple[object, ...], tuple[int, frozenset[Tile]]]:
+    """The least number of rows of each kind of product, and the tiles it leaves out."""
     shapes = {_signature(linear): linear for linear in linears}
     found = {}
     for shape, linear in shapes.items():
         with gpu.on(linear.device):
-            found[shape] = _minimum_rows(linear, max_rows)
+            probe = _cancelling_probe(linear)
+            if linear.device.type == "cuda":
+                x_MI = _cancelling_rows(min(max_rows, _MOST_ON_A_GPU), linear)
+                probe.left_out_tiles = disagreeing_tiles(probe, x_MI, max_rows)
+            found[shape] = _minimum_rows(probe, max_rows), probe.left_out_tiles
     return found
 
 
-def _minimum_rows(linear: Linear, max_rows: int) -> int:
+def _minimum_rows(probe: Linear, max_rows: int) -> int:
     most = max(max_rows, LARGEST_PADDING)
-    if linear.device.type == "cuda":
+    if probe.device.type == "cuda":
         most = min(most, _MOST_ON_A_GPU)
-    probe = _cancelling_probe(linear)
-    x_MI = _cancelling_rows(most, linear)
+    x_MI = _cancelling_rows(most, probe)
     y_MO = probe(x_MI)
 
     affordable = most
-    if linear.device.type == "cpu":
-        cost = linear.in_features * linear.out_features
+    if probe.device.type == "cpu":
+        cost = probe.in_features * probe.out_features
         affordable = max(LARGEST_PADDING, _AFFORDABLE // cost)
-    order_M = torch.randperm(most, generator=torch.Generator().manual_seed(0)).to(linear.device)
+    order_M = _shuffled(most, probe)
 
     def differing_among(counts: tuple[int, ...]) -> set[int]:
         differing = set()
@@ -89,41 +98,75 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
         return differing
 
     differing = differing_among(_ROW_COUNTS)
-    if linear.device.type == "cpu" and torch.get_num_threads() > 1:
+    if probe.device.type == "cpu" and torch.get_num_threads() > 1:
         with _one_thread():
             differing |= differing_among(_ONE_THREAD_ROW_COUNTS)
 
     least = max(differing, default=0) + 1
-    if linear.device.type == "cpu" and not linear.is_packed:
+    if probe.device.type == "cpu" and not probe.is_packed:
         # Plain products choose kernels by alignment too, which a probe sees only now and then.
         least = max(least, LARGEST_PADDING)
-    if linear.device.type == "cuda" and (tiles := _differing_tiles(probe, x_MI, y_MO, max_rows)):
-        raise ExactnessError(
-            f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
-            f"{linear.dtype} on {linear.device} differ between {tiles} and others; set exact=false"
-        )
     if least > LARGEST_PADDING:
         raise ExactnessError(
-            f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
-            f"{linear.dtype} on {linear.device} differ between {sorted(differing)} and {most} rows"
-            "; set exact=false"
+            f"exact=true: rows of {_described(probe)} differ between {sorted(differing)} and "
+            f"{most} rows; set exact=false"
         )
     return least
 
 
-def _differing_tiles(
-    probe: Linear, x_MI: torch.Tensor, y_MO: torch.Tensor, max_rows: int
-) -> list[Tile]:
-    """Those that give other rows than ``y_MO``, among all that up to ``max_rows`` rows run."""
-    from rollout.ops.matmul.triton import tiled_matmul, tiles_up_to
+def disagreeing_tiles(probe: Linear, x_MI: torch.Tensor, max_rows: int) -> frozenset[Tile]:
+    """The tiles that products of up to ``max_rows`` rows are to leave out on a GPU: all but the
+    largest set that gives each row of ``x_MI`` the same bits, wherever the row lies.
+
+    Others may come in their place, and are tried too. Raises ExactnessError where none is left.
+    """
+    from rollout.ops.matmul.triton import tiled_matmul
 
     weight_OI = probe.weight_rows(0, probe.out_features).read()
     processors = gpu.multiprocessors(probe.device)
-    return [
-        tile
-        for tile in tiles_up_to(probe.dtype, max_rows, probe.out_features, processors)
-        if not torch.equal(tiled_matmul(x_MI, weight_OI, probe.bias_O, tile), y_MO)
-    ]
+    order_M = _shuffled(len(x_MI), probe)
+    alike: list[tuple[torch.Tensor, set[Tile]]] = []  # by the rows they compute
+    tried: set[Tile] = set()
+    agreeing: set[Tile] = set()
+    while len(tried - agreeing) < len(tiles(probe.dtype)):
+        in_use = tiles_up_to(
+            probe.dtype, max_rows, probe.out_features, processors, tried - agreeing
+        )
+        if agreeing.issuperset(in_use):
+            break
+        for tile in (tile for tile in in_use if tile not in tried):
+            y_MO = tiled_matmul(x_MI, weight_OI, probe.bias_O, tile)
+            moved_MO = tiled_matmul(x_MI[order_M], weight_OI, probe.bias_O, tile)
+            if torch.equal(moved_MO, y_MO[order_M]):
+                of_it = next((some for like, some in alike if torch.equal(like, y_MO)), None)
+                if of_it is None:
+                    alike.append((y_MO, of_it := set()))
+                of_it.add(tile)
+        tried.update(in_use)
+        agreeing = max((some for _, some in alike), key=len, default=agreeing)
+    else:
+        raise ExactnessError(
+            f"exact=true: no tile gives a row of {_described(probe)} the same bits wherever the "
+            "row lies; set exact=false"
+        )
+    left_out = frozenset(tried - agreeing)
+    if left_out:
+        log.warning(
+            "%s leaves out the tiles that disagree with %d others: %s",
+            _described(probe), len(agreeing), "; ".join(map(str, left_out)),
+        )  # fmt: skip
+    return left_out
+
+
+def _described(linear: Linear) -> str:
+    return (
+        f"the {linear.in_features} -> {linear.out_features} product in {linear.dtype} on "
+        f"{linear.device}"
+    )
+
+
+def _shuffled(count: int, linear: Linear) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(linear.device)
 
 
 def _signature(linear: Linear) -> tuple[object, ...]:
