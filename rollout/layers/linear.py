@@ -5,6 +5,8 @@ Legend: M rows, I input features, O output features.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch.nn.functional import linear
 
@@ -13,6 +15,8 @@ from rollout.layers.packed_weight import PackedWeight
 from rollout.layers.storage import allocate_storage, free_storage
 from rollout.ops.matmul import matmul
 from rollout.ops.matmul.tiles import Tile
+
+log = logging.getLogger(__name__)
 
 _IN_CACHE = 1 << 19
 """Numbers moved at a time: converted or stored twice, they come from memory once."""
@@ -163,3 +167,21 @@ def linear_destinations(
             found[f"{prefix}.{name}.bias"] = linear.bias_rows(start, start + width)
         start += width
     return found
+
+
+def sum_in_float32() -> None:
+    """Tell cuBLAS to add the parts of a split product in float32 and to round once, in place of
+    adding rounded parts. That holds for all of the process, a trainer's products included, from
+    here on: nobody can tell when the last engine that wants it is gone, so nothing sets it back.
+    """
+    products = torch.backends.cuda.matmul
+    if (
+        products.allow_bf16_reduced_precision_reduction
+        or products.allow_fp16_reduced_precision_reduction
+    ):
+        log.info(
+            "exact=false: from now on cuBLAS adds the parts of 16-bit products in float32, in all "
+            "of this process (torch.backends.cuda.matmul.allow_*_reduced_precision_reduction)"
+        )
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False

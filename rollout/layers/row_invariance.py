@@ -3,8 +3,8 @@
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
 Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
 the least number of rows from which all counts agree. On a GPU the products are ours, one order for
-any number of rows; that is asked all the same, of every tile that a step can run. Where tiles
-disagree, the largest set of them that agrees is used and the others are left out.
+any number of rows; that is asked all the same, of every tile. Where tiles disagree, the largest set
+of them that agrees is used.
 
 Legend: M rows, I input features, O output features.
 """
@@ -12,7 +12,7 @@ Legend: M rows, I input features, O output features.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from rollout.errors import ExactnessError
 from rollout.layers.linear import Linear
 from rollout.ops import gpu
-from rollout.ops.matmul.tiles import Tile, tiles, tiles_up_to
+from rollout.ops.matmul.tiles import Tile, tiles
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +37,19 @@ def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
     """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``.
 
     Each product is told its own least number of rows, for experts run fewer than a step has, and
-    on a GPU which tiles it is to leave out.
+    all on a GPU which tiles to leave out.
     """
     linears = list(linears)
+    on_gpu = [linear for linear in linears if linear.device.type == "cuda"]
+    for linear in on_gpu:
+        linear.row_invariant = True
+    left_out = _left_out_tiles(on_gpu, max_rows)
+    for linear in on_gpu:
+        linear.left_out_tiles = left_out
+    least = _least_by_signature(linears, max_rows)
     for linear in linears:
-        linear.row_invariant = linear.device.type == "cuda"
-    found = _found_by_signature(linears, max_rows)
-    for linear in linears:
-        linear.least_rows, linear.left_out_tiles = found[_signature(linear)]
-    return max((least for least, _ in found.values()), default=1)
+        linear.least_rows = least[_signature(linear)]
+    return max(least.values(), default=1)
 
 
 def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
@@ -55,39 +59,32 @@ def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
     every distinct shape among ``linears``. Raises ExactnessError, naming the shape, where no M0 up
     to LARGEST_PADDING holds.
     """
-    found = _found_by_signature(linears, max_rows).values()
-    return max((least for least, _ in found), default=1)
+    return max(_least_by_signature(linears, max_rows).values(), default=1)
 
 
 @torch.inference_mode()
-def _found_by_signature(
-    linears: Iterable[Linear], max_rows: int
-) -> dict[tuple[object, ...], tuple[int, frozenset[Tile]]]:
-    """The least number of rows of each kind of product, and the tiles it leaves out."""
+def _least_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
     shapes = {_signature(linear): linear for linear in linears}
     found = {}
     for shape, linear in shapes.items():
         with gpu.on(linear.device):
-            probe = _cancelling_probe(linear)
-            if linear.device.type == "cuda":
-                x_MI = _cancelling_rows(min(max_rows, _MOST_ON_A_GPU), linear)
-                probe.left_out_tiles = disagreeing_tiles(probe, x_MI, max_rows)
-            found[shape] = _minimum_rows(probe, max_rows), probe.left_out_tiles
+            found[shape] = _minimum_rows(linear, max_rows)
     return found
 
 
-def _minimum_rows(probe: Linear, max_rows: int) -> int:
+def _minimum_rows(linear: Linear, max_rows: int) -> int:
     most = max(max_rows, LARGEST_PADDING)
-    if probe.device.type == "cuda":
+    if linear.device.type == "cuda":
         most = min(most, _MOST_ON_A_GPU)
-    x_MI = _cancelling_rows(most, probe)
+    probe = _cancelling_probe(linear)
+    x_MI = _cancelling_rows(most, linear)
     y_MO = probe(x_MI)
 
     affordable = most
-    if probe.device.type == "cpu":
-        cost = probe.in_features * probe.out_features
+    if linear.device.type == "cpu":
+        cost = linear.in_features * linear.out_features
         affordable = max(LARGEST_PADDING, _AFFORDABLE // cost)
-    order_M = _shuffled(most, probe)
+    order_M = _shuffled(most, linear)
 
     def differing_among(counts: tuple[int, ...]) -> set[int]:
         differing = set()
@@ -98,71 +95,85 @@ def _minimum_rows(probe: Linear, max_rows: int) -> int:
         return differing
 
     differing = differing_among(_ROW_COUNTS)
-    if probe.device.type == "cpu" and torch.get_num_threads() > 1:
+    if linear.device.type == "cpu" and torch.get_num_threads() > 1:
         with _one_thread():
             differing |= differing_among(_ONE_THREAD_ROW_COUNTS)
 
     least = max(differing, default=0) + 1
-    if probe.device.type == "cpu" and not probe.is_packed:
+    if linear.device.type == "cpu" and not linear.is_packed:
         # Plain products choose kernels by alignment too, which a probe sees only now and then.
         least = max(least, LARGEST_PADDING)
     if least > LARGEST_PADDING:
         raise ExactnessError(
-            f"exact=true: rows of {_described(probe)} differ between {sorted(differing)} and "
-            f"{most} rows; set exact=false"
+            f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
+            f"{linear.dtype} on {linear.device} differ between {sorted(differing)} and {most} rows"
+            "; set exact=false"
         )
     return least
 
 
-def disagreeing_tiles(probe: Linear, x_MI: torch.Tensor, max_rows: int) -> frozenset[Tile]:
-    """The tiles that products of up to ``max_rows`` rows are to leave out on a GPU: all but the
-    largest set that gives each row of ``x_MI`` the same bits, wherever the row lies.
+@torch.inference_mode()
+def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]:
+    """See `disagreeing_tiles`. For all shapes the same, so that experts, whose grouped products are
+    not asked, can go without them too."""
+    if not linears:
+        return frozenset()
+    shapes = {_signature(linear): linear for linear in linears}
+    with gpu.on(linears[0].device):
+        rows = min(max_rows, _MOST_ON_A_GPU)
+        return disagreeing_tiles(
+            (_cancelling_probe(linear), _cancelling_rows(rows, linear))
+            for linear in shapes.values()
+        )
 
-    Others may come in their place, and are tried too. Raises ExactnessError where none is left.
+
+def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozenset[Tile]:
+    """All tiles but the largest set that gives each row of each product the same bits, wherever the
+    row lies. ``products``: of one dtype, each with rows of input.
+
+    Raises ExactnessError where no tile does.
     """
-    from rollout.ops.matmul.triton import tiled_matmul
-
-    weight_OI = probe.weight_rows(0, probe.out_features).read()
-    processors = gpu.multiprocessors(probe.device)
-    order_M = _shuffled(len(x_MI), probe)
-    alike: list[tuple[torch.Tensor, set[Tile]]] = []  # by the rows they compute
-    tried: set[Tile] = set()
-    agreeing: set[Tile] = set()
-    while len(tried - agreeing) < len(tiles(probe.dtype)):
-        in_use = tiles_up_to(
-            probe.dtype, max_rows, probe.out_features, processors, tried - agreeing
-        )
-        if agreeing.issuperset(in_use):
-            break
-        for tile in (tile for tile in in_use if tile not in tried):
-            y_MO = tiled_matmul(x_MI, weight_OI, probe.bias_O, tile)
-            moved_MO = tiled_matmul(x_MI[order_M], weight_OI, probe.bias_O, tile)
-            if torch.equal(moved_MO, y_MO[order_M]):
-                of_it = next((some for like, some in alike if torch.equal(like, y_MO)), None)
-                if of_it is None:
-                    alike.append((y_MO, of_it := set()))
-                of_it.add(tile)
-        tried.update(in_use)
-        agreeing = max((some for _, some in alike), key=len, default=agreeing)
-    else:
-        raise ExactnessError(
-            f"exact=true: no tile gives a row of {_described(probe)} the same bits wherever the "
-            "row lies; set exact=false"
-        )
-    left_out = frozenset(tried - agreeing)
+    agreeing: list[list[Tile]] | None = None
+    for linear, x_MI in products:
+        some = [list(tiles(linear.dtype))] if agreeing is None else agreeing
+        agreeing = [like for each in some for like in _alike(each, linear, x_MI)]
+        if not agreeing:
+            raise ExactnessError(
+                f"exact=true: no tile gives a row of the {linear.in_features} -> "
+                f"{linear.out_features} product in {linear.dtype} on {linear.device} the same bits "
+                "wherever it lies; set exact=false"
+            )
+    assert agreeing is not None
+    largest = max(agreeing, key=len)
+    left_out = frozenset(tiles(linear.dtype)) - frozenset(largest)
     if left_out:
         log.warning(
-            "%s leaves out the tiles that disagree with %d others: %s",
-            _described(probe), len(agreeing), "; ".join(map(str, left_out)),
+            "exact=true leaves out %d tiles of matrix products, which compute other rows than %d "
+            "that agree: %s",
+            len(left_out), len(largest), "; ".join(map(str, left_out)),
         )  # fmt: skip
     return left_out
 
 
-def _described(linear: Linear) -> str:
-    return (
-        f"the {linear.in_features} -> {linear.out_features} product in {linear.dtype} on "
-        f"{linear.device}"
-    )
+def _alike(some: list[Tile], linear: Linear, x_MI: torch.Tensor) -> list[list[Tile]]:
+    """Tiles that compute the same, together. One whose rows depend on their place is in none."""
+    from rollout.ops.matmul.triton import tiled_matmul
+
+    weight_OI = linear.weight_rows(0, linear.out_features).read()
+    order_M = _shuffled(len(x_MI), linear)
+    found: list[tuple[torch.Tensor, list[Tile]]] = []
+    for tile in some:
+        y_MO = tiled_matmul(x_MI, weight_OI, linear.bias_O, tile)
+        moved_MO = tiled_matmul(x_MI[order_M], weight_OI, linear.bias_O, tile)
+        if not torch.equal(moved_MO, y_MO[order_M]):
+            continue
+        for like_MO, like in found:
+            if torch.equal(y_MO, like_MO):
+                like.append(tile)
+                break
+        else:
+            found.append((y_MO, [tile]))
+    return [like for _, like in found]
 
 
 def _shuffled(count: int, linear: Linear) -> torch.Tensor:
@@ -202,7 +213,7 @@ def _cancelling_probe(linear: Linear) -> Linear:
         device=linear.device,
         packing=linear.is_packed,
     )
-    probe.row_invariant = linear.row_invariant
+    probe.row_invariant, probe.left_out_tiles = linear.row_invariant, linear.left_out_tiles
     for start in range(0, linear.out_features, outputs):
         stop = min(start + outputs, linear.out_features)
         probe.weight_rows(start, stop).write(block[: stop - start])

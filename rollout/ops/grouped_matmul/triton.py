@@ -6,6 +6,8 @@ bits holds here. How many rows an expert has is known on the device alone; progr
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,10 @@ _MOST_ROWS = 256
 
 
 def grouped_matmul(
-    x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups
+    x_MI: torch.Tensor,
+    weights_NOI: torch.Tensor,
+    groups: RowGroups,
+    left_out: Set[Tile] = frozenset(),
 ) -> torch.Tensor:
     num_experts, outputs, _ = weights_NOI.shape
     num_pairs = len(groups.pairs_S)
@@ -27,7 +32,7 @@ def grouped_matmul(
     rows_of_one = min(_MOST_ROWS, triton.next_power_of_2(num_pairs // num_experts))
     all_outputs = outputs * min(num_experts, num_pairs)
     processors = multiprocessors(x_MI.device)
-    tile = tile_for(x_MI.dtype, rows_of_one, all_outputs, processors, TWO_BLOCK_TILES)
+    tile = tile_for(x_MI.dtype, rows_of_one, all_outputs, processors, TWO_BLOCK_TILES | left_out)
     return tiled_grouped_matmul(x_MI, weights_NOI, groups, tile)
 
 

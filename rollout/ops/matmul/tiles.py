@@ -143,21 +143,21 @@ def tile_for(
     rows: int,
     outputs: int,
     processors: int,
-    without: Set[Tile] = frozenset(),
+    left_out: Set[Tile] = frozenset(),
 ) -> Tile:
     """The one estimated to be the fastest of those that waste little, on a GPU of so many
-    multiprocessors, ``without`` some. It changes after multiples of ROW_STEP rows only.
+    multiprocessors, but for those ``left_out``. It changes after multiples of ROW_STEP rows only.
     """
     rounded = max(ROW_STEP, _ceil_div(rows, ROW_STEP) * ROW_STEP)
-    return _tile_for(dtype, rounded, max(1, outputs), processors, frozenset(without))
+    return _tile_for(dtype, rounded, max(1, outputs), processors, frozenset(left_out))
 
 
 @lru_cache(maxsize=1 << 14)  # asked for every product that is launched
 def _tile_for(
-    dtype: torch.dtype, rows: int, outputs: int, processors: int, without: frozenset[Tile]
+    dtype: torch.dtype, rows: int, outputs: int, processors: int, left_out: frozenset[Tile]
 ) -> Tile:
     return min(
-        (tile for tile in tiles(dtype) if tile not in without),
+        (tile for tile in tiles(dtype) if tile not in left_out),
         key=lambda tile: (
             _is_wasteful(tile, rows),
             feature_ns(tile, rows, outputs, processors),
@@ -171,10 +171,10 @@ def tiles_up_to(
     rows: int,
     outputs: int,
     processors: int,
-    without: Set[Tile] = frozenset(),
+    left_out: Set[Tile] = frozenset(),
 ) -> dict[Tile, int]:
     """Those that products of so many rows or fewer run, each with the least number that does."""
     found: dict[Tile, int] = {}
     for count in range(1, rows + 1, ROW_STEP):
-        found.setdefault(tile_for(dtype, count, outputs, processors, without), count)
+        found.setdefault(tile_for(dtype, count, outputs, processors, left_out), count)
     return found

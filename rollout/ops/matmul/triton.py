@@ -40,10 +40,10 @@ def matmul(
     x_MI: torch.Tensor,
     weight_OI: torch.Tensor,
     bias_O: torch.Tensor | None = None,
-    without: Set[Tile] = frozenset(),
+    left_out: Set[Tile] = frozenset(),
 ) -> torch.Tensor:
     processors = multiprocessors(x_MI.device)
-    tile = tile_for(x_MI.dtype, len(x_MI), len(weight_OI), processors, without)
+    tile = tile_for(x_MI.dtype, len(x_MI), len(weight_OI), processors, left_out)
     return tiled_matmul(x_MI, weight_OI, bias_O, tile)
 
 

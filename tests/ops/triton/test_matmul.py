@@ -12,7 +12,7 @@ from rollout.layers.linear import Linear
 from rollout.layers.row_invariance import disagreeing_tiles
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.matmul import reference
-from rollout.ops.matmul.tiles import Tile, tile_for, tiles, tiles_up_to
+from rollout.ops.matmul.tiles import Tile, tile_for, tiles
 from rollout.ops.matmul.triton import matmul, tiled_matmul
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -126,21 +126,19 @@ def sabotage(monkeypatch, of_tile) -> None:
 
 
 def test_the_largest_set_of_tiles_that_agree_is_used(dtype, device, monkeypatch, caplog) -> None:
-    linear, x = whole_numbers(dtype, device)
-    processors = multiprocessors(device)
-    assert not disagreeing_tiles(linear, x, 70)
+    product = whole_numbers(dtype, device)
+    linear, x = product
+    assert not disagreeing_tiles([product])
     assert not caplog.records
-    in_use = list(tiles_up_to(dtype, 70, 40, processors))
-    if len(in_use) < 3:
-        pytest.skip("this dtype has too few tiles for one to be alone")
-    wrong = in_use[1]
-    replacing = tile_for(
-        dtype, tiles_up_to(dtype, 70, 40, processors)[wrong], 40, processors, {wrong}
-    )
+    if len(tiles(dtype)) < 5:
+        pytest.skip("this dtype has too few tiles for two to be alone")
+    processors = multiprocessors(device)
+    wrong = tile_for(dtype, 65, 40, processors)
+    replacing = tile_for(dtype, 65, 40, processors, {wrong})
     for bad in ({wrong: 1}, {wrong: 1, replacing: 2}):
         sabotage(monkeypatch, lambda y, tile, bad=bad: y + bad.get(tile, 0))
         caplog.clear()
-        left_out = disagreeing_tiles(linear, x, 70)
+        left_out = disagreeing_tiles([product])
         assert left_out == set(bad)
         (record,) = caplog.records
         assert str(wrong) in record.getMessage()
@@ -153,9 +151,24 @@ def test_the_largest_set_of_tiles_that_agree_is_used(dtype, device, monkeypatch,
         assert len(ran) == 4
 
 
+def test_tiles_agree_where_they_do_for_every_product(dtype, device, monkeypatch) -> None:
+    if len(tiles(dtype)) < 5:
+        pytest.skip("this dtype has too few tiles for two to be alone")
+    first, second, *_ = tiles(dtype)
+    seen: list[Tile] = []
+
+    def broken(y: torch.Tensor, tile: Tile) -> torch.Tensor:
+        seen.append(tile)
+        of_first_product = seen.count(tile) <= 2
+        return y + (tile == (first if of_first_product else second))
+
+    sabotage(monkeypatch, broken)
+    assert disagreeing_tiles([whole_numbers(dtype, device)] * 2) == {first, second}
+
+
 def test_tiles_whose_rows_depend_on_their_place_are_refused(dtype, device, monkeypatch) -> None:
     linear, x = whole_numbers(dtype, device)
     places = torch.arange(70, device=device)[:, None]
     sabotage(monkeypatch, lambda y, tile: y + places[: len(y)])
     with pytest.raises(ExactnessError, match=r"24 -> 40.*exact=false"):
-        disagreeing_tiles(linear, x, 70)
+        disagreeing_tiles([(linear, x)])
