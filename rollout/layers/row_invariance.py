@@ -133,24 +133,26 @@ def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozen
 
     Raises ExactnessError where no tile does.
     """
-    agreeing: list[list[Tile]] | None = None
+    every: Sequence[Tile] = ()
+    agreeing: list[list[Tile]] = []
     for linear, x_MI in products:
-        some = [list(tiles(linear.dtype))] if agreeing is None else agreeing
-        agreeing = [like for each in some for like in _alike(each, linear, x_MI)]
+        every = tiles(linear.dtype)
+        agreeing = [
+            like for some in agreeing or [list(every)] for like in _alike(some, linear, x_MI)
+        ]
         if not agreeing:
             raise ExactnessError(
                 f"exact=true: no tile gives a row of the {linear.in_features} -> "
                 f"{linear.out_features} product in {linear.dtype} on {linear.device} the same bits "
                 "wherever it lies; set exact=false"
             )
-    assert agreeing is not None
-    largest = max(agreeing, key=len)
-    left_out = frozenset(tiles(linear.dtype)) - frozenset(largest)
+    largest = max(agreeing, key=len, default=[])
+    left_out = frozenset(every) - frozenset(largest)
     if left_out:
         log.warning(
             "exact=true leaves out %d tiles of matrix products, which compute other rows than %d "
             "that agree: %s",
-            len(left_out), len(largest), "; ".join(map(str, left_out)),
+            len(left_out), len(largest), "; ".join(str(tile) for tile in every if tile in left_out),
         )  # fmt: skip
     return left_out
 

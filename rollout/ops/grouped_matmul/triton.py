@@ -32,7 +32,8 @@ def grouped_matmul(
     rows_of_one = min(_MOST_ROWS, triton.next_power_of_2(num_pairs // num_experts))
     all_outputs = outputs * min(num_experts, num_pairs)
     processors = multiprocessors(x_MI.device)
-    tile = tile_for(x_MI.dtype, rows_of_one, all_outputs, processors, TWO_BLOCK_TILES | left_out)
+    unused = TWO_BLOCK_TILES | left_out if left_out else TWO_BLOCK_TILES
+    tile = tile_for(x_MI.dtype, rows_of_one, all_outputs, processors, unused)
     return tiled_grouped_matmul(x_MI, weights_NOI, groups, tile)
 
 
