@@ -24,7 +24,7 @@ from gpu_case import Case, copies, each, microseconds, normal
 from recurrent_cases import QWEN3_NEXT, recurrent_cases
 from replay_bench.roofline import Ceilings, add_floors_option
 from table import Row, finish, finishing, not_run, parser, row
-from tile_sweep import sweep
+from tile_sweep import padding, sweep
 from triton import TritonError
 
 from rollout.ops.categorical import categorical
@@ -42,7 +42,7 @@ LINEARS = {"qkv": ((H + 2 * K) * D, E), "o": (E, E), "gate_up": (2 * FFN, E), "d
 HEAD = {"head": (V, E)}
 CONTEXT = 4096
 OPS = ("step", "recurrent")
-SWEEP = "sweep"  # of matmul's tiles, where asked for
+SWEEP, PADDING = "sweep", "padding"  # of matmul's tiles, where asked for
 DECODE = (1, 8, 32)
 ROWS = (*DECODE, 72, 128, 512, 2048, 8192)
 ATTENTION = (
@@ -256,13 +256,17 @@ def main() -> None:
     arguments.add_argument(
         "--ops",
         nargs="+",
-        choices=(*OPS, SWEEP),
+        choices=(*OPS, SWEEP, PADDING),
         default=OPS,
-        help="those of a step, of recurrent layers; or which tiles matmul should have",
+        help="those of a step, of recurrent layers; or which tiles matmul should have, and how "
+        "much they compute beyond what is wanted, which needs no GPU",
     )
     add_floors_option(arguments)
     options = arguments.parse_args()
     if not torch.cuda.is_available():
+        if PADDING in options.ops:
+            finish("padding of matmul's tiles", list(padding(LINEARS | HEAD)), options.json)
+            return
         print("no GPU here: nothing was run")
         rows = [
             not_run(f"ops of a step, {count} requests: floor / time", "ratio", 0.7)
@@ -283,6 +287,8 @@ def main() -> None:
             rows.extend(step_rows(times, ceilings))
         if "recurrent" in options.ops:
             rows.extend(measure(recurrent_cases(QWEN3_NEXT), ceilings, times))
+        if PADDING in options.ops:
+            rows.extend(padding(LINEARS | HEAD))
         if SWEEP in options.ops:
             rows.extend(sweep(LINEARS | HEAD))
 

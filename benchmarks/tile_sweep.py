@@ -1,41 +1,60 @@
 """Which tiles of the row-invariant matrix product are the fastest: those in use, and others.
 
-Every shape is timed at the row counts of decoding, with each tile that fits a multiprocessor. What
-is printed of a shape is the best, and the time of the one that `ops.matmul` takes beside it.
+Every shape is timed at the row counts of decoding, of verification and of prefills, with each tile
+that fits a multiprocessor. What is printed of a shape is the best, and the time of the one that
+`ops.matmul` takes beside it. `padding` needs no GPU: how much more the tiles in use multiply than
+there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from gpu_case import copies, each, microseconds, normal
 from table import Row, row
 from triton import TritonError
 
+from rollout.config import MemoryConfig
+from rollout.graphs import Buckets
 from rollout.ops.gpu import multiprocessors
-from rollout.ops.matmul.triton import Tile, tile_for, tiled_matmul
+from rollout.ops.matmul.tiles import Tile, make_tile, tile_for
+from rollout.ops.matmul.triton import tiled_matmul
 
-ROWS = (1, 8, 16, 32, 72)
-SHARED_BYTES = 227 * 1024  # of a multiprocessor
+ROWS = (1, 8, 16, 32, 72, 144, 288, 512, 1024, 2304)
+FEW_ROWS = 64  # up to which a tile is the next power of two
+HEIGHTS = (64, 80, 96, 128, 144, 160, 192, 256)
+PROCESSORS = 132  # of a Hopper GPU
+MOST_PADDING = 1.35
 
 
 def neighbours(rows: int) -> Iterator[Tile]:
-    """As many stages as fit, eight at most."""
-    height = 1 << (max(rows, 16) - 1).bit_length()
-    for tile_rows in (height, height // 2) if height > 32 else (height,):
+    """Of the heights that pad least, with as many stages as fit, eight at most."""
+    heights = [1 << (max(rows, 16) - 1).bit_length()]
+    if rows > FEW_ROWS:
+        heights = sorted(HEIGHTS, key=lambda height: (-(-rows // height) * height, -height))[:4]
+    for height in heights:
         for outputs in (64, 128, 256):
-            for features in (64, 128):
-                for programs in (1, 2, 3):
-                    stage = 2 * features * (tile_rows + outputs)
-                    stages = min(8, (SHARED_BYTES // programs - 1024) // stage)
-                    warps = 8 if tile_rows * outputs > 128 * 64 else 4
-                    if stages < 3 or (warps == 8 and programs > 1):
+            for programs in (1, 2, 3):
+                for even in (False, True) if outputs == 64 and height <= 32 else (False,):
+                    tile = make_tile(height, outputs, programs, even=even)
+                    if tile.stages < 3 or (tile.warps == 8 and (programs > 1 or outputs == 64)):
                         continue
-                    for even in (False, True) if outputs == 64 and tile_rows <= 32 else (False,):
-                        yield Tile(
-                            rows=tile_rows, outputs=outputs, features=features, warps=warps,
-                            stages=stages, programs=programs, even=even,
-                        )  # fmt: skip
+                    yield tile
+
+
+def padding(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
+    """Sums that are computed for each that is wanted, of {name: (outputs, inputs)}: in steps padded
+    to their graph's rows."""
+    buckets = Buckets(max_rows=MemoryConfig().graph_rows, max_context_len=1).rows
+    for name, (outputs, _) in linears.items():
+        for rows in ROWS:
+            padded = next((bucket for bucket in buckets if bucket >= rows), rows)
+            tile = tile_for(torch.bfloat16, padded, outputs, PROCESSORS)
+            computed = tile.padding(padded, outputs, PROCESSORS) * padded / rows
+            bar = MOST_PADDING if rows > FEW_ROWS else None
+            label = f"{name} {rows} rows: padded, {tile.height} x {tile.outputs}"
+            yield row(label, computed, "ratio", bar, at_most=True)
 
 
 def sweep(linears: Mapping[str, tuple[int, int]], device: str = "cuda") -> Iterator[Row]:

@@ -78,7 +78,7 @@ class MemoryConfig:
     state_slots: int | None = None
     state_interval: int = 512  # tokens of a prefill between states kept in the prefix cache
     graph_bytes: int = 1 << 30  # most that captured CUDA graphs may hold; 0: capture none
-    graph_rows: int = 256  # query rows of the largest step that is captured
+    graph_rows: int = 1024  # query rows of the largest step that is captured
 
     def __post_init__(self) -> None:
         fraction = self.kv_fraction

@@ -11,6 +11,7 @@ from rollout.config import EngineConfig, LoadFormat
 from rollout.device_name import device_name
 from rollout.graphs import ForwardGraphs
 from rollout.graphs.capture import Capture
+from rollout.layers.linear import sum_in_float32
 from rollout.layers.row_invariance import make_row_invariant
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.models.features import Features
@@ -104,6 +105,8 @@ class TargetWorker:
             most_rows = self.longest_step * self.ranks.rows.size
             exact_rows = make_row_invariant(self.model.linears(), most_rows)
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
+        elif device.type == "cuda":
+            sum_in_float32()
         padding = PaddingSteps(self.model, features, exact=config.exact)
         reserved = (
             bytes_of_steps(config.memory, limits, padding, draft_nodes)

@@ -38,7 +38,7 @@ class NoCapture:
 
     num_bytes = 1
 
-    def __call__(self, run: Callable[[], None]) -> NoCapture:
+    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> NoCapture:
         return self
 
     def replay(self) -> None:

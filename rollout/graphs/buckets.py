@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rollout.step_arrays import StepArrays
 
 _FIRST_LONGEST = 1024
-_LONGEST_STEP = 4  # attention launches programs for so many more keys than there may be, at most
+_LONGEST_STEP = 2  # attention launches programs for so many more keys than there may be, at most
 
 
 class Bucket(NamedTuple):
@@ -23,17 +23,20 @@ class Bucket(NamedTuple):
 
 
 class Buckets:
-    """Rows go up by steps of a half and a third: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+    """Rows go up by steps of a half and a third up to 64: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..., and
+    from there on by a quarter of the power of two below: 80, 96, 112, 128, 160, ..., 1024.
 
-    At up to some 200 rows a forward is bound by reading the weights, so the padding, a quarter of
-    the rows at most and an eighth on average, costs next to nothing. Entries go up by powers of
-    two, for attention launches programs per entry; nodes are none or as many as rows.
+    Up to 64 rows a forward is bound by reading the weights, so that padding costs next to nothing.
+    Above, a bucket and the tiles of matrix products together compute at most 1.35 times the rows
+    that there are. Entries go up by powers of two, for attention launches programs per entry; nodes
+    are none or as many as rows.
     """
 
     def __init__(self, *, max_rows: int, max_context_len: int, minimum_rows: int = 1) -> None:
         """Steps of more than ``max_rows`` have none; ``minimum_rows`` is the least bucket."""
-        sizes = sorted({1 << k for k in range(32)} | {3 << k for k in range(31)})
-        inside = [rows for rows in sizes if minimum_rows <= rows <= max_rows]
+        few = {1 << k for k in range(7)} | {3 << k for k in range(5)}
+        many = {(4 + part) << k for k in range(4, 30) for part in range(1, 5)}
+        inside = [rows for rows in sorted(few | many) if minimum_rows <= rows <= max_rows]
         self.rows = tuple(inside)
         self._max_context_len = max_context_len
 

@@ -22,9 +22,18 @@ class Captured(Protocol):
         ...
 
 
+class GraphTooLargeError(Exception):
+    """A graph would take more memory than it may, so nothing was captured."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"a graph of {num_bytes} bytes")
+        self.num_bytes = num_bytes
+
+
 class Capture(Protocol):
-    def __call__(self, run: Callable[[], None]) -> Captured:
-        """Capture what ``run`` does. Raises RuntimeError where that cannot be captured."""
+    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> Captured:
+        """Capture what ``run`` does. Raises RuntimeError where that cannot be captured, and
+        GraphTooLargeError where it takes more than ``max_bytes`` by itself."""
         ...
 
     def reset(self) -> None:
@@ -45,19 +54,25 @@ class CudaCapture:
         # One for all of them: cuBLAS keeps a workspace for each stream it was ever called on.
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, run: Callable[[], None]) -> Captured:
+    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> Captured:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         # Kernels are compiled and libraries make their workspaces before anything is recorded.
         side, usual = self._stream, torch.cuda.current_stream(self._device)
         side.wait_stream(usual)
+        # Memory is kept for each stream, and this one has none, so a run takes as much of the
+        # device as a graph of it will where nothing is left by others.
+        unused = torch.cuda.memory_reserved(self._device)
         try:
             with torch.cuda.stream(side):
                 run()
         finally:  # what was launched before it failed still reads and writes
             usual.wait_stream(side)
+        taken = torch.cuda.memory_reserved(self._device) - unused
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+        if max_bytes is not None and taken > max_bytes:
+            raise GraphTooLargeError(taken)
         before = _Memory.of(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from numpy.typing import NDArray
 
-from rollout.graphs.capture import Capture, Captured
+from rollout.graphs.capture import Capture, Captured, GraphTooLargeError
 from rollout.transfers import DeviceBuffer
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,10 @@ class CapturedRuns:
     Updates of weights write in place, so graphs stay valid; memory that is given back and taken
     again may lie elsewhere, so then all graphs go (`drop`).
 
-    A shared pool's memory comes back only as a whole. So when graphs outgrow their bound, all are
-    dropped, and what still comes up is captured again, each time after twice as many uses. One that
-    exceeds the bound by itself is never captured again.
+    A shared pool's memory comes back only as a whole. So what fits neither beside the graphs there
+    are nor in their room is not captured until they go; and should they outgrow their bound all the
+    same, all are dropped, and what still comes up is captured again, each time after twice as many
+    uses.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class CapturedRuns:
         self.num_bytes = 0  # device memory they hold
         self._uses: Counter[Hashable] = Counter()
         self._uses_wanted = _FIRST_USES
-        self._too_large: set[Hashable] = set()  # for the bound, each by itself: never captured
+        self._too_large: set[Hashable] = set()  # not captured until all graphs go
         self.is_paused = False  # their memory is wanted elsewhere
         self.failure = ""  # why nothing is captured any more
         self.is_settled = True  # the last run neither came under a new key nor was captured
@@ -121,6 +122,7 @@ class CapturedRuns:
             self._on_drop()
             self._capture.reset()
         self._uses.clear()
+        self._too_large.clear()
         return freed
 
     def _captured(
@@ -133,9 +135,17 @@ class CapturedRuns:
                 results[name].copy_(tensor)
 
         try:
-            graph = _Graph(captured=self._capture(run), results=results)
+            graph = _Graph(captured=self._capture(run, self._room()), results=results)
         except torch.OutOfMemoryError:
             self._outgrown()
+            return None
+        except GraphTooLargeError as error:
+            self._too_large.add(key)
+            log.info(
+                "a graph of %s of %s would take %d MiB, and memory.graph_bytes leaves room for %d: "
+                "it is not captured",
+                self._name, key, error.num_bytes >> 20, self._room() >> 20,
+            )  # fmt: skip
             return None
         except RuntimeError as error:
             self.failure = f"capturing {self._name} of {key} failed: {error}"
@@ -145,11 +155,15 @@ class CapturedRuns:
         self._graphs[key] = graph
         self.num_bytes += graph.captured.num_bytes
         if graph.captured.num_bytes > self._max_bytes():
-            self._too_large.add(key)
             self.drop()
+            self._too_large.add(key)
         elif self.num_bytes > self._max_bytes():
             self._outgrown()
         return graph
+
+    def _room(self) -> int:
+        """Bytes that one more graph may want: no two run at once, so each uses the others' too."""
+        return max(self._max_bytes() - self.num_bytes, self.num_bytes)
 
     def _outgrown(self) -> None:
         """They hold more than they may, or there was no memory for one more."""

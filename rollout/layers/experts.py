@@ -118,8 +118,10 @@ class Experts:
         if routes is not None:
             routes.record(self.index, experts_TX[own])
         groups = RowGroups.of(experts_TX, self.num_experts)
-        inner_SF = silu_mul(self.gate_up(hidden_TE, groups))
-        outputs_SE = self.down(gather_columns(self._group, inner_SF, self._features), groups)
+        left_out = self.router.left_out_tiles
+        inner_SF = silu_mul(self.gate_up(hidden_TE, groups, left_out))
+        inner_SF = gather_columns(self._group, inner_SF, self._features)
+        outputs_SE = self.down(inner_SF, groups, left_out)
         outputs_TXE = outputs_SE.view(*experts_TX.shape, self.down.out_features)
         if self._shared:
             shared_gate_up, shared_down = self._shared

@@ -5,7 +5,7 @@ Legend: M rows of input, S pairs of a row and an expert, N experts, I input, O o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from rollout.layers.destination import Destination
 from rollout.layers.linear import Linear
 from rollout.ops.grouped_matmul import RowGroups, grouped_matmul
+from rollout.ops.matmul.tiles import Tile
 
 
 class GroupedLinear:
@@ -49,9 +50,12 @@ class GroupedLinear:
                 for _ in range(num_experts)
             ]
 
-    def __call__(self, x_MI: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+    def __call__(
+        self, x_MI: torch.Tensor, groups: RowGroups, left_out: Set[Tile] = frozenset()
+    ) -> torch.Tensor:
+        """``left_out``: tiles that a GPU is not to use."""
         if self._weights_NOI is not None:
-            return grouped_matmul(x_MI, self._weights_NOI, groups)
+            return grouped_matmul(x_MI, self._weights_NOI, groups, left_out)
         y_SO = x_MI.new_empty(len(groups.pairs_S), self.out_features)
         for linear, pairs in zip(self._linears, _pairs_of_experts(groups), strict=True):
             if len(pairs):

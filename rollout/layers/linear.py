@@ -5,6 +5,8 @@ Legend: M rows, I input features, O output features.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch.nn.functional import linear
 
@@ -12,6 +14,9 @@ from rollout.layers.destination import Destination, fill
 from rollout.layers.packed_weight import PackedWeight
 from rollout.layers.storage import allocate_storage, free_storage
 from rollout.ops.matmul import matmul
+from rollout.ops.matmul.tiles import Tile
+
+log = logging.getLogger(__name__)
 
 _IN_CACHE = 1 << 19
 """Numbers moved at a time: converted or stored twice, they come from memory once."""
@@ -29,8 +34,9 @@ class Linear:
     plain, the packed weight is then a copy of it, and writes go to both.
 
     ``row_invariant``: plain products are those of ops.matmul, whose rows do not depend on their
-    number; otherwise torch's own, which may be faster. Packed ones: see row_invariance, which says
-    in ``least_rows`` from how many on they do not. Whoever calls with fewer pads them.
+    number; otherwise torch's own, which may be faster. ``left_out_tiles``: those that a GPU's do
+    not use. Packed ones: see row_invariance, which says in ``least_rows`` from how many rows on
+    they do not. Whoever calls with fewer pads them.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class Linear:
         self.device = device
         self.packing = packing
         self.row_invariant = False
+        self.left_out_tiles: frozenset[Tile] = frozenset()
         self.least_rows = 1
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
@@ -72,7 +79,7 @@ class Linear:
             )
         assert self._weight_OI is not None
         if self.row_invariant:
-            return matmul(x_MI, self._weight_OI, bias_O)
+            return matmul(x_MI, self._weight_OI, bias_O, self.left_out_tiles)
         return linear(x_MI, self._weight_OI, bias_O)
 
     @property
@@ -160,3 +167,21 @@ def linear_destinations(
             found[f"{prefix}.{name}.bias"] = linear.bias_rows(start, start + width)
         start += width
     return found
+
+
+def sum_in_float32() -> None:
+    """Tell cuBLAS to add the parts of a split product in float32 and to round once, in place of
+    adding rounded parts. That holds for all of the process, a trainer's products included, from
+    here on: nobody can tell when the last engine that wants it is gone, so nothing sets it back.
+    """
+    products = torch.backends.cuda.matmul
+    if (
+        products.allow_bf16_reduced_precision_reduction
+        or products.allow_fp16_reduced_precision_reduction
+    ):
+        log.info(
+            "exact=false: from now on cuBLAS adds the parts of 16-bit products in float32, in all "
+            "of this process (torch.backends.cuda.matmul.allow_*_reduced_precision_reduction)"
+        )
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False

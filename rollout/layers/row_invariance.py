@@ -3,25 +3,26 @@
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
 Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
 the least number of rows from which all counts agree. On a GPU the products are ours, one order for
-any number of rows; that is asked all the same, of every tile that a step can run.
+any number of rows; that is asked all the same, of every tile. Where tiles disagree, the largest set
+of them that agrees is used.
 
 Legend: M rows, I input features, O output features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from rollout.errors import ExactnessError
 from rollout.layers.linear import Linear
 from rollout.ops import gpu
+from rollout.ops.matmul.tiles import Tile, tiles
 
-if TYPE_CHECKING:
-    from rollout.ops.matmul.triton import Tile
+log = logging.getLogger(__name__)
 
 LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
@@ -35,11 +36,16 @@ _MOST_ON_A_GPU = 300  # more than a tile has; their own would have outputs of gi
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
     """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``.
 
-    Each product is told its own least number of rows: experts run fewer than a step has.
+    Each product is told its own least number of rows, for experts run fewer than a step has, and
+    all on a GPU which tiles to leave out.
     """
     linears = list(linears)
-    for linear in linears:
-        linear.row_invariant = linear.device.type == "cuda"
+    on_gpu = [linear for linear in linears if linear.device.type == "cuda"]
+    for linear in on_gpu:
+        linear.row_invariant = True
+    left_out = _left_out_tiles(on_gpu, max_rows)
+    for linear in on_gpu:
+        linear.left_out_tiles = left_out
     least = _least_by_signature(linears, max_rows)
     for linear in linears:
         linear.least_rows = least[_signature(linear)]
@@ -78,7 +84,7 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
     if linear.device.type == "cpu":
         cost = linear.in_features * linear.out_features
         affordable = max(LARGEST_PADDING, _AFFORDABLE // cost)
-    order_M = torch.randperm(most, generator=torch.Generator().manual_seed(0)).to(linear.device)
+    order_M = _shuffled(most, linear)
 
     def differing_among(counts: tuple[int, ...]) -> set[int]:
         differing = set()
@@ -97,11 +103,6 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
     if linear.device.type == "cpu" and not linear.is_packed:
         # Plain products choose kernels by alignment too, which a probe sees only now and then.
         least = max(least, LARGEST_PADDING)
-    if linear.device.type == "cuda" and (tiles := _differing_tiles(probe, x_MI, y_MO, max_rows)):
-        raise ExactnessError(
-            f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
-            f"{linear.dtype} on {linear.device} differ between {tiles} and others; set exact=false"
-        )
     if least > LARGEST_PADDING:
         raise ExactnessError(
             f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
@@ -111,19 +112,74 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
     return least
 
 
-def _differing_tiles(
-    probe: Linear, x_MI: torch.Tensor, y_MO: torch.Tensor, max_rows: int
-) -> list[Tile]:
-    """Those that give other rows than ``y_MO``, among all that up to ``max_rows`` rows run."""
-    from rollout.ops.matmul.triton import tiled_matmul, tiles_up_to
+@torch.inference_mode()
+def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]:
+    """See `disagreeing_tiles`. For all shapes the same, so that experts, whose grouped products are
+    not asked, can go without them too."""
+    if not linears:
+        return frozenset()
+    shapes = {_signature(linear): linear for linear in linears}
+    with gpu.on(linears[0].device):
+        rows = min(max_rows, _MOST_ON_A_GPU)
+        return disagreeing_tiles(
+            (_cancelling_probe(linear), _cancelling_rows(rows, linear))
+            for linear in shapes.values()
+        )
 
-    weight_OI = probe.weight_rows(0, probe.out_features).read()
-    processors = gpu.multiprocessors(probe.device)
-    return [
-        tile
-        for tile in tiles_up_to(probe.dtype, max_rows, probe.out_features, processors)
-        if not torch.equal(tiled_matmul(x_MI, weight_OI, probe.bias_O, tile), y_MO)
-    ]
+
+def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozenset[Tile]:
+    """All tiles but the largest set that gives each row of each product the same bits, wherever the
+    row lies. ``products``: of one dtype, each with rows of input.
+
+    Raises ExactnessError where no tile does.
+    """
+    every: Sequence[Tile] = ()
+    agreeing: list[list[Tile]] = []
+    for linear, x_MI in products:
+        every = tiles(linear.dtype)
+        agreeing = [
+            like for some in agreeing or [list(every)] for like in _alike(some, linear, x_MI)
+        ]
+        if not agreeing:
+            raise ExactnessError(
+                f"exact=true: no tile gives a row of the {linear.in_features} -> "
+                f"{linear.out_features} product in {linear.dtype} on {linear.device} the same bits "
+                "wherever it lies; set exact=false"
+            )
+    largest = max(agreeing, key=len, default=[])
+    left_out = frozenset(every) - frozenset(largest)
+    if left_out:
+        log.warning(
+            "exact=true leaves out %d tiles of matrix products, which compute other rows than %d "
+            "that agree: %s",
+            len(left_out), len(largest), "; ".join(str(tile) for tile in every if tile in left_out),
+        )  # fmt: skip
+    return left_out
+
+
+def _alike(some: list[Tile], linear: Linear, x_MI: torch.Tensor) -> list[list[Tile]]:
+    """Tiles that compute the same, together. One whose rows depend on their place is in none."""
+    from rollout.ops.matmul.triton import tiled_matmul
+
+    weight_OI = linear.weight_rows(0, linear.out_features).read()
+    order_M = _shuffled(len(x_MI), linear)
+    found: list[tuple[torch.Tensor, list[Tile]]] = []
+    for tile in some:
+        y_MO = tiled_matmul(x_MI, weight_OI, linear.bias_O, tile)
+        moved_MO = tiled_matmul(x_MI[order_M], weight_OI, linear.bias_O, tile)
+        if not torch.equal(moved_MO, y_MO[order_M]):
+            continue
+        for like_MO, like in found:
+            if torch.equal(y_MO, like_MO):
+                like.append(tile)
+                break
+        else:
+            found.append((y_MO, [tile]))
+    return [like for _, like in found]
+
+
+def _shuffled(count: int, linear: Linear) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(linear.device)
 
 
 def _signature(linear: Linear) -> tuple[object, ...]:
@@ -159,7 +215,7 @@ def _cancelling_probe(linear: Linear) -> Linear:
         device=linear.device,
         packing=linear.is_packed,
     )
-    probe.row_invariant = linear.row_invariant
+    probe.row_invariant, probe.left_out_tiles = linear.row_invariant, linear.left_out_tiles
     for start in range(0, linear.out_features, outputs):
         stop = min(start + outputs, linear.out_features)
         probe.weight_rows(start, stop).write(block[: stop - start])

@@ -7,26 +7,41 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from rollout.errors import OutOfMemoryError
+from rollout.layers.linear import Linear
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.ops import gpu
+from rollout.ops.matmul.tiles import tile_for, tiles_up_to
 from rollout.ops.paged_attention import most_spread_rows
 
 log = logging.getLogger(__name__)
 
 
-def warm_rows(most_rows: int) -> list[int]:
-    """Of steps that together run every tile of `ops.matmul` that one of up to so many rows runs.
+def warm_rows(most_rows: int, linears: Iterable[Linear]) -> dict[int, bool]:
+    """Numbers of rows of steps that together run every tile that a step of up to ``most_rows`` runs
+    in products of ``ops.matmul`` and, as some are twice the one before, in those of experts.
 
-    Attention has a program per split in the least of them and walks all splits in the largest.
+    Each with whether its step is to have draft nodes too, from the least to the largest: attention
+    has a program per split in the former and walks all splits in the latter.
     """
-    doubling = [1 << k for k in range(8, most_rows.bit_length())]
-    return [rows for rows in (1, 17, 33, 65, 129, *doubling, most_rows) if rows <= most_rows]
+    both = {1 << k for k in range(most_rows.bit_length())} | {most_rows}
+    found = dict.fromkeys(both, True)
+    for dtype, outputs, device, left_out in dict.fromkeys(
+        (linear.dtype, linear.out_features, linear.device, linear.left_out_tiles)
+        for linear in linears
+        if linear.row_invariant
+    ):
+        product = outputs, gpu.multiprocessors(device), left_out
+        run = {tile_for(dtype, rows, *product) for rows in found}
+        for tile, rows in tiles_up_to(dtype, most_rows, *product).items():
+            if tile not in run:
+                found[rows] = False
+    return dict(sorted(found.items()))
 
 
 @torch.inference_mode()
@@ -37,9 +52,10 @@ def warm_up(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
     """
     began = time.perf_counter()
     with _fitting(steps, rows, sampled):
-        for each in warm_rows(rows):
-            for nodes in (0, each):
-                hidden_TE = steps.forward(each, nodes=nodes)
+        for each, with_nodes in warm_rows(rows, steps.model.linears()).items():
+            hidden_TE = steps.forward(each)
+            if with_nodes:
+                hidden_TE = steps.forward(each, nodes=each)
             steps.model.logits(hidden_TE[:sampled])
         steps.sample(hidden_TE, 1)
     log.info(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rollout import SamplingParams
+from rollout.graphs.capture import CudaCapture, GraphTooLargeError
 from tests.helpers.fake_cuda import FakeGpu, Kind
 from tests.helpers.fake_cuda.models import make_engine
 
@@ -27,3 +29,19 @@ def test_after_a_capture_that_fails_steps_go_on_where_they_were(gpu: FakeGpu, tm
     assert torch.cuda.current_stream() is stream
     assert not gpu.seen.generator_captures
     assert not gpu.seen.of(Kind.REPLAY)
+
+
+def test_what_a_run_takes_is_known_before_it_is_captured(gpu: FakeGpu, monkeypatch) -> None:
+    reserved = [1 << 30]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: reserved[0])
+
+    def run() -> None:
+        reserved[0] += 3000
+
+    capture = CudaCapture(torch.device("cuda", 0))
+    with pytest.raises(GraphTooLargeError) as raised:
+        capture(run, 2999)
+    assert raised.value.num_bytes == 3000
+    assert not gpu.seen.of(Kind.CAPTURE)
+    capture(run, 3000)
+    assert len(gpu.seen.of(Kind.CAPTURE)) == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.graphs.capture import CudaCapture, GraphTooLargeError
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=3, n=2, ignore_eos=True)
@@ -105,3 +106,20 @@ def test_a_forward_that_cannot_be_captured_runs_without(tiny_model_path, eager, 
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.randn(3, device="cuda")  # its generator, too, knows that nothing is captured
     assert outcome(engine) == eager
+
+
+def test_what_takes_more_than_it_may_is_known_before_it_is_captured() -> None:
+    capture = CudaCapture(torch.device("cuda", torch.cuda.current_device()))
+    kept = torch.zeros(1, device="cuda")
+
+    def run() -> None:
+        kept.copy_(torch.ones(16 << 20, device="cuda")[:1])  # 64 MiB
+
+    with pytest.raises(GraphTooLargeError) as raised:
+        capture(run, 63 << 20)
+    assert 64 << 20 <= raised.value.num_bytes <= 80 << 20
+    kept.zero_()
+    graph = capture(run, 80 << 20)
+    assert graph.num_bytes >= 64 << 20
+    graph.replay()
+    assert kept.item() == 1

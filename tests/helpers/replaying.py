@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.config import EngineConfig
+from rollout.graphs.capture import GraphTooLargeError
 from rollout.models.loader import Progress
 from rollout.specs import WorkerFactory
 from spec_workers.none import PlainWorker
@@ -24,7 +25,7 @@ class Replay:
 
 
 class ReplayingCapture:
-    """Each capture takes ``num_bytes``, and the one numbered ``fails_at`` fails."""
+    """A capture takes ``num_bytes``, or is refused, and the one numbered ``fails_at`` fails."""
 
     def __init__(self, num_bytes: int = 1000, fails_at: int | None = None) -> None:
         self.num_bytes = num_bytes
@@ -32,10 +33,12 @@ class ReplayingCapture:
         self.captures: list[Replay] = []
         self.resets = 0
 
-    def __call__(self, run: Callable[[], None]) -> Replay:
+    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> Replay:
         if len(self.captures) == self.fails_at:
             raise RuntimeError("operation not permitted when stream is capturing")
         run()
+        if max_bytes is not None and self.num_bytes > max_bytes:
+            raise GraphTooLargeError(self.num_bytes)
         self.captures.append(Replay(run=run, num_bytes=self.num_bytes))
         return self.captures[-1]
 

@@ -14,10 +14,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.layers.grouped_linear import GroupedLinear
+from rollout.layers.linear import Linear
 from rollout.memory.activations import warm_rows, warm_up
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.ops import tree_accept
 from rollout.ops.grouped_matmul import RowGroups
+from rollout.ops.matmul.tiles import Tile, tile_for, tiles
 from rollout.overrides import engine_config
 from rollout.sampling.tree_sampling import sample_trees
 from rollout.step_arrays import StepArrays
@@ -112,7 +114,7 @@ def sampled(rows: int) -> None:
 
 def multiplied(rows: int) -> None:
     from rollout.ops.grouped_matmul.triton import tiled_grouped_matmul
-    from rollout.ops.matmul.triton import tiled_matmul, tiles
+    from rollout.ops.matmul.triton import tiled_matmul
 
     x, weights = torch.zeros(rows, 48), torch.zeros(7, 32, 48)
     groups = RowGroups.of(torch.zeros(rows, 3, dtype=torch.int32), 7)
@@ -134,12 +136,47 @@ def test_any_number_of_rows_runs_the_same_kernels(run) -> None:
 
 
 @pytest.mark.parametrize("most_rows", [1, 20, 300, 8192])
-def test_warm_rows_run_every_tile_of_products(most_rows) -> None:
-    from rollout.ops.matmul.triton import tile_for, tiles_up_to
-
-    for outputs in (128, 1024, 2560, 4096, 6144, 28_672, 128_256):
+def test_warm_rows_run_every_tile_of_products(monkeypatch, most_rows) -> None:
+    """Whatever is left out of them."""
+    monkeypatch.setattr("rollout.ops.gpu.multiprocessors", lambda device: 132)
+    linears = [
+        Linear(8, outputs, dtype=torch.bfloat16, device=torch.device("cpu"))
+        for outputs in (128, 1024, 2560, 4096, 6144, 28_672, 128_256)
+    ]
+    for linear in linears:
+        linear.row_invariant = True
+    linears[2].left_out_tiles = frozenset({tile_for(torch.bfloat16, most_rows, 2560, 132)})
+    warm = warm_rows(most_rows, linears)
+    assert min(warm) == 1
+    assert max(warm) == most_rows
+    assert warm[1], "with draft nodes too"
+    assert warm[most_rows]
+    for linear in linears:
+        outputs, left_out = linear.out_features, linear.left_out_tiles
         ran, wanted = (
-            {tile_for(torch.bfloat16, rows, outputs, 132) for rows in some}
-            for some in (warm_rows(most_rows), range(1, most_rows + 1))
+            {tile_for(torch.bfloat16, rows, outputs, 132, left_out) for rows in some}
+            for some in (warm, range(1, most_rows + 1))
         )
-        assert ran == wanted == set(tiles_up_to(torch.bfloat16, most_rows, outputs, 132)), outputs
+        assert ran == wanted, outputs
+
+
+@pytest.mark.parametrize(("num_experts", "chosen"), [(128, 8), (512, 10), (8, 2)])
+def test_warm_rows_run_every_tile_of_experts(monkeypatch, num_experts, chosen) -> None:
+    from rollout.ops.grouped_matmul import triton
+
+    monkeypatch.setattr(triton, "multiprocessors", lambda device: 132)
+    ran: set[Tile] = set()
+    monkeypatch.setattr(
+        triton, "tiled_grouped_matmul", lambda x, weights, groups, tile: ran.add(tile)
+    )
+    for outputs in (768, 1536, 2048, 14_336):
+        weights = torch.empty(num_experts, outputs, 1, dtype=torch.bfloat16, device="meta")
+        found = []
+        for some in (warm_rows(6000, []), range(1, 6001)):
+            ran.clear()
+            for rows in some:
+                pairs = torch.empty(rows * chosen, dtype=torch.int32, device="meta")
+                groups = RowGroups(pairs_S=pairs, offsets_N1=pairs)
+                triton.grouped_matmul(weights[:1, 0], weights, groups)
+            found.append(set(ran))
+        assert found[0] == found[1] != set(), outputs

@@ -17,7 +17,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 from rollout.ops.grouped_matmul.triton import _grouped_matmul_kernel  # noqa: E402
-from rollout.ops.matmul.triton import Tile, _matmul_kernel, tiles  # noqa: E402
+from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tiles  # noqa: E402
+from rollout.ops.matmul.triton import _matmul_kernel  # noqa: E402
 from rollout.ops.paged_attention.triton import _attention_kernel, tile_rows  # noqa: E402
 from rollout.ops.truncation import triton as truncation  # noqa: E402
 from tests.helpers.triton_compile import (  # noqa: E402
@@ -68,13 +69,14 @@ def test_all_matmul_tiles_use_one_kind_of_product() -> None:
     for index, tile in enumerate(tiles(torch.bfloat16)):
         even = index % 2 == 0
         constants = {
-            "HAS_BIAS": not even, "EVEN": even, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
-            "FEATURES": tile.features, "GROUP": 8,
+            "HAS_BIAS": not even, "EVEN": even, "ROWS": tile.rows, "MORE_ROWS": tile.more_rows,
+            "OUTPUTS": tile.outputs, "FEATURES": tile.features, "GROUP": 8,
         }  # fmt: skip
         compiled = compiled_product(
             _matmul_kernel, constants, num_warps=tile.warps, num_stages=tile.stages
         )
-        assert products(compiled) == {f"m64n{tile.rows}k16"}, tile
+        blocks = {tile.rows, tile.more_rows} - {0}
+        assert products(compiled) == {f"m64n{block}k16" for block in blocks}, tile
         assert_fits(tile, compiled)
 
 
@@ -84,12 +86,12 @@ def assert_fits(tile: Tile, compiled: Compiled) -> None:
     assert tile.programs * tile.warps * 32 * compiled.registers <= MAX_REGISTERS, tile
     assert tile.programs * (compiled.shared + 1024) <= MAX_SHARED, tile
     assert "cp.async.cg.shared.global" in compiled.ptx, tile
-    stage = 2 * tile.features * (tile.rows + tile.outputs)
+    stage = 2 * tile.features * (tile.height + tile.outputs)
     assert compiled.shared >= tile.stages * stage, tile
 
 
 def test_grouped_products_use_the_same_kind() -> None:
-    for index, tile in enumerate(tiles(torch.bfloat16)):
+    for index, tile in enumerate(set(tiles(torch.bfloat16)) - TWO_BLOCK_TILES):
         constants = {
             "EVEN": index % 2 == 1, "EXPERTS": 128, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
             "FEATURES": tile.features,

@@ -29,9 +29,9 @@ class SlowCapture(ReplayingCapture):
         super().__init__()
         self._clock = clock
 
-    def __call__(self, run):
+    def __call__(self, run, max_bytes=None):
         self._clock.ahead += CAPTURING
-        return super().__call__(run)
+        return super().__call__(run, max_bytes)
 
 
 class Noted:

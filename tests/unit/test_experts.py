@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError
+from rollout.layers import grouped_linear
 from rollout.layers.destination import mismatches
 from rollout.layers.experts import Experts
 from rollout.layers.linear import Linear
 from rollout.layers.row_invariance import make_row_invariant
 from rollout.layers.storage import allocate_storage, free_storage
+from rollout.ops.matmul.tiles import tiles
 from rollout.parallel import ONE_RANK
 from tests.helpers.thread_ranks import on_ranks, rows_ranks, tensor_ranks
 
@@ -67,6 +69,20 @@ def write(experts: Experts, weights: dict[str, torch.Tensor]) -> None:
         destinations[name].write(tensor)
     for linear in experts.linears():
         linear.pack()
+
+
+def test_experts_leave_out_the_tiles_that_other_products_do(monkeypatch) -> None:
+    told = []
+    product = grouped_linear.grouped_matmul
+    monkeypatch.setattr(
+        grouped_linear,
+        "grouped_matmul",
+        lambda x, weights, groups, left_out: told.append(left_out) or product(x, weights, groups),
+    )
+    experts = block(tensors(False), stacked=True)
+    experts.router.left_out_tiles = frozenset(tiles(torch.bfloat16)[:2])
+    experts(torch.zeros(3, HIDDEN))
+    assert told == [experts.router.left_out_tiles] * 2
 
 
 def plain(weights, x: torch.Tensor, normalizes: bool) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -68,11 +69,15 @@ def recorded(tiny_model_path):
     return {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in rollouts}
 
 
-def test_rows_go_up_by_a_half_and_a_third() -> None:
-    assert BUCKETS.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+def test_rows_go_up_by_a_half_and_a_third_and_then_by_a_quarter() -> None:
+    assert BUCKETS.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96)
     assert Buckets(max_rows=64, max_context_len=10, minimum_rows=5).rows[0] == 6
-    padding = [rows / step for rows, step in zip(BUCKETS.rows[1:], BUCKETS.rows, strict=False)]
-    assert max(padding[2:]) <= 1.5
+    rows = Buckets(max_rows=1024, max_context_len=10).rows
+    assert rows[-1] == 1024
+    assert len(rows) == 28
+    steps = [(large / small, small) for small, large in pairwise(rows)]
+    assert max(step for step, small in steps if small >= 2) <= 1.5
+    assert max(step for step, small in steps if small >= 64) <= 1.25
 
 
 @pytest.mark.parametrize(
@@ -80,8 +85,8 @@ def test_rows_go_up_by_a_half_and_a_third() -> None:
     [
         ([([], [])], 9, Bucket(1, 1, 0, 1024)),
         ([([], [])] * 5, 1024, Bucket(6, 6, 0, 1024)),
-        ([([], [])] * 9, 1025, Bucket(12, 12, 0, 4096)),
-        ([([1, 2], [0, 1]), ([], []), ([3], [0])], 5000, Bucket(6, 4, 6, 16_384)),
+        ([([], [])] * 9, 1025, Bucket(12, 12, 0, 2048)),
+        ([([1, 2], [0, 1]), ([], []), ([3], [0])], 5000, Bucket(6, 4, 6, 8192)),
         ([([], [])] * 96, 20_000, Bucket(96, 96, 0, 20_000)),
         ([([], [])] * 97, 9, None),
         ([], 9, None),

@@ -6,17 +6,23 @@ O output features.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 
 from rollout.ops import gpu
 from rollout.ops.grouped_matmul import reference
 from rollout.ops.grouped_matmul.groups import RowGroups
+from rollout.ops.matmul.tiles import Tile
 
 __all__ = ["RowGroups", "grouped_matmul"]
 
 
 def grouped_matmul(
-    x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups
+    x_MI: torch.Tensor,
+    weights_NOI: torch.Tensor,
+    groups: RowGroups,
+    left_out: Set[Tile] = frozenset(),
 ) -> torch.Tensor:
     """``y[p] = x[p // (S / M)] @ weights[n].T`` for the pairs p of each expert n: [S, O].
 
@@ -24,9 +30,10 @@ def grouped_matmul(
     all of one dtype; rows of x may be strided. On a GPU y[p] has the bits that ``ops.matmul`` gives
     x's row and that weight, whatever other rows there are and wherever they go; on the CPU that is
     what packed products are for (rollout.layers.grouped_linear), and this is the plain definition.
+    ``left_out``: tiles that a GPU is not to use.
     """
     if gpu.supports(x_MI, weights_NOI):
         from rollout.ops.grouped_matmul import triton
 
-        return triton.grouped_matmul(x_MI, weights_NOI, groups)
+        return triton.grouped_matmul(x_MI, weights_NOI, groups, left_out)
     return reference.grouped_matmul(x_MI, weights_NOI, groups)

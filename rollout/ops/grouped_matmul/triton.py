@@ -6,29 +6,41 @@ bits holds here. How many rows an expert has is known on the device alone; progr
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 import triton
 import triton.language as tl
 
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.grouped_matmul.groups import RowGroups
-from rollout.ops.matmul.triton import Tile, tile_for, tile_product
+from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tile_for
+from rollout.ops.matmul.triton import tile_product
+
+_MOST_ROWS = 256
 
 
 def grouped_matmul(
-    x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups
+    x_MI: torch.Tensor,
+    weights_NOI: torch.Tensor,
+    groups: RowGroups,
+    left_out: Set[Tile] = frozenset(),
 ) -> torch.Tensor:
     num_experts, outputs, _ = weights_NOI.shape
     num_pairs = len(groups.pairs_S)
-    rows_of_one = num_pairs // num_experts  # on the average
+    # On the average, to a power of two: steps of twice as many rows each run every tile.
+    rows_of_one = min(_MOST_ROWS, triton.next_power_of_2(num_pairs // num_experts))
     all_outputs = outputs * min(num_experts, num_pairs)
-    tile = tile_for(x_MI.dtype, rows_of_one, all_outputs, multiprocessors(x_MI.device))
+    processors = multiprocessors(x_MI.device)
+    unused = TWO_BLOCK_TILES | left_out if left_out else TWO_BLOCK_TILES
+    tile = tile_for(x_MI.dtype, rows_of_one, all_outputs, processors, unused)
     return tiled_grouped_matmul(x_MI, weights_NOI, groups, tile)
 
 
 def tiled_grouped_matmul(
     x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups, tile: Tile
 ) -> torch.Tensor:
+    assert not tile.more_rows
     num_experts, outputs, features = weights_NOI.shape
     num_pairs = len(groups.pairs_S)
     y_SO = x_MI.new_empty(num_pairs, outputs)
@@ -75,10 +87,11 @@ def _grouped_matmul_kernel(
         output = place // height * OUTPUTS + tl.arange(0, OUTPUTS)
         weight_row = output.to(tl.int64)[:, None]
         is_output = output < outputs
-        total = tile_product(
-            x_ptr + pair // fan_out * x_stride, present,
+        x_rows = x_ptr + pair // fan_out * x_stride
+        total, _ = tile_product(
+            x_rows, present, x_rows, present,
             weight_ptr + expert.to(tl.int64) * expert_stride + weight_row * weight_stride,
-            is_output[:, None], features, EVEN, ROWS, OUTPUTS, FEATURES,
+            is_output[:, None], features, EVEN, ROWS, 0, OUTPUTS, FEATURES,
         )  # fmt: skip
         y_ptrs = y_ptr + pair * outputs + output[None, :]
         inside = present & is_output[None, :]

@@ -7,11 +7,13 @@ import os
 import pytest
 import torch
 
+from rollout.errors import ExactnessError
 from rollout.layers.linear import Linear
-from rollout.layers.row_invariance import _differing_tiles
+from rollout.layers.row_invariance import disagreeing_tiles
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.matmul import reference
-from rollout.ops.matmul.triton import matmul, tile_for, tiled_matmul, tiles, tiles_up_to
+from rollout.ops.matmul.tiles import Tile, tile_for, tiles
+from rollout.ops.matmul.triton import matmul, tiled_matmul
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -43,12 +45,12 @@ def test_matmul_is_the_reference(dtype, device, rows, outputs, features, has_bia
     torch.testing.assert_close(y.cpu(), expected, rtol=rtol, atol=rtol * features**0.5)
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(len(tiles(torch.bfloat16))))
 def test_a_program_walks_many_tiles(dtype, device, index: int) -> None:
     if index >= len(tiles(dtype)):
         pytest.skip("this dtype has fewer tiles")
     tile = tiles(dtype)[index]
-    rows = 2 * tile.rows + 3 if tile.rows <= 32 else 3
+    rows = {0: 3, 16: 67}.get(tile.more_rows, 2 * tile.height + 3 if tile.height <= 32 else 3)
     x, weight, bias = operands(rows, 4 * tile.outputs + 1, 72, dtype, device)
     y = tiled_matmul(x, weight, bias, tile)
     expected = reference.matmul(x.cpu(), weight.cpu(), bias.cpu())
@@ -56,16 +58,18 @@ def test_a_program_walks_many_tiles(dtype, device, index: int) -> None:
     torch.testing.assert_close(y.cpu(), expected, rtol=rtol, atol=1e-4)
 
 
-def test_tiles_fill_the_multiprocessors_of_a_hopper() -> None:
-    """With products of an 8B model's shapes, at any number of rows."""
-    for outputs in (4096, 6144, 28672, 128256):
-        for rows in (1, 8, 16, 17, 32, 33, 64, 65, 72, 96, 128, 129, 256, 512, 8192):
-            tile = tile_for(torch.bfloat16, rows, outputs, 132)
-            share = tile.share(outputs, 132)
-            assert share % 16 == 0
-            tiles_of_it = -(-rows // tile.rows) * -(-outputs // share)
-            assert tiles_of_it >= 64, (rows, outputs, tile)
-            assert tile.rows < 2 * max(rows, 16)
+@pytest.mark.parametrize("height", [80, 96, 160, 192])
+def test_both_blocks_of_a_tile_are_the_products(dtype, device, height: int) -> None:
+    """Rows end in the first block of the second tile, and in its second."""
+    tile = next(tile for tile in tiles(torch.bfloat16) if tile.height == height)
+    if dtype is torch.float32:
+        pytest.skip("its tiles have one block")
+    for rows in (height + 3, height + tile.rows + 5):
+        x, weight, bias = operands(rows, 70, 40, dtype, device)
+        x, weight = x.round(), weight.round()
+        y = tiled_matmul(x, weight, bias, tile)
+        expected = reference.matmul(x.cpu(), weight.cpu(), bias.cpu())
+        assert torch.equal(y.cpu(), expected)
 
 
 def test_a_row_is_the_same_alone_and_in_any_company(dtype, device) -> None:
@@ -105,18 +109,66 @@ def test_nothing_to_multiply(dtype, device) -> None:
     assert matmul(x, weight[:0], bias[:0]).shape == (2, 0)
 
 
-def test_a_tile_that_adds_otherwise_is_named(dtype, device, monkeypatch) -> None:
-    """With small whole numbers, which every order adds up alike."""
+def whole_numbers(dtype, device) -> tuple[Linear, torch.Tensor]:
+    """Small ones, which every order adds up alike."""
     generator = torch.Generator().manual_seed(4)
     x, weight = (torch.randint(-3, 4, (n, 24), generator=generator) for n in (70, 40))
     linear = Linear(24, 40, dtype=dtype, device=device, packing=False)
     linear.weight_rows(0, 40).write(weight)
-    x, y = x.to(device, dtype), (x @ weight.T).to(device, dtype)
-    assert not _differing_tiles(linear, x, y, 70)
-    wrong = tiles_up_to(dtype, 70, 40, multiprocessors(device))[-1]
+    return linear, x.to(device, dtype)
 
+
+def sabotage(monkeypatch, of_tile) -> None:
     def sabotaged(x, weight, bias, tile):
-        return tiled_matmul(x, weight, bias, tile) + (tile == wrong)
+        return of_tile(tiled_matmul(x, weight, bias, tile), tile)
 
     monkeypatch.setattr("rollout.ops.matmul.triton.tiled_matmul", sabotaged)
-    assert _differing_tiles(linear, x, y, 70) == [wrong]
+
+
+def test_the_largest_set_of_tiles_that_agree_is_used(dtype, device, monkeypatch, caplog) -> None:
+    product = whole_numbers(dtype, device)
+    linear, x = product
+    assert not disagreeing_tiles([product])
+    assert not caplog.records
+    if len(tiles(dtype)) < 5:
+        pytest.skip("this dtype has too few tiles for two to be alone")
+    processors = multiprocessors(device)
+    wrong = tile_for(dtype, 65, 40, processors)
+    replacing = tile_for(dtype, 65, 40, processors, {wrong})
+    for bad in ({wrong: 1}, {wrong: 1, replacing: 2}):
+        sabotage(monkeypatch, lambda y, tile, bad=bad: y + bad.get(tile, 0))
+        caplog.clear()
+        left_out = disagreeing_tiles([product])
+        assert left_out == set(bad)
+        (record,) = caplog.records
+        assert str(wrong) in record.getMessage()
+        linear.left_out_tiles, linear.row_invariant = left_out, True
+        ran: list[Tile] = []
+        sabotage(monkeypatch, lambda y, tile, ran=ran: ran.append(tile) or y)
+        for rows in (1, 17, 33, 65):
+            linear(x[:rows])
+        assert left_out.isdisjoint(ran)
+        assert len(ran) == 4
+
+
+def test_tiles_agree_where_they_do_for_every_product(dtype, device, monkeypatch) -> None:
+    if len(tiles(dtype)) < 5:
+        pytest.skip("this dtype has too few tiles for two to be alone")
+    first, second, *_ = tiles(dtype)
+    seen: list[Tile] = []
+
+    def broken(y: torch.Tensor, tile: Tile) -> torch.Tensor:
+        seen.append(tile)
+        of_first_product = seen.count(tile) <= 2
+        return y + (tile == (first if of_first_product else second))
+
+    sabotage(monkeypatch, broken)
+    assert disagreeing_tiles([whole_numbers(dtype, device)] * 2) == {first, second}
+
+
+def test_tiles_whose_rows_depend_on_their_place_are_refused(dtype, device, monkeypatch) -> None:
+    linear, x = whole_numbers(dtype, device)
+    places = torch.arange(70, device=device)[:, None]
+    sabotage(monkeypatch, lambda y, tile: y + places[: len(y)])
+    with pytest.raises(ExactnessError, match=r"24 -> 40.*exact=false"):
+        disagreeing_tiles([(linear, x)])
