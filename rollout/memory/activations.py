@@ -15,16 +15,12 @@ import torch
 from rollout.errors import OutOfMemoryError
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.ops import gpu
-from rollout.ops.paged_attention import most_spread_rows
 
 log = logging.getLogger(__name__)
 
 
 def warm_rows(most_rows: int) -> list[int]:
-    """Of steps that together run every tile of `ops.matmul` that one of up to so many rows runs.
-
-    Attention has a program per split in the least of them and walks all splits in the largest.
-    """
+    """Of steps that together run every tile of `ops.matmul` that one of up to so many rows runs."""
     doubling = [1 << k for k in range(8, most_rows.bit_length())]
     return [rows for rows in (1, 17, 33, 65, 129, *doubling, most_rows) if rows <= most_rows]
 
@@ -39,7 +35,9 @@ def warm_up(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
     with _fitting(steps, rows, sampled):
         for each in warm_rows(rows):
             for nodes in (0, each):
-                hidden_TE = steps.forward(each, nodes=nodes)
+                hidden_TE = steps.forward(
+                    each, nodes=nodes, longest=steps.model.spec.max_context_len
+                )
             steps.model.logits(hidden_TE[:sampled])
         steps.sample(hidden_TE, 1)
     log.info(
@@ -66,14 +64,9 @@ def activation_bytes(steps: PaddingSteps, *, rows: int, sampled: int) -> int:
 
 
 def run_largest(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
-    """The step of the most rows, and the largest one in which attention keeps a sum per split."""
-    spec = steps.model.spec
-    spread_rows = most_spread_rows(
-        spec.num_heads, spec.num_kv_heads, steps.model.dtype, steps.model.device
-    )
-    if spread_rows:
-        steps.forward(min(rows, spread_rows), longest=spec.max_context_len)
-    steps.sample(steps.forward(rows, nodes=rows), sampled)
+    """The step of the most rows, at the longest context: attention keeps the most sums of parts."""
+    longest = steps.model.spec.max_context_len
+    steps.sample(steps.forward(rows, nodes=rows, longest=longest), sampled)
 
 
 @contextmanager
