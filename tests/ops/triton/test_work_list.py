@@ -136,6 +136,20 @@ def test_lists_of_any_step_are_whole_and_within_their_sizes(device) -> None:
         check(plan, rows, limits, device)
 
 
+@pytest.mark.parametrize(
+    ("entries", "tile_queries"),
+    [([Entry(599, 1)] * 7, 1), ([Entry(960, 1, list(range(8)))], 16)],
+    ids=["plain", "a tree in tiles of one row"],
+)
+def test_sizes_are_reached(device, entries, tile_queries) -> None:
+    plan = plan_of(entries, longest=entries[0].start + 1)
+    rows = sum(entry.num_rows for entry in entries)
+    limits = Limits(tile_queries=tile_queries, programs=500, part_rows=10**6)
+    items, folds, sizes = listed(plan, rows, limits, device)
+    assert sizes == ListSizes(items=len(items), folds=len(folds), part_rows=2 * rows)
+    assert len(items) == 2 * len(folds) == 2 * rows
+
+
 def blocks_read(item: Item, plan: AttentionPlan) -> int:
     """Blocks of keys that a program walks: shared ones, and those of each node's own."""
     if item.entry >= len(plan.rows_B):
