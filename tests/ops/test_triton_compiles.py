@@ -21,6 +21,7 @@ from rollout.ops.matmul.triton import Tile, _matmul_kernel, tiles  # noqa: E402
 from rollout.ops.paged_attention.triton import (  # noqa: E402
     RESIDENT,
     _attention_kernel,
+    _fold_kernel,
     tile_rows,
 )
 from rollout.ops.truncation import triton as truncation  # noqa: E402
@@ -116,6 +117,14 @@ def test_attention_uses_the_same_kind(has_nodes: bool) -> None:
     assert products(compiled) == {"m64n64k16", "m64n128k16"}
     assert RESIDENT * 4 * 32 * compiled.registers <= MAX_REGISTERS
     assert RESIDENT * (compiled.shared + 1024) <= MAX_SHARED
+
+
+def test_parts_are_on_their_way_while_others_are_folded() -> None:
+    constants = {"ROWS": 64, "GROUP": 4, "DIM": 128}
+    compiled = compiled_product(_fold_kernel, constants, num_warps=8, num_stages=3)
+    assert compiled.stack == 0
+    assert compiled.shared >= 3 * 64 * 128 * 4
+    assert 2 * (compiled.shared + 1024) <= MAX_SHARED
 
 
 @pytest.mark.parametrize("name", ["tops", "bins", "gather", "threshold"])

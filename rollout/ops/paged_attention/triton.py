@@ -106,7 +106,7 @@ def listed_attention(
     if sizes.folds:
         _fold_kernel[(sizes.folds * kv_heads,)](
             sums, weights, out_THD, work.folds_F4, heads, kv_heads, head_dim,
-            **shape, num_warps=4, enable_fp_fusion=False,
+            **shape, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return out_THD
 
@@ -272,7 +272,7 @@ def _fold_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM), tl.float32)
-    for _ in range(0, parts):
+    for _ in tl.range(0, parts, num_stages=4):  # three parts are on their way while one is folded
         part_sums = tl.load(sums_ptr + part[:, None] * head_dim + dim, mask=inside, other=0.0)
         part_top = tl.load(weights_ptr + part * 2, mask=is_row, other=0.0)
         part_total = tl.load(weights_ptr + part * 2 + 1, mask=is_row, other=0.0)
