@@ -55,12 +55,12 @@ def paged_attention(
         return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     kv_heads = k_pool_SKD.shape[1]
     group = triton.next_power_of_2(heads // kv_heads)
-    if plan.work is None:
-        limits = Limits(
-            tile_queries=tile_rows(q_THD.dtype, group) // group,
-            programs=max(1, RESIDENT * multiprocessors(q_THD.device) // kv_heads),
-            part_rows=_MOST_PART_BYTES // (4 * heads * (head_dim + 2)),
-        )
+    limits = Limits(
+        tile_queries=tile_rows(q_THD.dtype, group) // group,
+        programs=max(1, RESIDENT * multiprocessors(q_THD.device) // kv_heads),
+        part_rows=_MOST_PART_BYTES // (4 * heads * (head_dim + 2)),
+    )
+    if plan.work is None or (plan.work.rows, plan.work.limits) != (rows, limits):
         plan.work = work_list(plan, rows, limits, list_sizes(plan, rows, limits))
     return listed_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, plan.work)
 

@@ -73,6 +73,8 @@ def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
 class WorkList:
     """Of the items and folds behind the last one the length is 0, and nothing else holds."""
 
+    rows: int  # query rows, padding included
+    limits: Limits
     sizes: ListSizes
     # int32: entry (B: padding rows), first query row, number of query rows, first split, end split,
     # and the first row of its parts; -1: it writes the tile's output.
@@ -90,7 +92,7 @@ def work_list(plan: AttentionPlan, rows: int, limits: Limits, sizes: ListSizes) 
         items_I6, folds_F4, plan.rows_B.numel(), rows, *sizes, limits.tile_queries, limits.programs,
         HAS_NODES=nodes > 0, SPLIT=SPLIT_BLOCKS * BLOCK, BLOCK=BLOCK, WAVES=_WAVES, num_warps=4,
     )  # fmt: skip
-    return WorkList(sizes, items_I6, folds_F4)
+    return WorkList(rows, limits, sizes, items_I6, folds_F4)
 
 
 @triton.jit

@@ -182,6 +182,17 @@ def test_the_last_rows_of_an_entry_alone_are_the_same(compared_dtype, device) ->
     assert_bitwise(out, expected)
 
 
+def test_a_plan_serves_layers_of_other_shapes(device) -> None:
+    case = case_on(device, [Entry(40, 20), Entry(3, 1, [0, 0])], 6, 2, 16)
+    q, plan = batch(case.requests)
+    k_pool, v_pool = (pool.to(device) for pool in (case.k_pool, case.v_pool))
+    plan = on(device, plan)
+    for heads in (2, 6, 4):
+        out = paged_attention(q[:, :heads].to(device), k_pool, v_pool, plan, 0.25)
+        expected = case.op(q[:, :heads], case.k_pool, case.v_pool, plan, 0.25)
+        assert_bitwise(out.cpu(), expected)
+
+
 def test_strided_views_of_fused_tensors(compared_dtype, device) -> None:
     case = case_on(device, ENTRIES[:3], 6, 2, 16, compared_dtype)
     q, plan = batch(case.requests)
