@@ -3,9 +3,9 @@
 What a query row computes is fixed by its own keys. They are taken in blocks of 64 at absolute
 positions, a block's columns being positions; eight blocks make a split. Within a split the blocks
 follow each other with online rescaling, and the splits are folded in order. Whether one program
-walks all splits or each has a program of its own and a second kernel folds them, the row sees the
-same operations (`_attend`, `_fold`) on the same numbers. A block of which a row sees nothing leaves
-it as it is: its weights are exp2(-inf) and its scale is exp2(0).
+walks all splits or several do and a second kernel folds what they leave, as `work_list` has it, the
+row sees the same operations (`_attend`, `_fold`) on the same numbers. A block of which a row sees
+nothing leaves it as it is: its weights are exp2(-inf) and its scale is exp2(0).
 
 A tile is 64 rows (of float32 16, if a group of heads is no larger): a few query rows of one entry
 times the query heads of one kv head. They share the whole blocks of the context. From there on
