@@ -16,10 +16,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from attention_workload import Workload, make_plan
+from attention_workload import Workload, make_padded_plan
 from gpu_case import Case, copies, each, microseconds, normal
 from recurrent_cases import QWEN3_NEXT, recurrent_cases
 from replay_bench.roofline import Ceilings, add_floors_option
@@ -48,7 +49,10 @@ ROWS = (*DECODE, 72, 128, 512, 2048, 8192)
 ATTENTION = (
     *(Workload(name=f"decode {b}", requests=b, start=CONTEXT - 1) for b in (*DECODE, 64)),
     Workload(name="decode 1 of 32k", requests=1, start=32767),
-    Workload(name="tree 8x(1+8)", requests=8, start=CONTEXT - 1, nodes=8),
+    Workload(name="decode 256 of 2k", requests=256, start=2047),
+    Workload(name="decode 16, one of 16k", requests=16, start=2047, straggler=16383),
+    Workload(name="decode 32, one of 16k", requests=32, start=2047, straggler=16383),
+    *(Workload(name=f"tree {b}x(1+8)", requests=b, start=CONTEXT - 1, nodes=8) for b in DECODE),
     Workload(name="prefill 2048", requests=1, start=0, run_len=2048),
     Workload(name="prefill 2048 after 8192", requests=1, start=8192, run_len=2048),
 )
@@ -70,17 +74,28 @@ def matmul_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
-    return map(_attention_case, ATTENTION)
+    for load in ATTENTION:
+        yield from _attention_cases(load)
 
 
-def _attention_case(load: Workload) -> Case:
-    kv_bytes = 4 * load.requests * load.slots * K * D
-    plan, slots = make_plan(load, "cuda"), load.requests * load.slots
-    pools = [(normal(slots, K, D), normal(slots, K, D)) for _ in range(copies(kv_bytes))]
-    qs = [normal(load.rows, H, D) for _ in pools]
-    has_equal = not load.nodes and (load.start == 0 or load.run_len == 1)
-    keys = load.start + (load.run_len + 1) / 2 + load.nodes / 2
-    return Case(
+def _attention_cases(load: Workload) -> Iterator[Case]:
+    """In any layer but the first, and of steps of drafts in the first one, where the step's list of
+    work and its nodes' keys are found."""
+    kv_bytes = 4 * load.slots * K * D
+    plan, rows = make_padded_plan(load, "cuda")
+    shape = (load.slots, K, D)
+    pools = [(normal(*shape), normal(*shape)) for _ in range(copies(kv_bytes))]
+    qs = [normal(rows, H, D) for _ in pools]
+    has_equal = not (load.nodes or load.straggler) and (load.start == 0 or load.run_len == 1)
+    keys = sum(load.starts) / load.requests + (load.run_len + 1) / 2 + load.nodes / 2
+    if load.nodes:
+        yield Case(
+            name=f"attention {load.name}, first layer",
+            ours=each(
+                lambda q, kv: paged_attention(q, kv[0], kv[1], replace(plan), D**-0.5), qs, pools
+            ),
+        )
+    yield Case(
         name=f"attention {load.name}",
         ours=each(lambda q, kv: paged_attention(q, kv[0], kv[1], plan, D**-0.5), qs, pools),
         theirs=each(_sdpa(load), qs, pools) if has_equal else (),
@@ -90,12 +105,11 @@ def _attention_case(load: Workload) -> Case:
 
 
 def _sdpa(load: Workload) -> Callable[..., object]:
-    """Torch's own, its keys gathered and contiguous."""
+    """Torch's own, its keys gathered and contiguous, without padding."""
 
     def call(q_THD: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]) -> object:
-        shape = (load.requests, load.slots, K, D)
-        k, v = (pool.view(shape).transpose(1, 2) for pool in pools)
-        q = q_THD.view(load.requests, load.run_len, H, D).transpose(1, 2)
+        k, v = (pool.view(load.requests, -1, K, D).transpose(1, 2) for pool in pools)
+        q = q_THD[: load.rows].view(load.requests, load.run_len, H, D).transpose(1, 2)
         causal = load.run_len > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 

@@ -100,7 +100,7 @@ def attention(device: str) -> Iterator[Row]:
             places = plan.req_to_token.long()
             pools = [torch.empty(places.numel(), K, D).to(q).fill_(torch.nan) for _ in "kv"]
             for pool, by_position in zip(pools, (keys, values), strict=True):
-                pool[places] = by_position[: load.slots]
+                pool[places] = by_position[: places.shape[1]]
             return paged_attention(q, pools[0], pools[1], plan, D**-0.5)
 
         def decode(start: int, requests: int = 1, run_len: int = 1, nodes: int = 0) -> Workload:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rollout.step_arrays import StepArrays
 
 _FIRST_LONGEST = 1024
-_LONGEST_STEP = 2  # attention launches programs for so many more keys than there may be, at most
+_LONGEST_STEP = 2  # attention's grid is made for so many times the keys that there may be, at most
 
 
 class Bucket(NamedTuple):
@@ -28,8 +28,8 @@ class Buckets:
 
     Up to 64 rows a forward is bound by reading the weights, so that padding costs next to nothing.
     Above, a bucket and the tiles of matrix products together compute at most 1.35 times the rows
-    that there are. Entries go up by powers of two, for attention launches programs per entry; nodes
-    are none or as many as rows.
+    that there are. Entries go up by powers of two, for attention's grid grows with them; nodes are
+    none or as many as rows.
     """
 
     def __init__(self, *, max_rows: int, max_context_len: int, minimum_rows: int = 1) -> None:

@@ -17,7 +17,6 @@ from rollout.layers.linear import Linear
 from rollout.memory.padding_steps import PaddingSteps
 from rollout.ops import gpu
 from rollout.ops.matmul.tiles import tile_for, tiles_up_to
-from rollout.ops.paged_attention import most_spread_rows
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +25,8 @@ def warm_rows(most_rows: int, linears: Iterable[Linear]) -> dict[int, bool]:
     """Numbers of rows of steps that together run every tile that a step of up to ``most_rows`` runs
     in products of ``ops.matmul`` and, as some are twice the one before, in those of experts.
 
-    Each with whether its step is to have draft nodes too, from the least to the largest: attention
-    has a program per split in the former and walks all splits in the latter.
+    From the least to the largest, each with whether it is to run with draft nodes too: attention's
+    tiles follow rows by powers of two, and draft nodes are another variant of its kernel.
     """
     both = {1 << k for k in range(most_rows.bit_length())} | {most_rows}
     found = dict.fromkeys(both, True)
@@ -52,10 +51,11 @@ def warm_up(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
     """
     began = time.perf_counter()
     with _fitting(steps, rows, sampled):
+        longest = steps.model.spec.max_context_len
         for each, with_nodes in warm_rows(rows, steps.model.linears()).items():
-            hidden_TE = steps.forward(each)
+            hidden_TE = steps.forward(each, longest=longest)
             if with_nodes:
-                hidden_TE = steps.forward(each, nodes=each)
+                hidden_TE = steps.forward(each, nodes=each, longest=longest)
             steps.model.logits(hidden_TE[:sampled])
         steps.sample(hidden_TE, 1)
     log.info(
@@ -82,14 +82,9 @@ def activation_bytes(steps: PaddingSteps, *, rows: int, sampled: int) -> int:
 
 
 def run_largest(steps: PaddingSteps, *, rows: int, sampled: int) -> None:
-    """The step of the most rows, and the largest one in which attention keeps a sum per split."""
-    spec = steps.model.spec
-    spread_rows = most_spread_rows(
-        spec.num_heads, spec.num_kv_heads, steps.model.dtype, steps.model.device
-    )
-    if spread_rows:
-        steps.forward(min(rows, spread_rows), longest=spec.max_context_len)
-    steps.sample(steps.forward(rows, nodes=rows), sampled)
+    """The step of the most rows, at the longest context: attention keeps the most sums of parts."""
+    longest = steps.model.spec.max_context_len
+    steps.sample(steps.forward(rows, nodes=rows, longest=longest), sampled)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import bench_gpu_ops
 import pytest
 import tile_sweep
 import torch
+from attention_workload import Workload, make_padded_plan
 from replay_bench.roofline import Ceilings
 
 H200 = Ceilings(name="NVIDIA H200", bytes_per_second=4.8e12, flop_per_second=990e12)
@@ -30,6 +31,21 @@ def test_a_floor_is_the_larger_of_bytes_and_arithmetic() -> None:
     assert case.floor_us(H200) == pytest.approx(2)
     case = bench_gpu_ops.Case(name="", ours=(), num_bytes=14.4e6, flop=1.98e9)
     assert case.floor_us(H200) == pytest.approx(3)
+
+
+def test_attention_is_timed_as_an_engine_pads_it() -> None:
+    load = Workload(name="", requests=5, start=99, nodes=2, straggler=1299)
+    plan, rows = make_padded_plan(load, "cpu")
+    assert (rows, len(plan.rows_B), len(plan.node_slots_N), plan.longest) == (16, 8, 16, 2048)
+    assert plan.q_offsets_B1.tolist() == [0, 3, 6, 9, 12, 15, 15, 15, 15]
+    assert plan.starts_B[:5].tolist() == [99, 99, 99, 99, 1299]
+    assert load.slots == 4 * 102 + 1302
+    of_nodes = plan.node_slots_N[:10].view(5, 2)
+    of_runs = [plan.req_to_token[b, : start + 1] for b, start in enumerate(load.starts)]
+    slots = torch.cat([torch.cat(each) for each in zip(of_runs, of_nodes, strict=True)])
+    assert slots.sort()[0].tolist() == list(range(load.slots))
+    large = Workload(name="", requests=1, start=0, run_len=1300)
+    assert make_padded_plan(large, "cpu")[1] == 1300
 
 
 def test_a_step_is_all_layers_and_the_head() -> None:

@@ -150,9 +150,11 @@ def test_none_is_published_where_it_is_not_loaded_however_they_come_and_go(make,
     engine = RolloutEngine.from_config(text_config, always_drafts())
     expected = {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}
     assert drain(cluster, disturb) == expected
+    while not seen:  # a machine may have been too slow to publish any meanwhile
+        cluster.step()
+        disturb()
     rejoined(cluster)
     until(cluster, lambda: states(cluster) == dict.fromkeys(names, "published"))
-    assert seen
 
 
 def test_on_request_it_waits_for_the_request(make):

@@ -9,9 +9,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from rollout.graphs import Buckets
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
+from rollout.step_arrays import StepArrays, attention_plan
 
 
 @dataclass
@@ -63,14 +66,24 @@ def batch(requests: list[Request], padding: int = 0) -> tuple[torch.Tensor, Atte
     for row, request in zip(rows, requests, strict=True):
         table[row, : len(request.slots)] = torch.tensor(request.slots, dtype=torch.int32)
 
+    plan = plan_of([r.entry for r in requests])
+    plan.req_to_token, plan.rows_B = table, torch.tensor(rows, dtype=torch.int32)
+    node_slots = [s for r in requests for s in r.node_slots]
+    plan.node_slots_N = torch.tensor(node_slots, dtype=torch.int32)
+    q = torch.cat([r.q for r in requests]) if requests else torch.empty(0, 3, 8)
+    return torch.cat((q, q.new_full((padding, *q.shape[1:]), torch.nan))), plan
+
+
+def plan_of(entries: list[Entry], longest: int | None = None) -> AttentionPlan:
+    """All keys are in slot 0."""
+
     def offsets(counts: list[int]) -> torch.Tensor:
         return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
-    entries = [r.entry for r in requests]
     masks = [e.mask(j + 1) for e in entries for j in range(len(e.parents))]
-    plan = AttentionPlan(
-        req_to_token=table,
-        rows_B=torch.tensor(rows, dtype=torch.int32),
+    return AttentionPlan(
+        req_to_token=torch.zeros(1, 1, dtype=torch.int32),
+        rows_B=torch.zeros(len(entries), dtype=torch.int32),
         q_offsets_B1=offsets([e.num_rows for e in entries]),
         starts_B=torch.tensor([e.start for e in entries], dtype=torch.int32),
         run_lens_B=torch.tensor([e.run_len for e in entries], dtype=torch.int32),
@@ -78,10 +91,36 @@ def batch(requests: list[Request], padding: int = 0) -> tuple[torch.Tensor, Atte
         node_masks_N=torch.tensor(
             [m - 2**64 if m >= 2**63 else m for m in masks], dtype=torch.int64
         ),
-        node_slots_N=torch.tensor([s for r in requests for s in r.node_slots], dtype=torch.int32),
+        node_slots_N=torch.zeros(len(masks), dtype=torch.int32),
+        longest=longest,
     )
-    q = torch.cat([r.q for r in requests]) if requests else torch.empty(0, 3, 8)
-    return torch.cat((q, q.new_full((padding, *q.shape[1:]), torch.nan))), plan
+
+
+def on(device: torch.device, plan: AttentionPlan) -> AttentionPlan:
+    tensors = (
+        "req_to_token", "rows_B", "q_offsets_B1", "starts_B", "run_lens_B", "node_offsets_B1",
+        "node_masks_N", "node_slots_N",
+    )  # fmt: skip
+    placed = {name: getattr(plan, name).to(device) for name in tensors}
+    return AttentionPlan(**placed, longest=plan.longest)
+
+
+def engine_step(q: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, AttentionPlan]:
+    """The step padded to its bucket, as a forward is captured; queries of padding are NaN."""
+    names = ("rows_B", "q_offsets_B1", "starts_B", "run_lens_B", "node_offsets_B1",
+             "node_masks_N", "node_slots_N")  # fmt: skip
+    rows_T = np.zeros(int(plan.q_offsets_B1[-1]), dtype=np.int64)
+    step = StepArrays(
+        input_ids_T=rows_T, positions_T=rows_T, slots_T=rows_T, sampled_R=rows_T[:0],
+        longest=int((plan.starts_B + plan.run_lens_B).max()),
+        **{name: getattr(plan, name).numpy() for name in names},
+    )  # fmt: skip
+    bucket = Buckets(max_rows=256, max_context_len=131_072).bucket(step)
+    assert bucket is not None
+    padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
+    tensors = {name: torch.from_numpy(array) for name, array in padded.inputs().items()}
+    padded_q = torch.cat((q, q.new_full((bucket.rows - len(q), *q.shape[1:]), torch.nan)))
+    return padded_q, attention_plan(tensors, plan.req_to_token, bucket.longest)
 
 
 def make_case(

@@ -1,11 +1,15 @@
-"""An engine that waits at a given step, so that what comes meanwhile does not race it."""
+"""Engines that wait at a given step, so that what comes meanwhile does not race them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 from rollout import Rollout, RolloutEngine
+from rollout.engine_loop import EngineLoop
 from tests.helpers.hang import HANG_SECONDS
 
 
@@ -29,3 +33,29 @@ class HeldEngine:
             return ended
 
         engine.step = held  # type: ignore[method-assign]
+
+
+@contextmanager
+def held(loop: EngineLoop[Any], *, after: int = 3) -> Iterator[None]:
+    """Behind its next ``after`` steps a loop takes each further one only when it is called.
+
+    So what a test asks in this context finds the generation under way, however late it comes.
+    """
+    engine, steps, is_over = loop._engine, count(1), False
+    step = engine.step
+
+    def step_when_called() -> list[Rollout]:
+        if next(steps) > after:
+            with loop._changed:
+                assert loop._changed.wait_for(lambda: loop._commands or is_over, HANG_SECONDS)
+        rollouts: list[Rollout] = step()
+        return rollouts
+
+    engine.step = step_when_called
+    try:
+        yield
+    finally:
+        with loop._changed:
+            is_over = True
+            loop._changed.notify_all()
+        del engine.step

@@ -56,7 +56,8 @@ def test_steps_of_any_size_run_kernels_that_are_warm(tmp_path, save) -> None:
                 batch.entries[-1].request.params = SamplingParams(top_p=0.9, min_new_tokens=200)
                 sample_trees(batch, trees, logits)
     assert num_variants(launches) == first
-    assert first["_attention_kernel"] == 4, "with splits and without, with nodes and without"
+    assert first["_attention_kernel"] == first["_work_list_kernel"] == 2, "with nodes and without"
+    assert first["_fold_kernel"] == 1
 
 
 # Of one bucket each: 16 rows, 4 entries, with draft nodes and without.

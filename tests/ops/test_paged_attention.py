@@ -210,7 +210,7 @@ def test_one_plan_serves_models_of_different_shapes() -> None:
 
 def test_a_plan_of_other_dtypes_is_refused() -> None:
     _, plan = batch(make_case([Entry(3, 2)]).requests)
-    made_later = ("schedule", "node_keys")
+    made_later = ("schedule", "node_keys", "work")
     fields = {name: getattr(plan, name) for name in plan.__slots__ if name not in made_later}
     with pytest.raises(InvalidInputError, match="starts_B"):
         AttentionPlan(**fields | {"starts_B": plan.starts_B.long()})

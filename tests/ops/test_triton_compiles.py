@@ -19,7 +19,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from rollout.ops.grouped_matmul.triton import _grouped_matmul_kernel  # noqa: E402
 from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tiles  # noqa: E402
 from rollout.ops.matmul.triton import _matmul_kernel  # noqa: E402
-from rollout.ops.paged_attention.triton import _attention_kernel, tile_rows  # noqa: E402
+from rollout.ops.paged_attention.triton import (  # noqa: E402
+    RESIDENT,
+    _attention_kernel,
+    _fold_kernel,
+    tile_rows,
+)
 from rollout.ops.truncation import triton as truncation  # noqa: E402
 from tests.helpers.triton_compile import (  # noqa: E402
     MAX_REGISTERS,
@@ -39,12 +44,12 @@ def compiled_product(
     def type_of(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in BF16 and not (kernel is _attention_kernel and name == "weight_ptr"):
+        if name in BF16:
             return "*bf16"
         if name == "pairs_ptr":
             return "*i64"
         if name.endswith("_ptr"):
-            return "*fp32" if name in ("partial_ptr", "weight_ptr") else "*i32"
+            return "*fp32" if name in ("sums_ptr", "weights_ptr") else "*i32"
         return "fp32" if name == "scale" else "i32"
 
     aligned = ("outputs", "features", "share", "head_dim")
@@ -103,14 +108,25 @@ def test_grouped_products_use_the_same_kind() -> None:
         assert_fits(tile, compiled)
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_attention_uses_the_same_kind(spread: bool) -> None:
+@pytest.mark.parametrize("has_nodes", [False, True])
+def test_attention_uses_the_same_kind(has_nodes: bool) -> None:
+    """Two programs fit a multiprocessor, as lists of work take for granted."""
     constants = {
-        "QUERIES": 4, "ROWS": tile_rows(torch.bfloat16, 4), "SPREAD": spread, "HAS_NODES": True,
-        "GROUP": 4, "DIM": 128, "SPLIT": 8, "BLOCK": 64,
+        "HAS_NODES": has_nodes, "ROWS": tile_rows(torch.bfloat16, 4), "GROUP": 4, "DIM": 128,
+        "SPLIT": 8, "BLOCK": 64,
     }  # fmt: skip
     compiled = compiled_product(_attention_kernel, constants, num_warps=4, num_stages=3)
     assert products(compiled) == {"m64n64k16", "m64n128k16"}
+    assert RESIDENT * 4 * 32 * compiled.registers <= MAX_REGISTERS
+    assert RESIDENT * (compiled.shared + 1024) <= MAX_SHARED
+
+
+def test_parts_are_on_their_way_while_others_are_folded() -> None:
+    constants = {"ROWS": 64, "GROUP": 4, "DIM": 128}
+    compiled = compiled_product(_fold_kernel, constants, num_warps=8, num_stages=3)
+    assert compiled.stack == 0
+    assert compiled.shared >= 3 * 64 * 128 * 4
+    assert 2 * (compiled.shared + 1024) <= MAX_SHARED
 
 
 @pytest.mark.parametrize("name", ["tops", "bins", "gather", "threshold"])

@@ -6,11 +6,12 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.held_engine import held
 
 LONG = {"temperature": 0.9, "max_new_tokens": 400, "ignore_eos": True}
 
@@ -91,20 +92,21 @@ def test_a_pause_does_not_change_what_comes(live, client, mode):
     sampling = {**LONG, "max_new_tokens": 120, "seed": 3}
     body = {"input_ids": [5, 6], "sampling_params": sampling}
     whole = post(client, "/generate", **body)["output_ids"]
-    with (
-        live.client() as other,
-        other.stream("POST", "/generate", json={**body, "stream": True}) as stream,
-    ):
-        events = events_of(stream)
-        next(events)
-        post(client, "/pause_generation", mode=mode)
-        post(client, "/continue_generation")
-        *_, last = events
+    with live.client() as other, ExitStack() as holding:
+        holding.enter_context(held(live.serving.loop))
+        with other.stream("POST", "/generate", json={**body, "stream": True}) as stream:
+            events = events_of(stream)
+            next(events)
+            post(client, "/pause_generation", mode=mode)
+            post(client, "/continue_generation")
+            holding.close()
+            *_, last = events
     assert last["output_ids"] == whole
 
 
 def test_pausing_with_abort_answers_with_the_partial(live, client):
-    with in_flight(live, input_ids=[5, 6], sampling_params=LONG, return_logprob=True) as future:
+    asked = {"input_ids": [5, 6], "sampling_params": LONG, "return_logprob": True}
+    with held(live.serving.loop), in_flight(live, **asked) as future:
         post(client, "/pause_generation")
         answer = future.result(HANG_SECONDS)
     meta = answer["meta_info"]
@@ -142,7 +144,11 @@ def test_abort_by_rid_ends_that_request_alone(live, client):
 
 def test_an_aborted_stream_ends_with_what_it_has(live, client):
     body = {"input_ids": [5, 6], "sampling_params": LONG, "rid": "s", "stream": True}
-    with live.client() as other, other.stream("POST", "/generate", json=body) as stream:
+    with (
+        live.client() as other,
+        held(live.serving.loop),
+        other.stream("POST", "/generate", json=body) as stream,
+    ):
         events = events_of(stream)
         first = next(events)
         post(client, "/abort_request", rid="s")
@@ -153,7 +159,8 @@ def test_an_aborted_stream_ends_with_what_it_has(live, client):
 
 def test_abort_all_leaves_an_idle_server(live, client):
     """As slime waits for it: abort, then ask for the load until nothing is left."""
-    with in_flight(live, input_ids=[[5, 6]] * 3, sampling_params=LONG) as future:
+    asked = {"input_ids": [[5, 6]] * 3, "sampling_params": LONG}
+    with held(live.serving.loop), in_flight(live, **asked) as future:
         assert post(client, "/abort_request", abort_all=True)["aborted"] <= 3
         loads = client.get("/v1/loads", params={"include": "core,disagg,queues"}).json()["loads"]
         assert loads[0]["num_total_reqs"] == 0

@@ -17,6 +17,7 @@ from rollout.server.bounded_http import BoundedHttp
 from rollout.server.sglang.generate_body import GenerateBody, questions_of
 from rollout.server.sglang.sampling_body import SamplingBody
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request, read_status
 
 LONG = {"temperature": 0.9, "max_new_tokens": 500, "ignore_eos": True}
@@ -150,12 +151,13 @@ def test_a_client_that_leaves_frees_its_requests(live, stream, paused):
     body = json.dumps(asked).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     before = live.serving.loop.call(lambda engine: engine.metrics().finished).result(HANG_SECONDS)
-    with open_request(live.url, "POST", "/generate", headers) as sent:
-        sent.sendall(body)
-        until(lambda: live.serving.loop.num_unfinished == 2)
-        if stream and not paused:
-            assert sent.recv(1000)
-    until(lambda: not live.serving.loop.num_unfinished)  # although it may be paused
+    with held(live.serving.loop):
+        with open_request(live.url, "POST", "/generate", headers) as sent:
+            sent.sendall(body)
+            until(lambda: live.serving.loop.num_unfinished == 2)
+            if stream and not paused:
+                assert sent.recv(1000)
+        until(lambda: not live.serving.loop.num_unfinished)  # although it may be paused
     if paused:
         go_on(live)
     live.wait_until_idle()

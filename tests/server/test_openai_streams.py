@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from rollout import RolloutEngine, SamplingParams
 from rollout.types import Rollout
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.held_engine import held
 from tests.helpers.text_model import save_byte_model
 from tests.server.conftest import Live, run_server
 from tests.server.openai_clients import async_client_of, client_of, joined_parts
@@ -190,15 +191,16 @@ def test_a_client_that_leaves_frees_its_slots(live: Live, stream: bool) -> None:
 
 
 def test_an_aborted_request_says_so(live: Live) -> None:
-    stream = client_of(live).completions.create(
-        model=live.serving.model_name,
-        prompt="x",
-        max_tokens=500,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    chunks = [next(stream)]
-    live.serving.loop.abort_all().result(HANG_SECONDS)
+    with held(live.serving.loop):
+        stream = client_of(live).completions.create(
+            model=live.serving.model_name,
+            prompt="x",
+            max_tokens=500,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [next(stream)]
+        live.serving.loop.abort_all().result(HANG_SECONDS)
     chunks += list(stream)
     assert chunks[-1].choices[0].finish_reason == "abort"
 
@@ -215,7 +217,7 @@ def stream_until_the_engine_breaks(model: Path) -> None:
 
         engine.worker.begin_step = step
 
-    with run_server(model, {"spec": "none"}, {}) as live:
+    with run_server(model, {"spec": "none"}, {}) as live, held(live.serving.loop, after=50):
         stream = client_of(live).completions.create(
             model=live.serving.model_name, prompt="x", max_tokens=500, stream=True,
             extra_body={"ignore_eos": True},

@@ -15,6 +15,7 @@ from rollout.server.errors import DrainingError
 from rollout.server.samples import Sample
 from rollout.server.serving import Serving
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.held_engine import held
 
 SHORT = SamplingParams(temperature=0.9, max_new_tokens=40, ignore_eos=True)
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
@@ -95,17 +96,19 @@ def test_closing_a_stream_or_cancelling_a_call_aborts(run, paused):
     async def scenario(serving):
         if paused:
             await pause(serving)
-        deltas = serving.stream(samples(LONG))
-        if not paused:
-            await anext(deltas)
-        await deltas.aclose()
-        call = asyncio.create_task(serving.generate(samples(LONG)))
-        await asyncio.sleep(0.01)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        while serving.num_unfinished:
-            await asyncio.sleep(0.005)
+        with held(serving.loop):
+            deltas = serving.stream(samples(LONG))
+            if not paused:
+                await anext(deltas)
+            await deltas.aclose()
+            call = asyncio.create_task(serving.generate(samples(LONG)))
+            while serving.num_unfinished < 2:
+                await asyncio.sleep(0.002)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            while serving.num_unfinished:
+                await asyncio.sleep(0.005)
         metrics = await serving.call(lambda engine: engine.metrics())
         assert metrics.finished == 0
 

@@ -21,6 +21,7 @@ from safetensors.torch import save
 from rollout.server import tensor_count
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.held_engine import held
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
 from tests.server.conftest import Live, run_server
@@ -489,15 +490,16 @@ def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, shared, firs
 def test_requests_in_flight_end_or_go_on(client, shared, second):
     running = lambda: shared.serving.loop.call(lambda e: e.status().running).result(HANG_SECONDS)  # noqa: E731
     with ThreadPoolExecutor(1) as threads:
-        long = threads.submit(generate, client, max_new_tokens=480)
-        wait_for(lambda: running() == 1)
-        query = {"abort_all_requests": "true"}
-        ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
-        ended = long.result(HANG_SECONDS).json()
-        assert len(ended["output_ids"]) < 480
-        long = threads.submit(generate, client, max_new_tokens=480)
-        wait_for(lambda: running() == 1)
-        ok(client.post(QUERY, content=second.safetensors, headers=RAW))
+        with held(shared.serving.loop):
+            long = threads.submit(generate, client, max_new_tokens=480)
+            wait_for(lambda: running() == 1)
+            query = {"abort_all_requests": "true"}
+            ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
+            ended = long.result(HANG_SECONDS).json()
+            assert len(ended["output_ids"]) < 480
+            long = threads.submit(generate, client, max_new_tokens=480)
+            wait_for(lambda: running() == 1)
+            ok(client.post(QUERY, content=second.safetensors, headers=RAW))
         assert len(long.result(HANG_SECONDS).json()["output_ids"]) == 480
 
 

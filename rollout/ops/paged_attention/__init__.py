@@ -11,7 +11,7 @@ from rollout.ops import gpu
 from rollout.ops.paged_attention import native, reference
 from rollout.ops.paged_attention.plan import AttentionPlan
 
-__all__ = ["AttentionPlan", "most_spread_rows", "paged_attention"]
+__all__ = ["AttentionPlan", "paged_attention"]
 
 
 def paged_attention(
@@ -37,13 +37,3 @@ def paged_attention(
     if native.supports(q_THD, k_pool_SKD, v_pool_SKD):
         return native.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
     return reference.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
-
-
-def most_spread_rows(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Query rows of the largest step for which attention keeps sums of each split of the keys, in
-    float32 [splits, T, H, D]; 0 where it never does."""
-    if not gpu.runs_on(device):
-        return 0
-    from rollout.ops.paged_attention import triton
-
-    return triton.most_spread_rows(heads, kv_heads, dtype, device)

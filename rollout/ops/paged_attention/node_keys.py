@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 from rollout.ops.entry_lookup import entry_of_row
-from rollout.ops.paged_attention.plan import AttentionPlan, NodeKeys
-
-BLOCK = 64
+from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan, NodeKeys
 
 
 def node_keys(plan: AttentionPlan) -> NodeKeys:

@@ -1,6 +1,6 @@
 """What attention must know of a step, besides queries and pools.
 
-Legend: B entries, N draft nodes, T query rows, W columns: two blocks of 64 positions.
+Legend: B entries, N draft nodes, T query rows, W columns: two blocks of positions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from rollout.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from rollout._cpu import AttentionSchedule
+    from rollout.ops.paged_attention.work_list import WorkList
+
+BLOCK = 64  # positions whose keys are taken at once on a GPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +61,7 @@ class AttentionPlan:
     longest: int | None = None  # no run ends past it; None: the table's width. Spares a GPU work
     # The CPU op's own form of the above, and a GPU's, made at the first layer.
     schedule: AttentionSchedule | None = field(default=None, init=False, repr=False)
+    work: WorkList | None = field(default=None, init=False, repr=False)
     node_keys: NodeKeys | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

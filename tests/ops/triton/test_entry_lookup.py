@@ -8,15 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.ops.entry_lookup import entry_of_row, entry_of_tile
+from rollout.ops.entry_lookup import entries_of_tiles, entry_of_row
 
 
 @triton.jit
-def _lookup_kernel(offsets_ptr, num_entries, index_ptr, rows_ptr, tiles_ptr, ROWS: tl.constexpr):
-    program = tl.program_id(0)
-    index = tl.load(index_ptr + program)
-    tl.store(rows_ptr + program, entry_of_row(offsets_ptr, num_entries, index))
-    tl.store(tiles_ptr + program, entry_of_tile(offsets_ptr, num_entries, index, ROWS))
+def _lookup_kernel(
+    offsets_ptr, num_entries, index_ptr, num_indices, rows_ptr, tiles_ptr, tile_rows
+):
+    for i in range(0, num_indices):
+        index = tl.load(index_ptr + i)
+        tl.store(rows_ptr + i, entry_of_row(offsets_ptr, num_entries, index))
+    lane = tl.arange(0, 64)
+    tiles = tl.load(index_ptr + lane, mask=lane < num_indices, other=0)
+    found = entries_of_tiles(offsets_ptr, num_entries, tiles, tile_rows)
+    tl.store(tiles_ptr + lane, found, mask=lane < num_indices)
 
 
 @pytest.mark.parametrize("entries", [0, 1, 127, 128, 129, 300])
@@ -31,8 +36,9 @@ def test_rows_and_tiles_find_their_entry(device, entries, tile_rows) -> None:
     index = np.unique(begins[:, None] + [-1, 0, 1, 3]).clip(0).astype(np.int32)
     padded = torch.from_numpy(np.append(offsets, -1)).to(device)  # -1: not looked at
     rows, tiles = torch.empty(2, len(index), dtype=torch.int32, device=device)
-    _lookup_kernel[(len(index),)](
-        padded, entries, torch.from_numpy(index).to(device), rows, tiles, ROWS=tile_rows
+    assert len(index) <= 64
+    _lookup_kernel[(1,)](
+        padded, entries, torch.from_numpy(index).to(device), len(index), rows, tiles, tile_rows
     )
     assert rows.tolist() == np.searchsorted(offsets[1:], index, side="right").tolist()
     assert tiles.tolist() == np.searchsorted(first_tiles[1:], index, side="right").tolist()

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.ops.paged_attention import AttentionPlan, reference
-from rollout.ops.paged_attention.triton import paged_attention, tile_rows, tiled_attention
+from rollout.ops.paged_attention import reference
+from rollout.ops.paged_attention.triton import listed_attention, paged_attention, tile_rows
+from rollout.ops.paged_attention.work_list import Limits, list_sizes, work_list
 from tests.helpers.attention_cases import (
     Case,
     Entry,
@@ -21,7 +22,9 @@ from tests.helpers.attention_cases import (
     assert_bitwise,
     batch,
     decode_one_by_one,
+    engine_step,
     make_case,
+    on,
     random_entries,
     random_tree,
 )
@@ -38,22 +41,24 @@ ENTRIES = [
 ]
 
 
-def on(device: torch.device, plan: AttentionPlan) -> AttentionPlan:
-    tensors = (
-        "req_to_token", "rows_B", "q_offsets_B1", "starts_B", "run_lens_B", "node_offsets_B1",
-        "node_masks_N", "node_slots_N",
-    )  # fmt: skip
-    return AttentionPlan(**{name: getattr(plan, name).to(device) for name in tensors})
+WHOLE = {"programs": 1, "part_rows": 0}  # an item per tile
+CUT = {"programs": 4096, "part_rows": 1 << 20}  # per split; tiles of nodes have one row
+SOME = {"programs": 1, "part_rows": 1 << 20}  # items of several splits
 
 
-def case_on(device: torch.device, entries: list[Entry], *shape, **options) -> Case:
-    """Options of tiled_attention, or none for what the op itself chooses."""
+def case_on(device: torch.device, entries: list[Entry], *shape, **limits) -> Case:
+    """Limits of the list, or none for those that the op itself knows."""
     case = make_case(entries, *shape)
 
     def op(q, k_pool, v_pool, plan, scale):
-        run = tiled_attention if options else paged_attention
         q, k_pool, v_pool = (tensor.to(device) for tensor in (q, k_pool, v_pool))
-        return run(q, k_pool, v_pool, on(device, plan), scale, **options).cpu()
+        plan = on(device, plan)
+        if limits:
+            set_limits = Limits(**limits)
+            sizes = list_sizes(plan, len(q), set_limits)
+            work = work_list(plan, len(q), set_limits, sizes)
+            return listed_attention(q, k_pool, v_pool, plan, scale, work).cpu()
+        return paged_attention(q, k_pool, v_pool, plan, scale).cpu()
 
     return replace(case, op=op)
 
@@ -78,9 +83,9 @@ def test_paged_attention_is_the_reference(dtype, device, heads, kv_heads, head_d
 def test_contexts_of_several_splits(compared_dtype, device) -> None:
     """One ends at a split's last key, one tree crosses into the next split."""
     entries = [Entry(1100, 2), Entry(511, 1), Entry(1020, 1, [0, 1, 2, 3, 4, 0])]
-    for spread in (False, True):
-        options = {"tile_queries": 4, "spread": spread}
-        assert_is_reference(case_on(device, entries, 4, 2, 16, compared_dtype, **options))
+    for limits in (WHOLE, CUT, SOME):
+        shape = (4, 2, 16, compared_dtype)
+        assert_is_reference(case_on(device, entries, *shape, tile_queries=4, **limits))
 
 
 def test_rows_do_not_depend_on_the_batch(compared_dtype, device) -> None:
@@ -94,18 +99,31 @@ def test_rows_do_not_depend_on_the_batch(compared_dtype, device) -> None:
 
 
 def test_tiles_and_splits_change_no_bit(compared_dtype, device) -> None:
-    """Programs that walk all splits, programs of one split, tiles of one or many rows."""
+    """Programs that walk all splits, one or some of them, tiles of one or many rows."""
     entries = [Entry(505, 12), Entry(520, 3, [0, 0, 1, 2]), Entry(600, 1)]
     shape = (4, 1, 64, compared_dtype)
     expected = case_on(device, entries, *shape).run()
     most = tile_rows(compared_dtype, 4) // 4
     for tile_queries in (3, most) if INTERPRETED else (1, 2, 3, most):
-        for spread in (False, True):
-            options = {"tile_queries": tile_queries, "spread": spread}
-            for out, wanted in zip(
-                case_on(device, entries, *shape, **options).run(), expected, strict=True
-            ):
+        for limits in (WHOLE, CUT, SOME):
+            case = case_on(device, entries, *shape, tile_queries=tile_queries, **limits)
+            for out, wanted in zip(case.run(), expected, strict=True):
                 assert_bitwise(out, wanted)
+
+
+@pytest.mark.parametrize("nodes", [0, 3])
+def test_steps_as_the_engine_pads_them(compared_dtype, device, nodes: int) -> None:
+    """One long context among short ones, in their bucket: each request as it is alone."""
+    trees = [random_tree(random.Random(b), nodes) for b in range(4)]
+    starts = [1600, 30, 1, 513] if INTERPRETED else [16_000, 30, 1, 513, *range(900, 1000, 20)]
+    entries = [Entry(start, 1, trees[b % 4]) for b, start in enumerate(starts)]
+    case = case_on(device, entries, 2, 1, 16, compared_dtype)
+    q, plan = batch(case.requests)
+    padded_q, padded = engine_step(q, plan)
+    out = case.op(padded_q, case.k_pool, case.v_pool, padded, q.shape[-1] ** -0.5)
+    assert not out[len(q) :].any()
+    for request, found in zip(case.requests, out[: len(q)].split(1 + nodes), strict=True):
+        assert_bitwise(case.run([request])[0], found)
 
 
 @pytest.mark.parametrize(("start", "run_len"), [(0, 1), (61, 9), (505, 12)])
@@ -164,6 +182,17 @@ def test_the_last_rows_of_an_entry_alone_are_the_same(compared_dtype, device) ->
     assert_bitwise(out, expected)
 
 
+def test_a_plan_serves_layers_of_other_shapes(device) -> None:
+    case = case_on(device, [Entry(40, 20), Entry(3, 1, [0, 0])], 6, 2, 16)
+    q, plan = batch(case.requests)
+    k_pool, v_pool = (pool.to(device) for pool in (case.k_pool, case.v_pool))
+    plan = on(device, plan)
+    for heads in (2, 6, 4):
+        out = paged_attention(q[:, :heads].to(device), k_pool, v_pool, plan, 0.25)
+        expected = case.op(q[:, :heads], case.k_pool, case.v_pool, plan, 0.25)
+        assert_bitwise(out.cpu(), expected)
+
+
 def test_strided_views_of_fused_tensors(compared_dtype, device) -> None:
     case = case_on(device, ENTRIES[:3], 6, 2, 16, compared_dtype)
     q, plan = batch(case.requests)
@@ -175,10 +204,9 @@ def test_strided_views_of_fused_tensors(compared_dtype, device) -> None:
     assert_bitwise(out, expected)
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_padding_rows_are_zero_and_a_batch_may_be_empty(device, spread: bool) -> None:
-    options = {"tile_queries": 4, "spread": spread}
-    case = case_on(device, [Entry(3, 2)], 2, 1, 16, **options)
+@pytest.mark.parametrize("limits", [WHOLE, CUT], ids=["whole", "cut"])
+def test_padding_rows_are_zero_and_a_batch_may_be_empty(device, limits) -> None:
+    case = case_on(device, [Entry(3, 2)], 2, 1, 16, tile_queries=4, **limits)
     for requests in (case.requests, []):
         q, plan = batch(requests, padding=5)
         q = q if requests else torch.full((5, 2, 16), torch.nan)

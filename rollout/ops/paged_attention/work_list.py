@@ -1,0 +1,215 @@
+"""What each program of a step's attention does, on a GPU: made once per step, read by every layer.
+
+A tile is a few query rows of one entry, `tile_queries` at most. Its keys are `splits`, and an item
+is some of its splits one after another, for one program per kv head. A tile that is one item is
+written by it. One that is cut into several has its splits folded by a second kernel: the first
+item's as one part, for they are folded as they come, and each later split as a part of its own.
+
+The list is made on the device, where the lengths of contexts are, so a graph that is captured once
+serves every step of its bucket, and the levels of a draft's trees, whose plans never are on the
+host. What the host knows of a step, the shapes of its plan and how long the longest run may be,
+bounds the list (`list_sizes`): memory and grids depend on nothing else.
+
+An item takes so many splits that items of equal length would fill the device `_WAVES` times, for
+the device then hands them out evenly whatever their length; and twice as many for as long as the
+parts exceed their memory. Where there are draft nodes, and tiles of half the rows still make no
+more items than half of the programs that run at once, tiles are halved: the keys that each node has
+of its own are walked one node of a tile after another.
+
+Legend: B entries, I items, F tiles that are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout.ops.entry_lookup import entries_of_tiles
+from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan
+
+SPLIT_BLOCKS = 8
+_WAVES = 4
+
+
+class Limits(NamedTuple):
+    """What a device and the heads of a model set."""
+
+    tile_queries: int  # query rows of the widest tiles
+    programs: int  # that run at once, per kv head
+    part_rows: int  # query rows of all parts that there is memory for
+
+
+class ListSizes(NamedTuple):
+    """What no list of a step of certain shapes exceeds."""
+
+    items: int
+    folds: int
+    part_rows: int
+
+
+def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
+    entries, nodes = plan.rows_B.numel(), plan.node_slots_N.numel()
+    longest = plan.req_to_token.shape[1] if plan.longest is None else plan.longest
+    # A path's nodes come behind the run. Padding sees nothing and has an item all the same.
+    splits = triton.cdiv(longest + BLOCK - 1, SPLIT_BLOCKS * BLOCK)
+    tiles = min(rows, rows // limits.tile_queries + entries + 1)
+    items = min(tiles * splits, tiles + _WAVES * limits.programs)
+    if nodes:  # tiles are narrower only where so few items come of it
+        items = max(items, min(rows * splits, limits.programs // 2))
+    if splits == 1:
+        return ListSizes(items, folds=0, part_rows=0)
+    return ListSizes(
+        items,
+        folds=min(items // 2, _WAVES * limits.programs),
+        part_rows=min(rows * splits, limits.part_rows),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkList:
+    """Of the items and folds behind the last one the length is 0, and nothing else holds."""
+
+    rows: int  # query rows, padding included
+    limits: Limits
+    sizes: ListSizes
+    # int32: entry (B: padding rows), first query row, number of query rows, first split, end split,
+    # and the first row of its parts; -1: it writes the tile's output.
+    items_I6: torch.Tensor
+    # int32: first query row, number of query rows, first row of the parts, number of parts.
+    folds_F4: torch.Tensor
+
+
+def work_list(plan: AttentionPlan, rows: int, limits: Limits, sizes: ListSizes) -> WorkList:
+    """``sizes``: those of `list_sizes` or larger ones."""
+    like, nodes = plan.q_offsets_B1, plan.node_slots_N.numel()
+    items_I6, folds_F4 = like.new_empty((sizes.items, 6)), like.new_empty((sizes.folds, 4))
+    _work_list_kernel[(1,)](
+        plan.q_offsets_B1, plan.starts_B, plan.run_lens_B, plan.node_offsets_B1,
+        items_I6, folds_F4, plan.rows_B.numel(), rows, *sizes, limits.tile_queries, limits.programs,
+        HAS_NODES=nodes > 0, SPLIT=SPLIT_BLOCKS * BLOCK, BLOCK=BLOCK, WAVES=_WAVES, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return WorkList(rows, limits, sizes, items_I6, folds_F4)
+
+
+@triton.jit
+def _entry(
+    q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, entry, num_entries, num_rows
+):  # fmt: skip
+    """First and end row, start, run length and draft nodes; entry ``num_entries`` is padding."""
+    there = entry < num_entries
+    first = tl.load(q_offsets_ptr + entry, mask=entry <= num_entries, other=num_rows)
+    end = tl.load(q_offsets_ptr + entry + 1, mask=there, other=num_rows)
+    start = tl.load(starts_ptr + entry, mask=there, other=0)
+    run_len = tl.load(run_lens_ptr + entry, mask=there, other=0)
+    nodes = tl.load(node_offsets_ptr + entry + 1, mask=there, other=0)
+    nodes -= tl.load(node_offsets_ptr + entry, mask=there, other=0)
+    return first, end, start, run_len, nodes
+
+
+@triton.jit
+def _wanted(
+    q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
+    length, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Splits of all tiles of so many query rows, and rows of all parts where an item is ``length``
+    splits, both as if every row saw what its entry's last one may."""
+    lane = tl.arange(0, 128)
+    splits_of_all = tl.zeros((128,), tl.int32)
+    part_rows = tl.zeros((128,), tl.int32)
+    for first_entry in range(0, num_entries + 1, 128):
+        first, end, start, run_len, nodes = _entry(
+            q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, first_entry + lane,
+            num_entries, num_rows,
+        )  # fmt: skip
+        rows = end - first
+        splits = tl.cdiv(start + run_len + tl.minimum(nodes, BLOCK - 1), SPLIT)
+        splits_of_all += tl.cdiv(rows, queries) * tl.maximum(splits, 1)
+        part_rows += tl.where(splits > length, rows * (splits - length + 1), 0)
+    return tl.sum(splits_of_all), tl.sum(part_rows)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_entries", "num_rows", "most_items", "most_folds", "most_part_rows", "queries",
+        "programs",
+    ]
+)  # fmt: skip
+def _work_list_kernel(
+    q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, items_ptr, folds_ptr,
+    num_entries, num_rows, most_items, most_folds, most_part_rows, queries, programs,
+    HAS_NODES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WAVES: tl.constexpr,
+):  # fmt: skip
+    splits_of_all, _ = _wanted(
+        q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
+        1, SPLIT, BLOCK,
+    )  # fmt: skip
+    if HAS_NODES:
+        is_wide = queries > 1
+        while is_wide:
+            halved, _ = _wanted(
+                q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows,
+                queries // 2, 1, SPLIT, BLOCK,
+            )  # fmt: skip
+            is_wide = 2 * halved <= programs
+            queries = tl.where(is_wide, queries // 2, queries)
+            splits_of_all = tl.where(is_wide, halved, splits_of_all)
+            is_wide = is_wide & (queries > 1)
+    length = tl.cdiv(splits_of_all, WAVES * programs)
+    _, part_rows = _wanted(
+        q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
+        length, SPLIT, BLOCK,
+    )  # fmt: skip
+    while part_rows > most_part_rows:
+        length *= 2
+        _, part_rows = _wanted(
+            q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows,
+            queries, length, SPLIT, BLOCK,
+        )  # fmt: skip
+
+    lane = tl.arange(0, 256)
+    items_before, folds_before, rows_before = 0, 0, 0
+    for first_tile in range(0, num_rows // queries + num_entries + 1, 256):
+        tile = first_tile + lane
+        entry = entries_of_tiles(q_offsets_ptr, num_entries, tile, queries)
+        first, end, start, run_len, nodes = _entry(
+            q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, entry, num_entries, num_rows
+        )  # fmt: skip
+        row = first + (tile - first // queries - entry) * queries
+        rows = tl.maximum(tl.minimum(end - row, queries), 0)
+        behind = rows - (end - row) + nodes  # nodes up to the tile's last row
+        keys = start + run_len + tl.minimum(behind, BLOCK - 1)  # of that row, at most
+        splits = tl.maximum(tl.cdiv(tl.maximum(keys, 0), SPLIT), 1)
+        items = tl.where(rows > 0, tl.cdiv(splits, length), 0)
+        is_cut = items > 1
+        parts = tl.where(is_cut, splits - length + 1, 0)
+        item = items_before + tl.cumsum(items) - items
+        fold = folds_before + tl.cumsum(is_cut.to(tl.int32)) - 1
+        part_row = rows_before + tl.cumsum(parts * rows) - parts * rows
+        for i in range(0, tl.max(items)):
+            item_ptr = items_ptr + (item + i) * 6
+            first_split = i * length
+            later_row = part_row + tl.maximum(first_split - length + 1, 0) * rows
+            tl.store(item_ptr, entry, mask=i < items)
+            tl.store(item_ptr + 1, row, mask=i < items)
+            tl.store(item_ptr + 2, rows, mask=i < items)
+            tl.store(item_ptr + 3, first_split, mask=i < items)
+            tl.store(item_ptr + 4, tl.minimum(first_split + length, splits), mask=i < items)
+            tl.store(item_ptr + 5, tl.where(is_cut, later_row, -1), mask=i < items)
+        tl.store(folds_ptr + fold * 4, row, mask=is_cut)
+        tl.store(folds_ptr + fold * 4 + 1, rows, mask=is_cut)
+        tl.store(folds_ptr + fold * 4 + 2, part_row, mask=is_cut)
+        tl.store(folds_ptr + fold * 4 + 3, parts, mask=is_cut)
+        items_before += tl.sum(items)
+        folds_before += tl.sum(is_cut.to(tl.int32))
+        rows_before += tl.sum(parts * rows)
+    for first_item in range(items_before, most_items, 256):
+        item = first_item + lane
+        tl.store(items_ptr + item * 6 + 2, 0, mask=item < most_items)
+    for first_fold in range(folds_before, most_folds, 256):
+        fold = first_fold + lane
+        tl.store(folds_ptr + fold * 4 + 1, 0, mask=fold < most_folds)
