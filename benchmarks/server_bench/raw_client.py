@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ async def send(
             async with asyncio.timeout(timeout):
                 await writer.drain()
                 if ends:
-                    writer.write_eof()
+                    with suppress(OSError):  # ended by the server, whose answer may be there
+                        writer.write_eof()
                 said = await _read_answer(reader)
         except ConnectionError:  # it was closed while more was sent
             pass
