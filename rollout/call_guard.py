@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-# What `signal` wraps: its enums cost each step ten microseconds.
-import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
@@ -33,7 +31,11 @@ class CallGuard:
     """
 
     def __init__(self, *, holds_interrupts: bool) -> None:
-        """``holds_interrupts``: Ctrl-C in a step takes effect when the step has ended."""
+        """``holds_interrupts``: Ctrl-C in a step takes effect when the step has ended.
+
+        Python's handler is replaced by a call's first step and put back when the call ends, for
+        each time costs some microseconds; between the steps of a call both do the same.
+        """
         self.driver: int | None = None  # the thread that waits instead of being refused
         self._may_hold_interrupts = holds_interrupts
         self._lock = threading.RLock()
@@ -58,7 +60,7 @@ class CallGuard:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
+        self._end_call()
         self._lock.release()
         if self._deferred:
             self._run_deferred()
@@ -75,22 +77,20 @@ class CallGuard:
         """Inside a call: nothing else may call until `end_step`, nor does Ctrl-C take effect."""
         if (
             self._may_hold_interrupts
-            and _signal.getsignal(_signal.SIGINT) is signal.default_int_handler
+            and not self._holds_interrupts
             and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         ):
-            self._interrupts = 0
             self._holds_interrupts = True
-            _signal.signal(_signal.SIGINT, self._hold_interrupt)
+            signal.signal(signal.SIGINT, self._hold_interrupt)
+        self._interrupts = 0
         self._in_step = True
 
     def end_step(self) -> None:
         """Raises KeyboardInterrupt where one was held back."""
         self._in_step = False
-        if self._holds_interrupts:
-            self._holds_interrupts = False
-            _signal.signal(_signal.SIGINT, signal.default_int_handler)
-            if self._interrupts:
-                raise KeyboardInterrupt
+        if self._interrupts:
+            raise KeyboardInterrupt
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -104,11 +104,18 @@ class CallGuard:
     def _hold_interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Hold back the first interrupt of a step, which would leave a part of the books written.
 
-        A second one is raised at once: the step may hang.
+        A second one is raised at once: the step may hang. So is one that comes between steps.
         """
         self._interrupts += 1
-        if self._interrupts > 1:
+        if self._interrupts > 1 or not self._in_step:
             raise KeyboardInterrupt
+
+    def _end_call(self) -> None:
+        self._depth -= 1
+        if self._holds_interrupts and not self._depth:
+            self._holds_interrupts = False
+            if signal.getsignal(signal.SIGINT) == self._hold_interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _run_deferred(self) -> None:
         """Whoever holds the lock meanwhile comes here after it was released."""
@@ -121,7 +128,7 @@ class CallGuard:
                     while self._deferred:
                         self._deferred.popleft()()
                 finally:
-                    self._depth -= 1
+                    self._end_call()
             finally:
                 self._lock.release()
 

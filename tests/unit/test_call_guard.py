@@ -337,6 +337,41 @@ def test_an_interrupt_anywhere_leaves_the_books_whole(engine, expected, name):
     assert interrupted
 
 
+def test_an_interrupt_between_the_steps_of_a_call_ends_it(engine, monkeypatch):
+    end_step, steps = engine.calls.end_step, []
+
+    def interrupted():
+        end_step()
+        steps.append(None)
+        if len(steps) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.calls, "end_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, PARAMS)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not engine.has_unfinished
+    engine.check_integrity()
+
+
+def test_a_handler_that_a_call_sets_is_left_alone(engine, monkeypatch):
+    step, heard = engine.worker.begin_step, []
+
+    def handled(batch):
+        signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+        return step(batch)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.worker, "begin_step", handled)
+            engine.generate(PROMPTS, PARAMS)
+        signal.raise_signal(signal.SIGINT)
+        assert heard
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_a_second_interrupt_ends_a_step_that_hangs(engine, monkeypatch):
     begin_step = engine.worker.begin_step
 
