@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from rollout.config import MemoryConfig
-from rollout.graphs import Buckets
 from rollout.ops.paged_attention import AttentionPlan
-from rollout.step_arrays import StepArrays, attention_plan
+from rollout.runner.batch_layout import StepArrays, attention_plan
+from rollout.runner.graphs import Buckets
 
 
 @dataclass(frozen=True, kw_only=True)

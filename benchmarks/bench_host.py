@@ -91,7 +91,7 @@ def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) ->
             budget=budget_of(spec, target),
         )  # fmt: skip
     engine = RolloutEngine(config, worker)
-    send_random_weights(engine, target.model.destinations())
+    send_random_weights(engine, target.model.weight_loaders())
     if spec == "closed":
         keep_closed(worker.budget)
     return engine

@@ -31,7 +31,7 @@ from table import Row, finishing, parser, row
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import Overlap
-from rollout.overrides import engine_config
+from rollout.engine.overrides import engine_config
 from spec_workers.ngram import build
 
 _PROMPT = 32  # tokens
@@ -57,7 +57,7 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
     config = engine_config(str(folder), chosen)
     worker: Any = build(config, budget="fixed", calibration_seconds=0.0)
     engine = RolloutEngine(config, worker)
-    send_random_weights(engine, worker.target.model.destinations())
+    send_random_weights(engine, worker.target.model.weight_loaders())
     proposing: list[float] = []
     propose = worker.propose
 

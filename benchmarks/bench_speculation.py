@@ -17,7 +17,7 @@ from table import Row, finish, parser, row
 from workloads import OPEN_PROMPTS, REPETITIVE_PROMPTS, chat, reasoning_prompts
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine_metrics import EngineMetrics
+from rollout.engine.metrics import EngineMetrics
 
 
 @dataclass(kw_only=True, slots=True)

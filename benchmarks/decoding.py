@@ -121,7 +121,7 @@ def open_engine(
     )
     worker = RandomTrees(TargetWorker(config), nodes)
     engine = RolloutEngine(config, worker)
-    send_random_weights(engine, worker.target.model.destinations())
+    send_random_weights(engine, worker.target.model.weight_loaders())
     return engine
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from replay_bench.roofline import Ceilings
 
-from rollout.graphs.capture import CudaCapture
+from rollout.runner.graphs.capture import CudaCapture
 
 COLD = 400e6  # bytes: several times the L2 cache
 

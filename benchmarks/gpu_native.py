@@ -17,7 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "gpu-native"
-EXTENSIONS = {"ngram_native._ext": ROOT / "ngram_native", "rollout._cpu": ROOT / "rollout"}
+EXTENSIONS = {
+    "ngram_native._ext": ROOT / "ngram_native",
+    "rollout.ops._cpu": ROOT / "rollout" / "ops",
+}
 
 
 def provide(wheels: Path) -> list[str]:
@@ -49,24 +52,24 @@ def loads(name: str) -> bool:
 
 
 def remove(name: str, folder: Path) -> None:
-    for broken in folder.glob(f"{name.split('.')[1]}*.so"):
+    for broken in folder.glob(f"{name.rpartition('.')[2]}*.so"):
         print(f"{broken} does not load and is removed", flush=True)
         broken.unlink()
 
 
 def _brought(name: str, folder: Path, wheels: Path) -> bool:
-    package, module = name.split(".")
+    prefix = name.replace(".", "/")
     for wheel in sorted(wheels.glob("specrollout-*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
-                if member.startswith(f"{package}/{module}.") and member.endswith(".so"):
+                if member.startswith(f"{prefix}.") and member.endswith(".so"):
                     (folder / Path(member).name).write_bytes(archive.read(member))
     return _loads_or_goes(name, folder)
 
 
 def _built(name: str, folder: Path) -> bool:
     """Each by itself: without the other one much can be run."""
-    target = name.split(".")[1]
+    target = name.rpartition(".")[2]
     build = ["cmake", "--build", str(BUILD), "--parallel", "--target", target]
     if subprocess.run(build, check=False).returncode:
         return False
@@ -76,7 +79,7 @@ def _built(name: str, folder: Path) -> bool:
 
 
 def _loads_or_goes(name: str, folder: Path) -> bool:
-    if not list(folder.glob(f"{name.split('.')[1]}*.so")):
+    if not list(folder.glob(f"{name.rpartition('.')[2]}*.so")):
         return False
     if loads(name):
         return True

@@ -16,10 +16,10 @@ from table import Row, row
 from triton import TritonError
 
 from rollout.config import MemoryConfig
-from rollout.graphs import Buckets
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.matmul.tiles import Tile, make_tile, tile_for
 from rollout.ops.matmul.triton import tiled_matmul
+from rollout.runner.graphs import Buckets
 
 ROWS = (1, 8, 16, 32, 72, 144, 288, 512, 1024, 2304)
 FEW_ROWS = 64  # up to which a tile is the next power of two

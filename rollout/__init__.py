@@ -1,9 +1,9 @@
 """specrollout: a speculative rollout engine for training language models with RL."""
 
 from rollout.config import EngineConfig
-from rollout.draft_corpus import ExternalCorpus, ExternalState, Publishing
-from rollout.engine import RolloutEngine
-from rollout.engine_loop import EngineLoop
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.loop import EngineLoop
 from rollout.errors import (
     EngineStateError,
     InvalidInputError,

@@ -23,13 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
+from rollout.engine.specs import factory_of
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.hydra_errors import HydraErrors
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
+from rollout.offline.hydra_errors import HydraErrors
 from rollout.parallel import is_launched
-from rollout.specs import factory_of
 
 EXIT_ERROR = 1
 EXIT_BAD_INPUT = 2

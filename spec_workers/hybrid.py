@@ -52,7 +52,7 @@ class HybridWorker(NgramWorker):
     is left out altogether while it does not pay beside the corpus.
     """
 
-    takes_turns = False
+    supports_overlap = False
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class HybridWorker(NgramWorker):
             return copied
         with self._gate.timed():
             grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
-        self.drafting_is_usual = self.drafter.is_settled
+        self.drafting_is_usual = self.drafter.is_warm
         if not grown.num_nodes:
             return copied
         merged = merge_trees(

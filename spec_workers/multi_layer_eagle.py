@@ -153,7 +153,7 @@ def open_chain(
 
     for step, network in enumerate(networks):
         part = f"draft_step_{step}"
-        for name in network.destinations():
+        for name in network.weight_loaders():
             owners.setdefault(name, part)
         target.weights.parts.add(part, network, frozen=frozen, reader=read)
     for runner in drafter.runners:

@@ -35,7 +35,7 @@ class NgramWorker(SpecWorker):
     drafting does not pay: each token once. The corpus outlives weight updates; it is told of them.
     """
 
-    takes_turns = True
+    supports_overlap = True
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ from ngram_native import Corpus
 from ngram_native.external_loads import ExternalLoads
 from ngram_native.external_loads import ExternalState as LoadState
 from rollout.checked import checked_path
-from rollout.corpus_delta import CorpusDelta
-from rollout.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
+from rollout.engine.corpus_delta import CorpusDelta
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
 from spec_workers.corpus_feed import CorpusFeed
@@ -33,7 +33,7 @@ _AT_REST = (LoadState.PUBLISHED, LoadState.FAILED)
 
 
 class NgramCorpus:
-    """See `rollout.draft_corpus.DraftCorpus`; to the worker, the ``corpus`` itself."""
+    """See `rollout.engine.draft_corpus.DraftCorpus`; to the worker, the ``corpus`` itself."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class NgramCorpus:
         self._vocab_size = vocab_size
         self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
         self._ranks: RankLoads | None = None  # where others must draft alike
-        self.begun_with = corpus_path
+        self.initial_path = corpus_path
         if corpus_path is not None:
             checked_path(corpus_path, "spec.corpus_path")
             if not Path(corpus_path).is_file():

@@ -11,7 +11,7 @@ from spec_workers.worker import SpecWorker
 
 
 class PlainWorker(SpecWorker):
-    takes_turns = True
+    supports_overlap = True
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         return only_roots(len(batch.entries))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.runner import Forwarded
+from rollout.runner.model_runner import Forwarded
 from rollout.types import Batch, DraftTrees, EntryResult, Scheduled
 
 

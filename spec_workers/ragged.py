@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.ragged import offsets_of, ranges
+from rollout.ops.ragged import offsets_of, ranges
 
 __all__ = ["offsets_of", "places_within"]
 

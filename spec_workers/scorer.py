@@ -11,7 +11,7 @@ import torch
 from rollout.errors import OutOfMemoryError
 from rollout.memory.cache import CacheMemory
 from rollout.parallel import RankGroup
-from rollout.runner import ModelRunner
+from rollout.runner.model_runner import ModelRunner
 from rollout.sampling.rows import rows_of_continuation
 from rollout.sampling.sampler import score
 from rollout.types import Batch, Request, Scheduled, TokenExtras

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from rollout.config import EngineConfig, LoadFormat
-from rollout.device_name import device_name
-from rollout.graphs import ForwardGraphs
-from rollout.graphs.capture import Capture
-from rollout.layers.linear import sum_in_float32
-from rollout.layers.row_invariance import make_row_invariant
-from rollout.memory.padding_steps import PaddingSteps
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.models.layers.linear import sum_in_float32
+from rollout.models.layers.row_invariance import make_row_invariant
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.parallel import local_rank, open_ranks
-from rollout.residency import Residency
-from rollout.runner import Forwarded, ModelRunner
+from rollout.runner.dummy_run import DummyRun
+from rollout.runner.graphs import ForwardGraphs
+from rollout.runner.graphs.capture import Capture
+from rollout.runner.memory_saver import MemorySaver
+from rollout.runner.model_runner import Forwarded, ModelRunner
 from rollout.sampling.sampled import Sampled
 from rollout.sampling.tree_sampling import PendingSamples, TreeSamples, sample_trees
-from rollout.step_limits import StepLimits
+from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,
@@ -52,7 +52,7 @@ class TargetWorker:
         config: EngineConfig,
         progress: Progress | None = None,
         *,
-        features: Features | None = None,
+        features: AuxHiddenStates | None = None,
         draft_bytes: DraftBytes = NO_DRAFT,
         draft_nodes: int = MAX_TREE_NODES - 1,
         capture: Capture | None = None,
@@ -107,7 +107,7 @@ class TargetWorker:
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
         elif device.type == "cuda":
             sum_in_float32()
-        padding = PaddingSteps(self.model, features, exact=config.exact)
+        padding = DummyRun(self.model, features, exact=config.exact)
         reserved = (
             bytes_of_steps(config.memory, limits, padding, draft_nodes)
             if device.type == "cuda"
@@ -126,7 +126,7 @@ class TargetWorker:
         self.graphs: ForwardGraphs | None = None
         if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
             self.graphs = forward_graphs(config.memory, self.model, self.minimum_rows, capture)
-        self.residency = Residency(
+        self.residency = MemorySaver(
             self.weights,
             memory.pools,
             graphs=None if self.graphs is None else self.graphs.runs,
@@ -259,3 +259,20 @@ class TargetWorker:
             "kv/hit": counters.hit,
             "kv/evicted": counters.evicted,
         }
+
+
+def device_name(device: torch.device) -> str:
+    """The name under which times of a device are kept; a CPU's says how many threads torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.system() == "Linux" and cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

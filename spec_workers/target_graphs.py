@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rollout.config import MemoryConfig
-from rollout.graphs import Buckets, ForwardGraphs
-from rollout.graphs.capture import Capture, CudaCapture
 from rollout.models.causal_lm import CausalLM
+from rollout.runner.graphs import Buckets, ForwardGraphs
+from rollout.runner.graphs.capture import Capture, CudaCapture
 
 
 def forward_graphs(

@@ -10,10 +10,8 @@ import torch
 
 from rollout.config import EngineConfig, MemoryConfig
 from rollout.errors import InvalidInputError
-from rollout.memory.activations import activation_bytes, warm_up
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
-from rollout.memory.padding_steps import PaddingSteps
 from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.sizing import kv_fraction, memory_budget, num_kv_slots
 from rollout.memory.state_pool import StatePool
@@ -24,8 +22,10 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.layer_spec import ExpertsSpec
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
-from rollout.residency import Pool
-from rollout.step_limits import StepLimits
+from rollout.runner.activations import activation_bytes, warm_up
+from rollout.runner.dummy_run import DummyRun
+from rollout.runner.memory_saver import Pool
+from rollout.scheduler.step_limits import StepLimits
 from spec_workers.neural.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def target_memory(
 
 
 def bytes_of_steps(
-    memory: MemoryConfig, limits: StepLimits, steps: PaddingSteps, draft_nodes: int
+    memory: MemoryConfig, limits: StepLimits, steps: DummyRun, draft_nodes: int
 ) -> int:
     """What steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from rollout.draft_corpus import DraftCorpus
+from rollout.engine.draft_corpus import DraftCorpus
+from rollout.engine.worker import FinishStep
 from rollout.memory.cache import CacheMemory
 from rollout.ops import gpu
 from rollout.parallel import ModelRanks
-from rollout.residency import Residency
-from rollout.runner import Forwarded
+from rollout.runner.memory_saver import MemorySaver
+from rollout.runner.model_runner import Forwarded
 from rollout.sampling.tree_sampling import PendingSamples
-from rollout.step_limits import StepLimits
+from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     Batch,
     DraftTrees,
@@ -29,7 +30,6 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weights.transaction import WeightTransaction
-from rollout.worker import FinishStep
 from spec_workers.budget import DraftBudget, FixedBudget, Verified
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
@@ -63,7 +63,7 @@ class SpecWorker:
     No speculation is an empty draft: there is no other path through a step.
     """
 
-    takes_turns = False
+    supports_overlap = False
     """Whether `propose` may be asked about other requests before it is told, by `observe`, what
     came of its last drafts. Features a forward kept are gone by then."""
 
@@ -99,7 +99,7 @@ class SpecWorker:
         return self.target.weights
 
     @property
-    def residency(self) -> Residency:
+    def residency(self) -> MemorySaver:
         return self.target.residency
 
     @property
@@ -127,7 +127,7 @@ class SpecWorker:
         """Not with features of a forward that are read when it is finished, nor with ranks that
         wait for each other."""
         return (
-            self.takes_turns
+            self.supports_overlap
             and self.recorder is None
             and self.memory.routes is None
             and not self.lockstep
@@ -185,7 +185,7 @@ class SpecWorker:
             # Nobody reads logits again: their memory is the next step's.
             forwarded=replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0)),
             # Kernels were compiled or a graph captured: no time that comes again.
-            is_usual=self.target.graphs is None or self.target.graphs.is_settled,
+            is_usual=self.target.graphs is None or self.target.graphs.is_warm,
             drafting_is_usual=self.drafting_is_usual,
             samples=samples,
             clock=clock,

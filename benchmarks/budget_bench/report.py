@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollout.engine_metrics import EngineMetrics
+from rollout.engine.metrics import EngineMetrics
 
 _PARTS = ("forward", "draft", "sample", "schedule")
 

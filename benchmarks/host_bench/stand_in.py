@@ -19,7 +19,7 @@ from replay_bench.forced import Recording
 
 from host_bench.phases import Phases
 from rollout.ops import gpu, tree_accept
-from rollout.runner import Forwarded
+from rollout.runner.model_runner import Forwarded
 from rollout.sampling import device_sampler
 from rollout.types import Batch, DraftTrees
 from spec_workers.target import TargetWorker

@@ -17,7 +17,7 @@ def random_engine(folder: Path, spec: str = "none", **options: Any) -> RolloutEn
         str(folder), spec, load_format="dummy", device="cpu", dtype="bfloat16", **options
     )
     worker: Any = engine.worker
-    send_random_weights(engine, worker.target.model.destinations())
+    send_random_weights(engine, worker.target.model.weight_loaders())
     return engine
 
 

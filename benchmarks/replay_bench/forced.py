@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from traces import Trace
 
-from rollout.runner import Forwarded
+from rollout.runner.model_runner import Forwarded
+from rollout.runner.transfers import upload
 from rollout.sampling.noise import uniforms
-from rollout.transfers import upload
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.neural.device_guesses import DeviceGuessed, Tensors
 from spec_workers.neural.device_proposal import DeviceProposer, Wanted

@@ -82,7 +82,7 @@ def replay(
         max_step_tokens=max(2048, active), chunk_len=2048, overlap="never", **overrides,
     )  # fmt: skip
     worker: Any = engine.worker
-    send_random_weights(engine, worker.target.model.destinations())
+    send_random_weights(engine, worker.target.model.weight_loaders())
     recording = Recording(trace)
     force_target(worker.target, recording)
     if isinstance(drafter := getattr(worker, "drafter", None), EagleDrafter):
@@ -97,7 +97,7 @@ def replay(
     for number, wave in enumerate(chosen):
         spent = Spent()
         for step in steps(engine, trace, wave):
-            if not step.is_settled:
+            if not step.is_warm:
                 result.unsettled_seconds += step.seconds
             floor = ceilings.forward_ms(shape, step.rows, step.sampled, step.kv_tokens) / 1e3
             name = _running_name(step.running)
@@ -118,7 +118,7 @@ class Step:
     kv_tokens: int
     tokens: int
     forwards: int
-    is_settled: bool
+    is_warm: bool
 
 
 def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step]:
@@ -151,15 +151,15 @@ def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step
             kv_tokens=last.kv_used,
             tokens=last.generated_tokens,
             forwards=last.sampling,
-            is_settled=_is_settled(engine),
+            is_warm=_is_warm(engine),
         )
 
 
-def _is_settled(engine: RolloutEngine) -> bool:
+def _is_warm(engine: RolloutEngine) -> bool:
     """Whether the last step took a time that comes again."""
     worker: Any = engine.worker
     graphs = worker.target.graphs
-    return worker.drafting_is_usual and (graphs is None or graphs.is_settled)
+    return worker.drafting_is_usual and (graphs is None or graphs.is_warm)
 
 
 def _run(engine: RolloutEngine, trace: Trace, wave: list[int]) -> None:
@@ -170,7 +170,7 @@ def _run(engine: RolloutEngine, trace: Trace, wave: list[int]) -> None:
 def new_policy(engine: RolloutEngine, number: int) -> None:
     """Drafts see that the policy moved; one norm is sent again, which changes nothing."""
     worker: Any = engine.worker
-    norm = worker.target.model.destinations()["model.norm.weight"]
+    norm = worker.target.model.weight_loaders()["model.norm.weight"]
     tensors = [("model.norm.weight", norm.read())]
     engine.update_weights_from_tensor(tensors, weight_version=number + 2, partial=True)
 

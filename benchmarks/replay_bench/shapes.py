@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout import RolloutEngine
-from rollout.layers.destination import Destination
+from rollout.models.layers.weight_loader import WeightLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +124,15 @@ def write_draft(folder: Path, shape: Shape) -> Path:
     return folder
 
 
-def send_random_weights(engine: RolloutEngine, destinations: dict[str, Destination]) -> None:
+def send_random_weights(engine: RolloutEngine, weight_loaders: dict[str, WeightLoader]) -> None:
     """A whole update, tensor by tensor: activations stay of order one, logits small."""
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         device = engine.worker.model_device
         generator = torch.Generator(device).manual_seed(0)
-        for name, destination in destinations.items():
-            if destination.required:
-                yield name, _normal(destination.shape, generator, device)
+        for name, loader in weight_loaders.items():
+            if loader.required:
+                yield name, _normal(loader.shape, generator, device)
 
     engine.update_weights_from_tensor(tensors())
 

@@ -9,19 +9,19 @@ from rollout.cluster.config import ClusterConfig
 from rollout.cluster.corpora import CorpusCalls
 from rollout.cluster.corpus_exchange import CorpusExchange
 from rollout.cluster.external_corpora import ExternalCorpora
-from rollout.cluster.flights import Flight
-from rollout.cluster.members import WAIT_SECONDS, Members
+from rollout.cluster.in_flight import InFlightRequest
 from rollout.cluster.messages import ReplicaFacts, Report
-from rollout.cluster.newcomers import WeightBringer
 from rollout.cluster.replica import Pool
+from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
+from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.cluster.router import Router
 from rollout.cluster.state_calls import StateCalls
 from rollout.cluster.totals import ClusterMetrics, sum_of_metrics
 from rollout.cluster.weights import WeightCalls
 from rollout.config import EngineConfig
-from rollout.encoding import PromptEncoder
+from rollout.engine.requests import RequestFactory
+from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import WeightUpdateError
-from rollout.requests import RequestFactory
 from rollout.scheduler.fitting import check_length
 from rollout.types import FinishReason, Prompt, Request, Rollout, SamplingParams, TokenExtras
 
@@ -40,17 +40,17 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         """
         self.config = config
         self._cluster = cluster
-        self.members = Members(pool, self)
+        self.members = ReplicaManager(pool, self)
         self._externals = ExternalCorpora(self.members)
         self.members.on_join(self._bring_state)
-        self.weight_bringer = WeightBringer(self.members)
+        self.weight_bringer = ReplicaWeightSync(self.members)
         self.corpus_exchange = (
             CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
             if cluster.share_corpus and cluster.replicas > 1
             else None
         )
         self._router = Router(pool.names)
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, InFlightRequest] = {}
         self._ended: list[Rollout] = []
         self._reports = {}
         self._statuses = {}
@@ -63,7 +63,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         self.facts: dict[str, ReplicaFacts] = {}
         try:
             while not self.members.all_joined:
-                self.members.attend(WAIT_SECONDS)
+                self.members.poll(WAIT_SECONDS)
             folder = config.model.tokenizer or config.model.path
             vocab_size = next(iter(self.facts.values())).vocab_size
             self.encoder = PromptEncoder.from_pretrained(folder, vocab_size)
@@ -113,7 +113,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         request = self._requests.make(
             prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
         )
-        self._flights[request.request_id] = Flight(request)
+        self._flights[request.request_id] = InFlightRequest(request)
         self._router.add(request.request_id, request.group)
         return request
 
@@ -133,11 +133,11 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         if self._flights and not self.is_paused:
             self._require_running()
         self._dispatch()
-        self.members.attend(0.0 if self._ended else WAIT_SECONDS)
+        self.members.poll(0.0 if self._ended else WAIT_SECONDS)
         self._dispatch()
-        self._externals.attend()
+        self._externals.poll()
         if self.corpus_exchange is not None:
-            self.corpus_exchange.attend()
+            self.corpus_exchange.poll()
         return self.take_ended()
 
     def take_ended(self) -> list[Rollout]:
@@ -161,14 +161,16 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
         scored = self.members.on_one("score_with_extras", prompt_ids, output_ids, params)
-        if lost := self._weights_why_not():  # replicas that came later have the checkpoint's
+        if (
+            lost := self._weights_unavailable_reason()
+        ):  # replicas that came later have the checkpoint's
             raise WeightUpdateError(lost)
         return scored
 
     def _check_fits(self, request: Request, field: str) -> None:
         check_length(len(request.tokens), self.max_context_len, self.max_sequence_len, field)
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, flight: InFlightRequest) -> None:
         del self._flights[flight.request.request_id]
         self._ended.append(self._requests.rollout(flight.request))
 
@@ -223,7 +225,7 @@ class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
             self._try_again(self._flights[request_id], reason)
         self._abandon_if_dead()
 
-    def _try_again(self, flight: Flight, reason: str) -> None:
+    def _try_again(self, flight: InFlightRequest, reason: str) -> None:
         """Whatever killed the replica, this request may have done it.
 
         Once it has seen so many deaths that one more would be its end, it runs alone, so that it

@@ -9,14 +9,14 @@ from typing import Any
 
 from rollout.checked import checked_member
 from rollout.cluster.external_corpora import ExternalCorpora
-from rollout.cluster.members import Members
-from rollout.draft_corpus import ExternalCorpus, Publishing, check_name
+from rollout.cluster.replica_manager import ReplicaManager
+from rollout.engine.draft_corpus import ExternalCorpus, Publishing, check_name
 
 
 class CorpusCalls:
     """A part of RolloutCluster; its calls mean what those of `RolloutEngine` do."""
 
-    members: Members
+    members: ReplicaManager
     _externals: ExternalCorpora
 
     def add_external_corpus(

@@ -6,9 +6,9 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.replica import Replica
-from rollout.corpus_delta import CorpusDelta
+from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
+from rollout.engine.corpus_delta import CorpusDelta
 from rollout.errors import InvalidInputError
 
 
@@ -20,7 +20,7 @@ class CorpusExchange:
     its own.
     """
 
-    def __init__(self, members: Members, seconds: float, max_bytes: int) -> None:
+    def __init__(self, members: ReplicaManager, seconds: float, max_bytes: int) -> None:
         self._members = members
         self._seconds = seconds
         self._max_bytes = max_bytes
@@ -32,7 +32,7 @@ class CorpusExchange:
         self.exchanged_bytes = 0  # taken; each is sent to all replicas but one
         members.on_join(self._begin_to_share)
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Go on with the round as far as answers have come. Never waits."""
         under_way: list[Future[Any]] = [*self._taking, *self._learning]
         if not all(future.done() for future in under_way):
@@ -56,13 +56,13 @@ class CorpusExchange:
     def finish(self) -> None:
         """A whole round: when it returns, all replicas were told what was committed before."""
         while self._taking or self._learning:
-            self.attend()
-            self._members.attend(WAIT_SECONDS)
+            self.poll()
+            self._members.poll(WAIT_SECONDS)
         self._begun_at = float("-inf")
-        self.attend()
+        self.poll()
         while self._taking or self._learning:
-            self._members.attend(WAIT_SECONDS)
-            self.attend()
+            self._members.poll(WAIT_SECONDS)
+            self.poll()
 
     def _call_all(self, method: str, *args: Any) -> list[Future[Any]]:
         return [each.call(method, *args) for each in self._members.joined.values()]

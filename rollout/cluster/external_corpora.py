@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.replica import Replica, ReplicaDiedError
-from rollout.draft_corpus import ExternalCorpus, ExternalState, Publishing
+from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing
 from rollout.errors import InvalidInputError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class _Corpus:
     telling: dict[Replica, Future[None]] | None = None  # to publish it, who had joined by then
 
     @property
-    def is_settled(self) -> bool:
+    def is_warm(self) -> bool:
         """Nothing happens to it unasked any more."""
         waits = self.publishing is Publishing.ON_REQUEST and self.seen.state is ExternalState.READY
         return self.seen.state is ExternalState.PUBLISHED or (waits and self.telling is None)
@@ -57,7 +57,7 @@ class ExternalCorpora:
     replicas' configured ones are taken from them and added here.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: ReplicaManager) -> None:
         self._members = members
         self._corpora: dict[str, _Corpus] = {}
         self._failed: dict[str, ExternalCorpus] = {}  # removed from all
@@ -99,9 +99,9 @@ class ExternalCorpora:
 
         Raises InvalidInputError where it could not be loaded; its name is free again.
         """
-        while name in self._corpora and not self._corpora[name].is_settled:
-            self.attend()
-            self._members.attend(WAIT_SECONDS)
+        while name in self._corpora and not self._corpora[name].is_warm:
+            self.poll()
+            self._members.poll(WAIT_SECONDS)
         if (failed := self._failed.pop(name, None)) is not None:
             raise InvalidInputError("name", name, f"could not be loaded: {failed.error}")
 
@@ -143,12 +143,12 @@ class ExternalCorpora:
         found |= {name: each.seen for name, each in self._corpora.items()} | self._failed
         return [found[name] for name in sorted(found)]
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Go on as far as answers have come. Waits for none but those of configured ones."""
         self.begin_configured()
         self._settle()
         self._take_refusals()
-        if all(each.is_settled for each in self._corpora.values()):
+        if all(each.is_warm for each in self._corpora.values()):
             return
         if not self._looking:
             if time.monotonic() - self._looked_at >= _POLL_SECONDS:
@@ -218,15 +218,15 @@ class ExternalCorpora:
 
     def _wait_until_told(self) -> None:
         self._settle()
-        while any(each.telling and not each.is_settled for each in self._corpora.values()):
-            self._members.attend(WAIT_SECONDS)
+        while any(each.telling and not each.is_warm for each in self._corpora.values()):
+            self._members.poll(WAIT_SECONDS)
             self._settle()
 
     def _settle(self) -> None:
         """Published: when all that were told, and live, have answered."""
         for name, corpus in list(self._corpora.items()):
             telling = corpus.telling
-            if telling is None or corpus.is_settled:
+            if telling is None or corpus.is_warm:
                 continue
             if not all(answer.done() for answer in telling.values()):
                 continue
@@ -276,7 +276,10 @@ class ExternalCorpora:
     # A newcomer, on a thread of its own
 
     def _bring(self, replica: Replica) -> Future[None]:
-        """A joiner; see `Members.on_join`. Done when all that are published are so there too."""
+        """Bring a joiner what is published; see `ReplicaManager.on_join`.
+
+        Done when the joiner has published it too.
+        """
         done: Future[None] = Future()
         brought = self._brought.get(replica.name)
         if brought is None or brought.replica is not replica:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollout.cluster.messages import Answer, ReplicaFacts, Report, Submission
-from rollout.cluster.news import News
+from rollout.cluster.progress_reporter import ProgressReporter
 from rollout.config import EngineConfig
-from rollout.engine import RolloutEngine
-from rollout.engine_loop import EngineLoop
-from rollout.specs import WorkerFactory
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.loop import EngineLoop
+from rollout.engine.specs import WorkerFactory
 
 
 class ReplicaHost:
@@ -29,7 +29,7 @@ class ReplicaHost:
         """Make the engine. Raises what `RolloutEngine.from_config` does."""
         engine = await asyncio.to_thread(RolloutEngine.from_config, config, factory)
         self._loop = EngineLoop(engine)
-        self._news = News(self._loop, report_seconds, asyncio.get_running_loop())
+        self._news = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
         worker = engine.worker
         return ReplicaFacts(
             vocab_size=engine.vocab_size,
@@ -58,7 +58,7 @@ class ReplicaHost:
                 value = getattr(engine, method)(*args, **kwargs)
             except Exception as raised:  # the caller's
                 error = raised
-            return Answer(value=value, error=error, why_not=engine.why_not)
+            return Answer(value=value, error=error, unavailable_reason=engine.unavailable_reason)
 
         assert self._loop is not None, "open() comes first"
         async with self._turns.take(turn):

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.cluster.totals import ClusterMetrics
-from rollout.engine_metrics import StepMetrics
-from rollout.engine_status import EngineStatus
-from rollout.step_limits import StepLimits
+from rollout.engine.metrics import StepMetrics
+from rollout.engine.status import EngineStatus
+from rollout.scheduler.step_limits import StepLimits
 from rollout.types import FinishReason, RequestStats, SamplingParams, TokenExtras
 
 
@@ -67,7 +67,7 @@ class Answer:
 
     value: Any
     error: Exception | None
-    why_not: str  # of the engine, after it
+    unavailable_reason: str  # of the engine, after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

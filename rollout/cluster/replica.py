@@ -23,7 +23,7 @@ class Replica(Protocol):
         ...
 
     @property
-    def why_not(self) -> str:
+    def unavailable_reason(self) -> str:
         """Of its engine, when it last answered a call: why no step can run; empty when one can."""
         ...
 

@@ -8,14 +8,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from rollout.cluster.external_corpora import ExternalCorpora
-from rollout.cluster.members import WAIT_SECONDS, Members
 from rollout.cluster.messages import Report
-from rollout.cluster.newcomers import WeightBringer
 from rollout.cluster.replica import Replica
+from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
+from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.cluster.router import Router
 from rollout.cluster.totals import ClusterMetrics, sum_of_metrics, sum_of_steps
-from rollout.engine_metrics import StepMetrics
-from rollout.engine_status import EngineStatus
+from rollout.engine.metrics import StepMetrics
+from rollout.engine.status import EngineStatus
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.types import MemoryTag, PauseMode
 
@@ -23,8 +23,8 @@ from rollout.types import MemoryTag, PauseMode
 class StateCalls(ABC):
     """A part of RolloutCluster."""
 
-    members: Members
-    weight_bringer: WeightBringer
+    members: ReplicaManager
+    weight_bringer: ReplicaWeightSync
     _externals: ExternalCorpora
     _router: Router
     _num_steps: int
@@ -37,7 +37,7 @@ class StateCalls(ABC):
 
     def status(self) -> EngineStatus:
         """The replicas' latest, a second old at most, and their sums."""
-        self.members.attend(0.0)
+        self.members.poll(0.0)
         known = self._statuses
         some = next(iter(known.values()))
         return EngineStatus(
@@ -46,7 +46,7 @@ class StateCalls(ABC):
             kv_slots=sum(each.kv_slots for each in known.values()),
             kv_used=sum(each.kv_used for each in known.values()),
             kv_cached=sum(each.kv_cached for each in known.values()),
-            why_not=self.why_not,
+            unavailable_reason=self.unavailable_reason,
             weight_versions=self.weight_versions,
             total=self.metrics(),
             last_step=self.last_step,
@@ -77,21 +77,28 @@ class StateCalls(ABC):
     def weight_versions(self) -> dict[str, int]: ...
 
     @property
-    def why_not(self) -> str:
+    def unavailable_reason(self) -> str:
         if self.is_paused:
             return "generation is paused: call continue_generation()"
-        if lost := self._weights_why_not():
+        if lost := self._weights_unavailable_reason():
             return lost
-        return next((each.why_not for each in self.members.joined.values() if each.why_not), "")
+        return next(
+            (
+                each.unavailable_reason
+                for each in self.members.joined.values()
+                if each.unavailable_reason
+            ),
+            "",
+        )
 
     @property
     def can_run(self) -> bool:
-        return not self.why_not
+        return not self.unavailable_reason
 
     def _require_running(self) -> None:
         """Raises EngineStateError without memory, WeightUpdateError while weights are not whole."""
-        if why_not := self.why_not:
-            raise (EngineStateError if self._released else WeightUpdateError)(why_not)
+        if unavailable_reason := self.unavailable_reason:
+            raise (EngineStateError if self._released else WeightUpdateError)(unavailable_reason)
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         self.members.on_all("pause_generation", mode, newcomers=True)
@@ -148,7 +155,7 @@ class StateCalls(ABC):
         for replica in waiting.values():
             replica.sync(self._serial)
         while any(self._is_behind(replica) for replica in waiting.values()):
-            self.members.attend(WAIT_SECONDS)
+            self.members.poll(WAIT_SECONDS)
 
     def _is_behind(self, replica: Replica) -> bool:
         if self.members.joined.get(replica.name) is not replica:
@@ -177,7 +184,7 @@ class StateCalls(ABC):
         return noted
 
     @abstractmethod
-    def _weights_why_not(self) -> str: ...
+    def _weights_unavailable_reason(self) -> str: ...
 
     @abstractmethod
     def _abort_all(self) -> None: ...

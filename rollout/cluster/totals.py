@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Self
 
-from rollout.engine_metrics import EngineMetrics, StepMetrics
+from rollout.engine.metrics import EngineMetrics, StepMetrics
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 
-from rollout.cluster.members import WAIT_SECONDS, Members
-from rollout.cluster.newcomers import WeightBringer
 from rollout.cluster.replica import Replica, ReplicaDiedError
+from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
+from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.errors import IntegrityError, InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets, unflattened
 from rollout.weights.checks import manifest_of, pairs_of, refuse_not_finite
@@ -47,8 +47,8 @@ class WeightCalls(ABC):
     to two policies, unless the caller does.
     """
 
-    members: Members
-    weight_bringer: WeightBringer
+    members: ReplicaManager
+    weight_bringer: ReplicaWeightSync
     _update: _Update | None
     _versions: Mapping[str, int]
     _last_version: int  # of the target; also of a commit that was lost with its replicas
@@ -188,7 +188,7 @@ class WeightCalls(ABC):
         while not self.members.all_joined:
             if time.monotonic() > deadline:
                 raise WeightUpdateError(f"not all replicas are there after {timeout:g} s")
-            self.members.attend(WAIT_SECONDS)
+            self.members.poll(WAIT_SECONDS)
         ranks = {name: rank_offset + i for i, name in enumerate(sorted(self.members.joined))}
         done, failed = self._ask_each(
             "init_weights_update_group",
@@ -249,7 +249,7 @@ class WeightCalls(ABC):
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         return self.members.on_one("get_weights_by_name", name, truncate_size)
 
-    def _weights_why_not(self) -> str:
+    def _weights_unavailable_reason(self) -> str:
         """Beside what replicas say of themselves."""
         self._abandon_if_silent()
         return self.weight_bringer.why_lost
@@ -314,7 +314,7 @@ class WeightCalls(ABC):
     def _wait_for_newcomers(self) -> None:
         """Until somebody can be updated, and nobody is being brought the weights there are."""
         while not self.members.joined or self.weight_bringer.is_busy:
-            self.members.attend(WAIT_SECONDS)
+            self.members.poll(WAIT_SECONDS)
 
     def _group(self, group_name: str) -> frozenset[Replica]:
         if group_name not in self._groups:

@@ -30,7 +30,7 @@ from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import CheckpointedSlots
 from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
-from rollout.ragged import ranges
+from rollout.ops.ragged import ranges
 from rollout.types import Scheduled, ScheduledStates
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollout.memory.cache import CacheMemory
 from rollout.ops import gpu
-from rollout.ragged import ranges
+from rollout.ops.ragged import ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

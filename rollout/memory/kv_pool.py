@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.storage import allocate_storage, free_storage
 
 
 class KvPool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.storage import allocate_storage, free_storage
 from rollout.models.layer_spec import LinearAttentionSpec
+from rollout.models.layers.storage import allocate_storage, free_storage
 from rollout.ops.state_plan import NO_STATE
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear, linear_destinations
-from rollout.layers.shard import input_shards_of, shards_of, summed
 from rollout.models.causal_lm import LayerAttention
 from rollout.models.head_parts import HeadParts
+from rollout.models.layers.linear import Linear, linear_weight_loaders
+from rollout.models.layers.shard import input_shards_of, shards_of, summed
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
 from rollout.ops.rotary import rotary_
@@ -92,14 +92,14 @@ class Attention:
         found = {"q_norm": self.q_norm_D, "k_norm": self.k_norm_D}
         return {name: norm for name, norm in found.items() if norm is not None}
 
-    def destinations(self, at: str) -> dict[str, Destination]:
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         """``at``: the prefix of its names in checkpoints, as model.layers.0.self_attn."""
         spec = self.spec
         found = {
-            f"{at}.{name}.weight": Destination.of(norm) for name, norm in self._norms().items()
+            f"{at}.{name}.weight": WeightLoader.of(norm) for name, norm in self._norms().items()
         }
         q, gate, k, v = (heads * spec.head_dim for heads in self.heads)
-        own = linear_destinations(at, self.qkv, {"q_proj": q + gate, "k_proj": k, "v_proj": v})
+        own = linear_weight_loaders(at, self.qkv, {"q_proj": q + gate, "k_proj": k, "v_proj": v})
         if gate:
             by_head = torch.arange(q + gate).view(spec.num_heads, 2, spec.head_dim)
             order = by_head.transpose(0, 1).flatten()
@@ -110,5 +110,5 @@ class Attention:
         keys = scaled(heads.keys, spec.head_dim)
         found |= shards_of(own, self._group, {"q_proj": queries, "k_proj": keys, "v_proj": keys})
         inputs = scaled(heads.queries, spec.head_dim)
-        output = linear_destinations(at, self.o, {"o_proj": self.o.out_features})
+        output = linear_weight_loaders(at, self.o, {"o_proj": self.o.out_features})
         return found | input_shards_of(output, self._group, inputs)

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.experts import RouteRecorder
-from rollout.layers.linear import Linear
-from rollout.models.features import Taps
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector
+from rollout.models.layers.experts import RouteRecorder
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ModelRanks
 
@@ -74,7 +74,7 @@ class CausalLM(Protocol):
         input_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
-        taps: Taps | None = None,
+        taps: AuxHiddenStateCollector | None = None,
         *,
         states: LayerStates | None = None,
         routes: RouteRecorder | None = None,
@@ -100,7 +100,7 @@ class CausalLM(Protocol):
         """Every matrix product of the model, the head included."""
         ...
 
-    def destinations(self) -> dict[str, Destination]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """Checkpoint names to where their tensors go. Ask anew for each load or update: tied
         names remember which of them was written."""
         ...

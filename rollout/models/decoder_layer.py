@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear
 from rollout.models.attention import Attention
 from rollout.models.causal_lm import LayerAttention, RouteRecorder
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.mlp import FeedForward, feed_forward
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
@@ -29,7 +29,7 @@ class Mixer(Protocol):
         """Those that are no product's."""
         ...
 
-    def destinations(self, at: str) -> dict[str, Destination]: ...
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]: ...
 
 
 class Layer:
@@ -74,12 +74,12 @@ class Layer:
         halves = [*self._mixer.plain_weights(), *self.mlp.plain_weights()]
         return [*self._norms().values(), *halves]
 
-    def destinations(self, at: str) -> dict[str, Destination]:
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         """``at``: the prefix of the layer's names in checkpoints, as model.layers.0."""
         norms = self._norms().items()
-        found = {f"{at}.{name}.weight": Destination.of(norm) for name, norm in norms}
-        found |= self._mixer.destinations(f"{at}.{self._mixer_name}")
-        return found | self.mlp.destinations(f"{at}.mlp")
+        found = {f"{at}.{name}.weight": WeightLoader.of(norm) for name, norm in norms}
+        found |= self._mixer.weight_loaders(f"{at}.{self._mixer_name}")
+        return found | self.mlp.weight_loaders(f"{at}.mlp")
 
     def _norms(self) -> dict[str, torch.Tensor]:
         """Of the layer's own, by the names checkpoints have for them."""

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import LayerAttention
-from rollout.models.features import Features
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 
 
@@ -32,7 +32,7 @@ class DraftSpec:
     family: DraftFamily
     decoder: ModelSpec  # its decoder layers; the vocabulary is the target's
     draft_vocab_size: int  # D
-    features: Features  # what it reads of the target
+    features: AuxHiddenStates  # what it reads of the target
     target_hidden_size: int
     num_steps: int = 1  # networks of the chain, each with weights of its own
 
@@ -103,7 +103,7 @@ class DraftModel(Protocol):
         """Every matrix product of the draft's own."""
         ...
 
-    def destinations(self) -> dict[str, Destination]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """Where the draft's own tensors go, by names no target has unless it brought the draft.
 
         What is taken from the target is not among them: it is the target's to write, read, release

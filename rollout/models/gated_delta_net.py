@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear, linear_destinations
-from rollout.layers.shard import input_shards_of, shard_of, shards_of, summed
 from rollout.models.causal_lm import LayerStates
+from rollout.models.layers.linear import Linear, linear_weight_loaders
+from rollout.models.layers.shard import input_shards_of, shard_of, shards_of, summed
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.delta_gates import delta_gates
 from rollout.ops.gated_rms_norm import gated_rms_norm
@@ -88,27 +88,29 @@ class GatedDeltaNet:
     def plain_weights(self) -> list[torch.Tensor]:
         return [self.conv_CW, self.log_rates_G, self.rate_bias_G, self.norm_V]
 
-    def destinations(self, at: str) -> dict[str, Destination]:
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         """``at``: the prefix of its names in checkpoints, as model.layers.0.linear_attn."""
         conv_C1W = self.conv_CW.unsqueeze(1)
         group, value_heads = self._group, self._parts(1, by_key_head=False)
-        conv = Destination.of(conv_C1W, (id(self.conv_CW), 0))
+        conv = WeightLoader.of(conv_C1W, (id(self.conv_CW), 0))
         found = {
             f"{at}.conv1d.weight": shard_of(conv, group, self._channel_parts()),
-            f"{at}.A_log": shard_of(Destination.of(self.log_rates_G), group, value_heads),
-            f"{at}.dt_bias": shard_of(Destination.of(self.rate_bias_G), group, value_heads),
-            f"{at}.norm.weight": Destination.of(self.norm_V),
+            f"{at}.A_log": shard_of(WeightLoader.of(self.log_rates_G), group, value_heads),
+            f"{at}.dt_bias": shard_of(WeightLoader.of(self.rate_bias_G), group, value_heads),
+            f"{at}.norm.weight": WeightLoader.of(self.norm_V),
         }
-        output = linear_destinations(at, self.output, {"out_proj": self.output.out_features})
+        output = linear_weight_loaders(at, self.output, {"out_proj": self.output.out_features})
         values = self._parts(self.spec.value_dim, by_key_head=False)
         return found | input_shards_of(output, group, values) | self._input_destinations(at)
 
-    def _input_destinations(self, at: str) -> dict[str, Destination]:
+    def _input_destinations(self, at: str) -> dict[str, WeightLoader]:
         spec, group = self.spec, self._group
         channels, values, step_sizes, decays = self._widths
         if not spec.interleaved:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-            own = linear_destinations(at, self.inputs, dict(zip(names, self._widths, strict=True)))
+            own = linear_weight_loaders(
+                at, self.inputs, dict(zip(names, self._widths, strict=True))
+            )
             heads = self._parts(1, by_key_head=False)
             of_values = self._parts(spec.value_dim, by_key_head=False)
             parts = (self._channel_parts(), of_values, heads, heads)
@@ -119,7 +121,7 @@ class GatedDeltaNet:
             "in_proj_ba": (per_key_head,) * 2,
         }
         rows = {"in_proj_qkvz": channels + values, "in_proj_ba": step_sizes + decays}
-        own = linear_destinations(at, self.inputs, rows)
+        own = linear_weight_loaders(at, self.inputs, rows)
         for name, of_a_head in widths.items():
             name = f"{at}.{name}.weight"
             own[name] = own[name].reordered(_apart(of_a_head, spec.num_key_heads))

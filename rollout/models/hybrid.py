@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from rollout.layers.destination import Destination, with_alias
 from rollout.models.causal_lm import LayerAttention, LayerStates
 from rollout.models.decoder_layer import Layer
 from rollout.models.gated_delta_net import GatedDeltaNet
+from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.models.llama import Llama, LlamaLayer, ModelLayer
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ModelRanks
@@ -85,22 +85,22 @@ class Hybrid(Llama):
             )
         return layers
 
-    def destinations(self) -> dict[str, Destination]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """Under every spelling of ``spec.decoder_names``; the first is the config's own."""
         prefixes = self.spec.decoder_names
-        plain = super().destinations()
+        plain = super().weight_loaders()
         if prefixes == ("model",):
             return plain
-        found: dict[str, Destination] = {}
-        for name, destination in plain.items():
+        found: dict[str, WeightLoader] = {}
+        for name, loader in plain.items():
             own, *others = _spellings(name, prefixes)
-            if destination.alias_of is not None or destination.parts:
-                canonical = destination.alias_of and _spellings(destination.alias_of, prefixes)[0]
-                parts = tuple(_spellings(part, prefixes)[0] for part in destination.parts)
-                destination = replace(destination, alias_of=canonical, parts=parts)
-            found[own] = destination
+            if loader.alias_of is not None or loader.parts:
+                canonical = loader.alias_of and _spellings(loader.alias_of, prefixes)[0]
+                parts = tuple(_spellings(part, prefixes)[0] for part in loader.parts)
+                loader = replace(loader, alias_of=canonical, parts=parts)
+            found[own] = loader
             for other in others:
-                found |= with_alias(own, other, destination)
+                found |= with_alias(own, other, loader)
         return found
 
 

@@ -15,13 +15,13 @@ from typing import Protocol
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear
-from rollout.layers.rope import cos_sin_table
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.features import Taps
 from rollout.models.head_parts import spec_of_rank
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.rope import cos_sin_table
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec
 from rollout.models.vocabulary import Vocabulary
@@ -54,7 +54,7 @@ class ModelLayer(Protocol):
 
     def plain_weights(self) -> list[torch.Tensor]: ...
 
-    def destinations(self, at: str) -> dict[str, Destination]: ...
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]: ...
 
 
 class LlamaLayer(DecoderLayer):
@@ -138,7 +138,7 @@ class Llama(OwnWeights):
         input_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
-        taps: Taps | None = None,
+        taps: AuxHiddenStateCollector | None = None,
         *,
         states: LayerStates | None = None,
         routes: RouteRecorder | None = None,
@@ -185,9 +185,9 @@ class Llama(OwnWeights):
         of_layers = [weight for layer in self.layers for weight in layer.plain_weights()]
         return [self.vocabulary.embedding_WE, *of_layers, self.final_norm_E]
 
-    def destinations(self) -> dict[str, Destination]:
-        found = self.vocabulary.destinations("model.embed_tokens.weight", "lm_head.weight")
-        found["model.norm.weight"] = Destination.of(self.final_norm_E)
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        found = self.vocabulary.weight_loaders("model.embed_tokens.weight", "lm_head.weight")
+        found["model.norm.weight"] = WeightLoader.of(self.final_norm_E)
         for index, layer in enumerate(self.layers):
-            found |= layer.destinations(f"model.layers.{index}")
+            found |= layer.weight_loaders(f"model.layers.{index}")
         return found

@@ -9,10 +9,10 @@ import torch
 
 from rollout.config import DType, LoadFormat
 from rollout.errors import CheckpointError, InvalidInputError
-from rollout.layers.destination import mismatches
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.dtype import resolve_dtype
+from rollout.models.layers.weight_loader import mismatches
 from rollout.models.registry import MODEL_CLASSES
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
@@ -65,9 +65,9 @@ def load_model(
 def _fill_with_zeros(model: CausalLM) -> None:
     """What is left uninitialised may be NaN, and slow to calculate with."""
     zero = torch.zeros((), dtype=model.dtype, device=model.device)
-    for destination in model.destinations().values():
-        if destination.required:
-            destination.write(zero.expand(destination.shape))
+    for loader in model.weight_loaders().values():
+        if loader.required:
+            loader.write(zero.expand(loader.shape))
     model.finish_loading()
 
 
@@ -96,20 +96,20 @@ def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None
 
     What else the checkpoint has, MTP heads and vision towers, is passed over.
     """
-    destinations = model.destinations()
+    weight_loaders = model.weight_loaders()
     shapes = {
         name: shape
         for name, shape in checkpoint.shapes().items()
         if not model.spec.passes_over(name)
     }
-    problems = mismatches(destinations, shapes)
+    problems = mismatches(weight_loaders, shapes)
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: {listed(problems)}")
     total, done = sum(checkpoint.tensors[name].num_bytes for name in shapes), 0
     for name, tensor in checkpoint:
         if name not in shapes:
             continue
-        destinations[name].write(tensor)
+        weight_loaders[name].write(tensor)
         done += checkpoint.tensors[name].num_bytes
         if progress is not None:
             progress(done, total)

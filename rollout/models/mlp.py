@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.layers.destination import Destination
-from rollout.layers.experts import Experts
-from rollout.layers.linear import Linear, linear_destinations
-from rollout.layers.shard import input_shards_of, shards_of, summed
 from rollout.models.causal_lm import RouteRecorder
+from rollout.models.layers.experts import Experts
+from rollout.models.layers.linear import Linear, linear_weight_loaders
+from rollout.models.layers.shard import input_shards_of, shards_of, summed
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.silu_mul import silu_mul
 from rollout.parallel import ModelRanks
@@ -36,7 +36,7 @@ class FeedForward(Protocol):
         """Those that are no product's."""
         ...
 
-    def destinations(self, at: str) -> dict[str, Destination]:
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         """``at``: the prefix of its names in checkpoints, as model.layers.0.mlp."""
         ...
 
@@ -134,14 +134,14 @@ class Mlp:
     def plain_weights(self) -> list[torch.Tensor]:
         return []
 
-    def destinations(self, at: str) -> dict[str, Destination]:
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         features = len(self._features[self._group.rank])
-        gate_up = linear_destinations(
+        gate_up = linear_weight_loaders(
             at, self.gate_up, {"gate_proj": features, "up_proj": features}
         )
         parts = {"gate_proj": self._features, "up_proj": self._features}
         found = shards_of(gate_up, self._group, parts)
-        down = linear_destinations(at, self.down, {"down_proj": self.down.out_features})
+        down = linear_weight_loaders(at, self.down, {"down_proj": self.down.out_features})
         if self._has_own_rows:
             return found | shards_of(down, self._group, {"down_proj": self._outputs})
         return found | input_shards_of(down, self._group, self._features)

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from rollout.layers.linear import Linear
-from rollout.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.storage import allocate_storage, free_storage
 
 
 class OwnWeights(ABC):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.layers.rope import RopeSpec, RopeType
+from rollout.models.layers.rope import RopeSpec, RopeType
 
 _REQUIRED: Mapping[RopeType, frozenset[str]] = {
     RopeType.DEFAULT: frozenset(),

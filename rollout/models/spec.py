@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from rollout.layers.rope import RopeSpec
 from rollout.models.config_fields import size
 from rollout.models.experts_config import experts_spec
 from rollout.models.hybrid_config import (
@@ -23,6 +22,7 @@ from rollout.models.hybrid_config import (
     text_config,
 )
 from rollout.models.layer_spec import ExpertsSpec, LinearAttentionSpec
+from rollout.models.layers.rope import RopeSpec
 from rollout.models.mtp.names import is_mtp_tensor
 from rollout.models.rope_config import context_limit, rope_spec
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.layers.destination import Destination, with_alias
-from rollout.layers.linear import Linear
-from rollout.layers.shard import shard_of
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.shard import shard_of
+from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, gather_columns
@@ -64,11 +64,11 @@ class Vocabulary:
         """[R, V]."""
         return gather_columns(self._group, self.head(hidden_RE), self._parts)
 
-    def destinations(self, embedding: str, head: str) -> dict[str, Destination]:
+    def weight_loaders(self, embedding: str, head: str) -> dict[str, WeightLoader]:
         """Under those names, of which a tied table has both."""
         rows = shard_of(self.head.weight_rows(0, len(self._part)), self._group, self._parts)
         if self._is_tied:
             remedy = "set tie_word_embeddings to false or send one of them"
             return with_alias(embedding, head, rows, remedy)
-        own = Destination.of(self.embedding_WE)
+        own = WeightLoader.of(self.embedding_WE)
         return {embedding: shard_of(own, self._group, self._parts), head: rows}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline.arrow import ColumnTypes
 from rollout.offline.config import OnError

@@ -18,7 +18,7 @@ from rollout.models.dtype import resolve_dtype
 from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.offline.config import RunConfig
-from rollout.step_limits import StepLimits
+from rollout.scheduler.step_limits import StepLimits
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _TOKENIZER_FILES = (

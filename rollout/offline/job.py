@@ -20,9 +20,10 @@ from pathlib import Path
 from rich.console import Console
 
 from rollout.cluster.opening import open_with
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
+from rollout.engine.specs import WorkerFactory
+from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.errors import RolloutError
-from rollout.leading import OpenEngine, lead_or_follow
 from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
 from rollout.offline.config import RunConfig
 from rollout.offline.fingerprint import fingerprint
@@ -37,7 +38,6 @@ from rollout.offline.run_log import RunLog
 from rollout.offline.signals import StopSignals
 from rollout.offline.summary import Summary
 from rollout.parallel import rank_of
-from rollout.specs import WorkerFactory
 from rollout.types import FinishReason, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
         return job(opened)
     # Rank 0 alone says when to stop: it has a signal of its own.
     with StopSignals() if rank_of(config.parallel) else nullcontext():
-        result = lead_or_follow(config.parallel, opened, job)
+        result = run_spmd(config.parallel, opened, job)
     return result or JobResult(JobStatus.FOLLOWED, Path(config.output.path or ""))
 
 

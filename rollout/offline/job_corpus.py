@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 
-from rollout.draft_corpus import ExternalState
-from rollout.engine_protocol import Engine
+from rollout.engine.draft_corpus import ExternalState
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.offline.paths import JobPaths
 

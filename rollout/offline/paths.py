@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.durable import scratch_file
+from rollout.engine.durable import scratch_file
+from rollout.engine.learned_file import learned_file
 from rollout.errors import InvalidInputError
-from rollout.learned_file import learned_file
 from rollout.offline.config import RunConfig
 from rollout.offline.lock import lock_file
 

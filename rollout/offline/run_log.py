@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rollout.encoding import prompt_group
-from rollout.engine_protocol import Engine
-from rollout.metrics import JsonlLog, TensorBoardMetrics
+from rollout.engine.protocol import Engine
+from rollout.engine.tokenizer import prompt_group
 from rollout.offline.config import RunConfig
+from rollout.offline.metrics import JsonlLog, TensorBoardMetrics
 from rollout.types import Rollout
 
 _SECONDS_BETWEEN_SNAPSHOTS = 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rollout.engine_metrics import EngineMetrics
+from rollout.engine.metrics import EngineMetrics
 
 
 @dataclass(kw_only=True, slots=True)

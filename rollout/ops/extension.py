@@ -1,4 +1,4 @@
-"""The compiled ops, ``rollout._cpu``, set up once: absent only in a source tree not built."""
+"""The compiled ops, ``rollout.ops._cpu``, set up once: absent only in a source tree not built."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 __all__ = ["DTYPE_CODES", "IS_INT64", "cpu", "supports"]
 
 try:
-    import rollout._cpu as cpu
+    import rollout.ops._cpu as cpu
 except ModuleNotFoundError as error:
-    if error.name != "rollout._cpu":
+    if error.name != "rollout.ops._cpu":
         raise
     cpu = None  # type: ignore[assignment]
 

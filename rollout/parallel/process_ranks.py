@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import ParallelError
-from rollout.time_limit import answered
+from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ from rollout.ops import tree_accept
 from rollout.ops.categorical import categorical, entropy, token_logprobs
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
+from rollout.runner.transfers import Download, download, upload
 from rollout.sampling.row_inputs import Wanted, noise_arrays, shape_arrays, tree_arrays
 from rollout.sampling.rows import SampleRows
 from rollout.sampling.sampled import Sampled
-from rollout.transfers import Download, download, upload
 from rollout.types import NO_EXTRAS, DraftTrees, TokenExtras
 
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.ragged import offsets_of, ranges
+from rollout.ops.ragged import offsets_of, ranges
 from rollout.types import Batch, DraftTrees, Request
 
 Paths = list[list[int]]

@@ -1,5 +1,5 @@
-from rollout.scheduler.halving import Halving
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.two_batch_overlap import TwoBatchOverlap
 
-__all__ = ["Halving", "LengthForecast", "Scheduler"]
+__all__ = ["LengthForecast", "Scheduler", "TwoBatchOverlap"]

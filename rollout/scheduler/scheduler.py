@@ -14,8 +14,8 @@ from rollout.memory.cache import CacheMemory
 from rollout.memory.state_slots import StateRun
 from rollout.scheduler.fitting import check_length
 from rollout.scheduler.length_forecast import LengthForecast
+from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import Ticket, WaitingQueue
-from rollout.step_limits import StepLimits
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,

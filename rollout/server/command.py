@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.cluster.opening import open_engine
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.hydra_errors import HydraErrors
+from rollout.offline.hydra_errors import HydraErrors
 from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Self
 
-from rollout.engine_loop import OnTokens, Ticket
+from rollout.engine.loop import OnTokens, Ticket
 from rollout.server.samples import Delta
 from rollout.types import Request, Rollout, TokenExtras
 

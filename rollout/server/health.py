@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError
 from rollout.server.errors import DrainingError, QueueFullError
 from rollout.server.samples import Sample
@@ -68,7 +68,7 @@ async def _until_token(serving: Serving) -> None:
 
 def _tokens(engine: Engine) -> int:
     if not engine.can_run:
-        raise EngineStateError(engine.why_not)
+        raise EngineStateError(engine.unavailable_reason)
     return engine.metrics().generated_tokens
 
 

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from rollout.engine_metrics import EngineMetrics
-from rollout.engine_status import EngineStatus
+from rollout.engine.metrics import EngineMetrics
+from rollout.engine.status import EngineStatus
 from rollout.server.serving import Serving
 from rollout.server.status_cache import KnownStatus
 
@@ -45,7 +45,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "kv_slots": ("KV slots there are", lambda s: s.kv_slots),
     "kv_slots_used": ("KV slots of running requests", lambda s: s.kv_used),
     "kv_slots_cached": ("KV slots of the prefix cache alone", lambda s: s.kv_cached),
-    "can_run": ("1: a step can run; 0: paused, asleep or torn", lambda s: not s.why_not),
+    "can_run": ("1: a step can run; 0: paused, asleep or torn", lambda s: not s.unavailable_reason),
     "saved_seconds": ("What drafts saved, by the cost curve", lambda s: s.total.gain_ms / 1e3),
 }
 

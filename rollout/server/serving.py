@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from rollout.engine_loop import EngineLoop, OnTokens, Ticket
-from rollout.engine_protocol import Engine
+from rollout.engine.loop import EngineLoop, OnTokens, Ticket
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig

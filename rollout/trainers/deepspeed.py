@@ -17,9 +17,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from rollout.errors import InvalidInputError
+from rollout.trainers.param_ref import ParamRef
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
-from rollout.trainers.slot import Slot
 
 _Masters = dict[int, Callable[[], torch.Tensor]]  # by id of the parameter
 
@@ -57,7 +57,7 @@ class DeepSpeedSource(ParameterSource):
                 )  # fmt: skip
 
     @contextmanager
-    def gathered(self, slots: Sequence[Slot]) -> Iterator[list[torch.Tensor]]:
+    def gathered(self, slots: Sequence[ParamRef]) -> Iterator[list[torch.Tensor]]:
         parameters = [slot.parameter for slot in slots]
         masters = [
             self._master(parameter) if self._wants_master(parameter) else None
@@ -75,7 +75,7 @@ class DeepSpeedSource(ParameterSource):
                 for parameter, master in zip(parameters, masters, strict=True)
             ]
 
-    def piece(self, slot: Slot) -> tuple[Hashable, int]:
+    def piece(self, slot: ParamRef) -> tuple[Hashable, int]:
         piece, size = super().piece(slot)
         return piece, slot.numel * 4 if self._wants_master(slot.parameter) else size
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from rollout.trainers.param_ref import ParamRef, Weight, slots_of
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
-from rollout.trainers.slot import Slot, Weight, slots_of
 
 
 class FSDP2Source(ParameterSource):
@@ -34,13 +34,13 @@ class FSDP2Source(ParameterSource):
         mesh = max(meshes, key=lambda mesh: mesh.ndim)
         self.ranks = Ranks(mesh.get_all_groups())
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[ParamRef]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward leaves parameters unsharded
         return slots_of(self.model)
 
-    def gathered(self, slots: Sequence[Slot]) -> AbstractContextManager[list[torch.Tensor]]:
+    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
         return nullcontext([_whole(slot.parameter.detach()) for slot in slots])
 
 
@@ -77,9 +77,9 @@ class FSDP1Source(ParameterSource):
             with _summoned(root):
                 pass
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[ParamRef]:
         """By unit. Shapes and places come from the flat parameters: nothing is gathered."""
-        slots: list[Slot] = []
+        slots: list[ParamRef] = []
         taken: set[tuple[int, str]] = set()
         self._units.clear()
         for prefix, module in self.model.named_modules():
@@ -95,7 +95,7 @@ class FSDP1Source(ParameterSource):
                 self._units[place] = module
                 full_name = f"{prefix}.{name}" if prefix else name
                 slots.append(
-                    Slot(full_name, info.module, info.param_name, tuple(shape), flat.dtype)
+                    ParamRef(full_name, info.module, info.param_name, tuple(shape), flat.dtype)
                 )
         unmanaged = [
             slot
@@ -104,7 +104,7 @@ class FSDP1Source(ParameterSource):
         ]
         return slots + unmanaged
 
-    def piece(self, slot: Slot) -> tuple[Hashable, int]:
+    def piece(self, slot: ParamRef) -> tuple[Hashable, int]:
         unit = self._units.get((id(slot.module), slot.attribute))
         if unit is None or unit._handle is None:
             return super().piece(slot)
@@ -112,7 +112,7 @@ class FSDP1Source(ParameterSource):
         return id(unit), flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize
 
     @contextmanager
-    def gathered(self, slots: Sequence[Slot]) -> Iterator[list[torch.Tensor]]:
+    def gathered(self, slots: Sequence[ParamRef]) -> Iterator[list[torch.Tensor]]:
         units = {
             id(unit): unit
             for slot in slots

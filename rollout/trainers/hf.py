@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rollout.trainers.param_ref import ParamRef
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
-from rollout.trainers.slot import Slot
 
 
 class HFSource(ParameterSource):
@@ -33,5 +33,5 @@ class HFSource(ParameterSource):
             if isinstance(module, DistributedDataParallel):
                 self.ranks = Ranks((module.process_group,))
 
-    def gathered(self, slots: Sequence[Slot]) -> AbstractContextManager[list[torch.Tensor]]:
+    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
         return nullcontext([slot.parameter.detach() for slot in slots])

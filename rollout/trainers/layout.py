@@ -9,10 +9,10 @@ from torch import nn
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.names import checkpoint_name
-from rollout.trainers.slot import Slot, Weight
+from rollout.trainers.param_ref import ParamRef, Weight
 
 
-def weights_of(model: nn.Module, slots: Sequence[Slot]) -> list[Weight]:
+def weights_of(model: nn.Module, slots: Sequence[ParamRef]) -> list[Weight]:
     """What to stream of ``model``, adapters merged.
 
     Raises InvalidInputError for parameters that cannot be streamed, by name.
@@ -38,7 +38,7 @@ def _has_adapters(peft: object, model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def _require_streamable(slot: Slot) -> None:
+def _require_streamable(slot: ParamRef) -> None:
     if not slot.dtype.is_floating_point:
         raise InvalidInputError(
             f"model.{slot.name}.dtype", slot.dtype, "quantized weights cannot be streamed"

@@ -11,8 +11,8 @@ from torch import nn
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.layout import weights_of
+from rollout.trainers.param_ref import ParamRef, Weight, slots_of
 from rollout.trainers.ranks import Ranks
-from rollout.trainers.slot import Slot, Weight, slots_of
 from rollout.trainers.stream import WeightStream
 from rollout.weights.manifest import Manifest, TensorSpec
 
@@ -64,17 +64,17 @@ class ParameterSource(ABC):
         return True
 
     @abstractmethod
-    def gathered(self, slots: Sequence[Slot]) -> AbstractContextManager[list[torch.Tensor]]:
+    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
         """The whole parameters of one bucket, detached, valid inside.
 
         All collectives happen on entering, or in the same order on every rank on leaving.
         """
         ...
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[ParamRef]:
         return slots_of(self.model)
 
-    def piece(self, slot: Slot) -> tuple[Hashable, int]:
+    def piece(self, slot: ParamRef) -> tuple[Hashable, int]:
         """What is gathered for a slot, by any name that tells it from others, and its bytes."""
         return (id(slot.module), slot.attribute), slot.numel * slot.dtype.itemsize
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.names import checkpoint_name, unwrapped
-from rollout.trainers.slot import Combine, Slot, Weight
+from rollout.trainers.param_ref import Combine, ParamRef, Weight
 
-_Places = dict[tuple[int, str], Slot]  # by id of the module, and attribute
+_Places = dict[tuple[int, str], ParamRef]  # by id of the module, and attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Adapter:
         value += delta.to(value.dtype) if self.is_embedding else delta
 
 
-def merged_weights(model: nn.Module, slots: Sequence[Slot]) -> list[Weight]:
+def merged_weights(model: nn.Module, slots: Sequence[ParamRef]) -> list[Weight]:
     """The base model's weights under its own names, active adapters merged.
 
     Raises InvalidInputError for tuners other than LoRA and variants of it (DoRA, ...), for prompt
@@ -51,7 +51,7 @@ def merged_weights(model: nn.Module, slots: Sequence[Slot]) -> list[Weight]:
     _refuse_prompt_learning(model)
     places = {(id(slot.module), slot.attribute): slot for slot in slots}
     tied = _tied(model)
-    merges: dict[tuple[int, str], tuple[list[Slot], Combine]] = {}
+    merges: dict[tuple[int, str], tuple[list[ParamRef], Combine]] = {}
     hidden: set[int] = set()  # modules that hold no weight of the merged model
     renamed: dict[int, tuple[str, str]] = {}  # what their names begin with, what they should
     for name, module in model.named_modules():
@@ -82,10 +82,10 @@ def merged_weights(model: nn.Module, slots: Sequence[Slot]) -> list[Weight]:
 
 
 def _weights(
-    slots: Sequence[Slot],
+    slots: Sequence[ParamRef],
     hidden: set[int],
     renamed: dict[int, tuple[str, str]],
-    merges: dict[tuple[int, str], tuple[list[Slot], Combine]],
+    merges: dict[tuple[int, str], tuple[list[ParamRef], Combine]],
 ) -> Iterator[Weight]:
     for slot in slots:
         if id(slot.module) in hidden:
@@ -107,7 +107,7 @@ def _kept(wrapper: ModulesToSaveWrapper, name: str) -> tuple[nn.Module, str]:
 
 def _merges(
     name: str, layer: LoraLayer, places: _Places
-) -> Iterator[tuple[str, list[Slot], Combine]]:
+) -> Iterator[tuple[str, list[ParamRef], Combine]]:
     """What is added to the tensors of a layer: attribute of its base, inputs, how they are added.
 
     What was merged into the base in place is there already.
@@ -116,8 +116,8 @@ def _merges(
     is_embedding = isinstance(layer, Embedding)
     held = layer.lora_embedding_A if is_embedding else layer.lora_A
     adapters: list[Adapter] = []
-    inputs: list[Slot] = []
-    biases: list[Slot] = []
+    inputs: list[ParamRef] = []
+    biases: list[ParamRef] = []
     for adapter in layer.active_adapters:
         if adapter not in held or adapter in layer.merged_adapters:
             continue

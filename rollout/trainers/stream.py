@@ -15,8 +15,8 @@ from typing import Protocol, Self
 
 import torch
 
+from rollout.trainers.param_ref import ParamRef, Weight
 from rollout.trainers.ranks import Ranks
-from rollout.trainers.slot import Slot, Weight
 from rollout.weights.manifest import Manifest
 
 
@@ -31,7 +31,7 @@ class Gathering(Protocol):
 
     def buckets(self, weights: Iterable[Weight]) -> Iterator[list[Weight]]: ...
 
-    def gathered(self, slots: Sequence[Slot]) -> AbstractContextManager[list[torch.Tensor]]: ...
+    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]: ...
 
     def value(self, weight: Weight, inputs: Sequence[torch.Tensor]) -> torch.Tensor: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.layers.destination import Destination, mismatches, same_values
+from rollout.models.layers.weight_loader import WeightLoader, mismatches, same_values
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, WeightSource
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -52,11 +52,11 @@ def manifest_of(named_tensors: NamedTensors) -> Manifest | None:
 
 
 def refuse_mismatches(
-    destinations: Mapping[str, Destination], offered: Manifest, *, partial: bool
+    weight_loaders: Mapping[str, WeightLoader], offered: Manifest, *, partial: bool
 ) -> None:
     """Unknown names, wrong shapes, odd dtypes and, unless partial, missing names."""
     shapes = {name: spec.shape for name, spec in offered.items()}
-    lines = mismatches(destinations, shapes, partial=partial)
+    lines = mismatches(weight_loaders, shapes, partial=partial)
     lines += [
         f"wrong dtype: {name} is {spec.dtype}, must be one of float64, float32, float16, bfloat16"
         for name, spec in offered.items()
@@ -66,13 +66,13 @@ def refuse_mismatches(
 
 
 def refuse_incoming(
-    destinations: Mapping[str, Destination],
+    weight_loaders: Mapping[str, WeightLoader],
     announced: Manifest | None,
     loaded: Manifest,
     incoming: Manifest,
 ) -> None:
     """What comes must fit the model, be what was announced, if anything was, and come once."""
-    refuse_mismatches(destinations, incoming, partial=True)
+    refuse_mismatches(weight_loaders, incoming, partial=True)
     lines = [f"came twice: {name}" for name in incoming if name in loaded]
     if announced is not None:
         lines += [
@@ -83,14 +83,14 @@ def refuse_incoming(
     _refuse(lines)
 
 
-def refuse_conversion(destinations: Mapping[str, Destination], incoming: Manifest) -> None:
+def refuse_conversion(weight_loaders: Mapping[str, WeightLoader], incoming: Manifest) -> None:
     """What is written as it is must be of the model's dtype."""
     _refuse(
         [
-            f"wrong dtype: {name} is {spec.dtype}, the model has {destinations[name].dtype} and "
+            f"wrong dtype: {name} is {spec.dtype}, the model has {weight_loaders[name].dtype} and "
             "load_format='direct' converts nothing"
             for name, spec in incoming.items()
-            if spec.dtype is not destinations[name].dtype
+            if spec.dtype is not weight_loaders[name].dtype
         ]
     )
 
@@ -111,14 +111,16 @@ def refuse_unreadable(name: str, tensor: object) -> None:
 
 
 def refuse_untied(
-    destinations: Mapping[str, Destination], tensors: Mapping[str, torch.Tensor]
+    weight_loaders: Mapping[str, WeightLoader], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Two names of one tensor must carry one value."""
     for name, tensor in tensors.items():
-        other = tensors.get(destinations[name].alias_of or name)
+        other = tensors.get(weight_loaders[name].alias_of or name)
         if other is not None and other is not tensor and not same_values(tensor, other):
             raise InvalidInputError(
-                "named_tensors", name, f"differs from {destinations[name].alias_of}, its tied twin"
+                "named_tensors",
+                name,
+                f"differs from {weight_loaders[name].alias_of}, its tied twin",
             )
 
 

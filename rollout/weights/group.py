@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from rollout.checked import checked_int, checked_name, checked_seconds
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.time_limit import answered, within
+from rollout.parallel.time_limit import answered, within
 from rollout.weights.group_store import GroupStore
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import WeightUpdateError
-from rollout.time_limit import answered
+from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rollout.layers.destination import Destination
+from rollout.models.layers.weight_loader import WeightLoader
 
 
 class WeightPart(Protocol):
-    def destinations(self) -> dict[str, Destination]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """Checkpoint names to where their tensors go. Ask anew for each update: tied names
         remember which of them was written."""
         ...

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.layers.destination import Destination, same_values
+from rollout.models.layers.weight_loader import WeightLoader, same_values
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.manifest import Manifest, TensorSpec, WeightSource
 from rollout.weights.part import WeightPart
@@ -64,16 +64,16 @@ class WeightParts(Mapping[str, WeightPart]):
 
         Raises InvalidInputError for a name under which another part keeps a tensor of its own.
         """
-        destinations = model.destinations()
-        for name, destination in destinations.items():
-            if self._places.get(name, destination.place) != destination.place:
+        weight_loaders = model.weight_loaders()
+        for name, loader in weight_loaders.items():
+            if self._places.get(name, loader.place) != loader.place:
                 raise InvalidInputError(
                     "parts", f"{self._owners[name]}, {part}",
                     f"both have a {name} of their own: name the latter's otherwise",
                 )  # fmt: skip
-        for name, destination in destinations.items():
+        for name, loader in weight_loaders.items():
             self._owners.setdefault(name, part)
-            self._places.setdefault(name, destination.place)
+            self._places.setdefault(name, loader.place)
         self._parts[part] = model
         self._readers[part] = reader or (lambda folder, parts: CheckpointSource(folder))
         if frozen:
@@ -112,39 +112,39 @@ class WeightParts(Mapping[str, WeightPart]):
         first = next(part for part in self if part in parts)  # the target, where it is among them
         return self._readers[first](folder, parts)
 
-    def destinations(self, parts: frozenset[str]) -> dict[str, Destination]:
+    def weight_loaders(self, parts: frozenset[str]) -> dict[str, WeightLoader]:
         """Where an update of these parts goes. What they borrow from others may come, unchanged."""
-        found: dict[str, Destination] = {}
+        found: dict[str, WeightLoader] = {}
         for part, model in self._parts.items():
             if part not in parts:
                 continue
-            for name, destination in model.destinations().items():
+            for name, loader in model.weight_loaders().items():
                 owner = self._owners[name]
                 if owner == part:
-                    found[name] = destination
+                    found[name] = loader
                 elif owner not in parts:
-                    found[name] = _borrowed(name, owner, destination)
+                    found[name] = _borrowed(name, owner, loader)
         return found
 
     def manifest(self, selector: str) -> Manifest:
         """What a full update of these parts must bring, in the dtypes they are kept in."""
         return {
-            name: TensorSpec(destination.shape, destination.dtype)
-            for name, destination in self.destinations(self.selected(selector)).items()
-            if destination.required
+            name: TensorSpec(loader.shape, loader.dtype)
+            for name, loader in self.weight_loaders(self.selected(selector)).items()
+            if loader.required
         }
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of tensors, one at a time. Raises InvalidInputError for an unknown name."""
-        destinations = self.destinations(frozenset(self))
+        weight_loaders = self.weight_loaders(frozenset(self))
         for name in names:
-            if name not in destinations:
+            if name not in weight_loaders:
                 raise InvalidInputError("name", name, "is no tensor of this model")
-            yield name, destinations[name].read()
+            yield name, weight_loaders[name].read()
 
     def lenders(self, parts: frozenset[str]) -> frozenset[str]:
         """Other parts that own tensors of these."""
-        owners = (self._owners[name] for part in parts for name in self[part].destinations())
+        owners = (self._owners[name] for part in parts for name in self[part].weight_loaders())
         return frozenset(owners) - parts
 
     def digest(self, selector: str) -> str:
@@ -155,20 +155,20 @@ class WeightParts(Mapping[str, WeightPart]):
         digest = hashlib.sha256()
         parts = self.selected(selector)
         for part in sorted(self if selector == "all" else parts):
-            for name, destination in sorted(self[part].destinations().items()):
-                if destination.required:
-                    digest.update(f"{part} {name} {destination.dtype} {destination.shape}".encode())
-                    values = destination.read().contiguous().cpu().reshape(-1)
+            for name, loader in sorted(self[part].weight_loaders().items()):
+                if loader.required:
+                    digest.update(f"{part} {name} {loader.dtype} {loader.shape}".encode())
+                    values = loader.read().contiguous().cpu().reshape(-1)
                     digest.update(values.view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
-def _borrowed(name: str, owner: str, destination: Destination) -> Destination:
+def _borrowed(name: str, owner: str, loader: WeightLoader) -> WeightLoader:
     def compare(values: torch.Tensor) -> None:
-        if not same_values(values, destination.read()):
+        if not same_values(values, loader.read()):
             raise InvalidInputError(
                 f"named_tensors[{name!r}]", "other values",
                 f"is the {owner}'s, which this selector leaves alone: leave it out",
             )  # fmt: skip
 
-    return replace(destination, write=compare, is_borrowed=True)
+    return replace(loader, write=compare, is_borrowed=True)

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from rollout.checked import checked_int
 from rollout.errors import WeightUpdateError
-from rollout.time_limit import answered
+from rollout.parallel.time_limit import answered
 from rollout.weights.group import BroadcastGroup
 from rollout.weights.group_store import GroupStore
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.layers.destination import Destination
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.parallel import RankGroup, SingleRank
 from rollout.weights import checks
 from rollout.weights.closed_iterator import closed_iterator
@@ -57,7 +57,7 @@ class _Update:
     options: UpdateOptions
     versions: dict[str, int]  # of its parts, once it is committed
     parts: frozenset[str]
-    destinations: Mapping[str, Destination]
+    weight_loaders: Mapping[str, WeightLoader]
     passes_over: Callable[[str], bool]
     manifest: Manifest | None
     before: WeightState
@@ -70,7 +70,7 @@ class _Update:
         return self.versions.get(TARGET, max(self.versions.values()))
 
     def takes(self, name: str) -> bool:
-        return name in self.destinations or not self.passes_over(name)
+        return name in self.weight_loaders or not self.passes_over(name)
 
     def taken(self, manifest: Manifest) -> Manifest:
         return {name: spec for name, spec in manifest.items() if self.takes(name)}
@@ -187,7 +187,7 @@ class WeightTransaction:
             options=options,
             versions=versions,
             parts=parts,
-            destinations=self.parts.destinations(parts),
+            weight_loaders=self.parts.weight_loaders(parts),
             passes_over=self._passes_over,
             manifest=None,
             before=self.state,
@@ -196,11 +196,13 @@ class WeightTransaction:
         if manifest is not None:
             update.manifest = update.taken(manifest)
             update.checked.update(update.manifest)
-            checks.refuse_mismatches(update.destinations, update.manifest, partial=options.partial)
+            checks.refuse_mismatches(
+                update.weight_loaders, update.manifest, partial=options.partial
+            )
         return update
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def broadcast_failures(self) -> Iterator[None]:
         """Around a call that begins an update: what fails before that is heard by all ranks."""
         number = self._number
         try:
@@ -248,7 +250,7 @@ class WeightTransaction:
             if not update.loaded:
                 raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
             checks.refuse_mismatches(
-                update.destinations, update.loaded, partial=update.options.partial
+                update.weight_loaders, update.loaded, partial=update.options.partial
             )
             for part in sorted(update.parts):
                 self.parts[part].finish_loading()
@@ -332,7 +334,7 @@ class WeightTransaction:
         if check_finite:
             checks.refuse_not_finite(name, tensor)
         self.state, self.reason = WeightState.LOADING, "an update is under way"
-        update.destinations[name].write(tensor)
+        update.weight_loaders[name].write(tensor)
         update.loaded[name] = spec
 
     def _under_way(self) -> _Update:
@@ -352,9 +354,9 @@ class WeightTransaction:
 
 def _check_values(update: _Update, named_tensors: NamedTensors) -> None:
     """Read tensors through that are all there, for what shapes and dtypes do not say."""
-    destinations = update.destinations
-    tied = {name for name, it in destinations.items() if it.alias_of is not None}
-    tied |= {destinations[name].alias_of or name for name in tied}
+    weight_loaders = update.weight_loaders
+    tied = {name for name, it in weight_loaders.items() if it.alias_of is not None}
+    tied |= {weight_loaders[name].alias_of or name for name in tied}
     twins: dict[str, torch.Tensor] = {}
     with closed_iterator(named_tensors) as tensors:
         for name, tensor in tensors:
@@ -362,11 +364,11 @@ def _check_values(update: _Update, named_tensors: NamedTensors) -> None:
                 continue
             if update.options.check_finite:
                 checks.refuse_not_finite(name, tensor)
-            if destinations[name].is_borrowed:
-                destinations[name].write(tensor)  # which compares
+            if weight_loaders[name].is_borrowed:
+                weight_loaders[name].write(tensor)  # which compares
             if name in tied:
                 twins[name] = tensor
-    checks.refuse_untied(destinations, twins)
+    checks.refuse_untied(weight_loaders, twins)
 
 
 def _check_incoming(update: _Update, incoming: Manifest, direct: bool) -> None:
@@ -376,9 +378,9 @@ def _check_incoming(update: _Update, incoming: Manifest, direct: bool) -> None:
         if update.checked.get(name) != spec or name in update.loaded
     }
     if news:
-        checks.refuse_incoming(update.destinations, update.manifest, update.loaded, news)
+        checks.refuse_incoming(update.weight_loaders, update.manifest, update.loaded, news)
     if direct:
-        checks.refuse_conversion(update.destinations, incoming)
+        checks.refuse_conversion(update.weight_loaders, incoming)
     update.checked.update(incoming)
 
 

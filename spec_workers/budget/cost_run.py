@@ -42,7 +42,7 @@ def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None
     """
     if not seconds or not isinstance(budget, LearnedBudget) or target.ranks.rows.size > 1:
         return
-    if not budget.cost.is_known and not target.residency.why_not:
+    if not budget.cost.is_known and not target.residency.unavailable_reason:
         time_forwards(target, budget.cost.curve, seconds)
 
 
@@ -86,7 +86,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
                     break
                 milliseconds = clock.forward_ms(target, _batch(target, tokens, row, _CONTEXT, rows))
                 memory.end_step()
-                if turn >= warm_ups and (graphs is None or graphs.is_settled):
+                if turn >= warm_ups and (graphs is None or graphs.is_warm):
                     best[rows] = min(milliseconds, best.get(rows, milliseconds))
         for rows, milliseconds in best.items():
             curve.observe(rows, _CONTEXT + rows, milliseconds)

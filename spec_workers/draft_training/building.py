@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
-from rollout.models.features import Features
 from rollout.models.rope_config import rope_fields
 from rollout.models.spec import ModelSpec, read_json
 from spec_workers.draft_training.checkpoint import CONFIG
@@ -154,5 +154,5 @@ def _network(
     spec = replace(ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False)
     if kind is DraftKind.mtp:
         return MtpChain(spec, dict(config), config["num_nextn_predict_layers"], vocabulary, embed)
-    features = Features(layers=tuple(config["eagle_aux_hidden_state_layer_ids"]))
+    features = AuxHiddenStates(layers=tuple(config["eagle_aux_hidden_state_layer_ids"]))
     return Eagle3(spec, dict(config), features, vocabulary, embed)

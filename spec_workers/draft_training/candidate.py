@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.sequences import TrainingSequence
@@ -27,7 +27,7 @@ class HeldOut(Protocol):
 class Trainer(Protocol):
     """What is asked of a `DraftTrainer`."""
 
-    features: Features
+    features: AuxHiddenStates
 
     def step(self, batch: Sequence[TrainingSequence]) -> object: ...
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rollout.durable import replace_durably
+from rollout.engine.durable import replace_durably
 from spec_workers.draft_training.draft import TrainableDraft
 
 CONFIG = "config.json"

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.trainers.hook import WeightSync
 from spec_workers.draft_training.candidate import Candidate, Judgement, Verdict
 from spec_workers.draft_training.co_training_config import FOLLOWING, CoTrainingConfig
@@ -64,7 +64,7 @@ class CoTrainer:
         done = CoTrainingRound(
             judgement=judgement,
             swap=swap,
-            why_not=self.swap.why_not,
+            unavailable_reason=self.swap.unavailable_reason,
             steps=steps,
             sequences=rollouts.num_taken - seen,
             missed=rollouts.num_missed - missed,

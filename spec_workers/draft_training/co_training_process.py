@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.errors import RolloutError
 from rollout.trainers.hook import WeightSync
 from rollout.weights.dtype_names import dtype_name
@@ -80,7 +80,7 @@ class CoTrainingProcess:
         }
         self._sent = SentTensors()
         self._received = HandleReceiver()
-        self.why_not = ""  # it trains no more; `restart` makes it
+        self.unavailable_reason = ""  # it trains no more; `restart` makes it
         self.tally = Tally()
         self._start()
 
@@ -89,9 +89,10 @@ class CoTrainingProcess:
 
         The round that has ended since the last call, if any. When somebody else has given the
         engine another draft, training begins anew from that one. Nothing is done while the
-        engine's weights are released, or when the process has died: ``why_not`` then says so.
+        engine's weights are released, or when the process has died: ``unavailable_reason`` then
+        says so.
         """
-        if self.why_not or not self._engine.worker.weights.is_resident:
+        if self.unavailable_reason or not self._engine.worker.weights.is_resident:
             return None
         done = None
         try:
@@ -117,17 +118,17 @@ class CoTrainingProcess:
         self._end()
         self._draft = trainable_draft(self._engine)
         self._swap.acknowledge()
-        self.why_not = ""
+        self.unavailable_reason = ""
         self._start()
 
     def counters(self) -> dict[str, float]:
         """Gauges, for metrics."""
-        alive = {"is_training": float(not self.why_not)}
+        alive = {"is_training": float(not self.unavailable_reason)}
         return self.tally.counters(self._engine.weight_version) | alive
 
     def close(self) -> None:
         """End the process. The engine goes on with the draft it has."""
-        self.why_not = self.why_not or "closed"
+        self.unavailable_reason = self.unavailable_reason or "closed"
         self._end()
         self._sent.close()
 
@@ -188,7 +189,7 @@ class CoTrainingProcess:
         done = CoTrainingRound(
             judgement=judgement,
             swap=swap,
-            why_not=self._swap.why_not,
+            unavailable_reason=self._swap.unavailable_reason,
             **{name: answer[name] for name in
                ("steps", "sequences", "missed", "newest_version", "seconds")},
         )  # fmt: skip
@@ -215,8 +216,10 @@ class CoTrainingProcess:
 
     def _give_up(self, reason: str) -> None:
         self._end()
-        self.why_not = f"the process that trains the draft is lost: {reason}"
-        log.warning("%s. The draft stays as it is; restart() begins anew from it", self.why_not)
+        self.unavailable_reason = f"the process that trains the draft is lost: {reason}"
+        log.warning(
+            "%s. The draft stays as it is; restart() begins anew from it", self.unavailable_reason
+        )
 
 
 def _answer(line: bytes) -> dict[str, Any] | None:

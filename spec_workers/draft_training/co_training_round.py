@@ -12,7 +12,7 @@ from spec_workers.draft_training.draft_swap import SwapResult
 class CoTrainingRound:
     judgement: Judgement
     swap: SwapResult | None  # None: there was nothing to swap in
-    why_not: str = ""  # the engine did not take it
+    unavailable_reason: str = ""  # the engine did not take it
     steps: int = 0  # of the optimizer
     sequences: int = 0  # that came through the ring
     missed: int = 0  # that were overwritten before they were taken

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.decoder_layer import KeysValues
 from spec_workers.draft_training.packed_rows import PackedRows
 from spec_workers.draft_training.vocabulary import DraftVocabulary
@@ -28,7 +28,7 @@ Chain = list[KeysValues]
 class TrainableDraft(nn.Module):
     """Parameters in float32, named as the checkpoint names them."""
 
-    features: Features  # what it reads of the target
+    features: AuxHiddenStates  # what it reads of the target
     vocabulary: DraftVocabulary
     max_steps: int | None  # how far it can be unrolled; None: as far as one likes
     stored_prefix: str  # of every parameter's name in a folder; sent to an engine it is "draft."

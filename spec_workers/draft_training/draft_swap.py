@@ -6,7 +6,7 @@ import enum
 
 import torch
 
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 
 SELECTOR = "draft"
@@ -24,7 +24,7 @@ class DraftSwap:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._version = self._version_now
-        self.why_not = ""  # the last one that did not end in SWAPPED
+        self.unavailable_reason = ""  # the last one that did not end in SWAPPED
 
     @property
     def is_ours(self) -> bool:
@@ -47,21 +47,21 @@ class DraftSwap:
                 raise WeightUpdateError("another weight update is under way")
             self._engine.update_weights_from_tensor(tensors, selector=SELECTOR, check_finite=True)
         except (EngineStateError, WeightUpdateError) as error:
-            self.why_not = str(error)
+            self.unavailable_reason = str(error)
             return SwapResult.POSTPONED
         except InvalidInputError as error:
-            self.why_not = str(error)
+            self.unavailable_reason = str(error)
             return SwapResult.REFUSED
-        self._version, self.why_not = self._version_now, ""
+        self._version, self.unavailable_reason = self._version_now, ""
         return SwapResult.SWAPPED
 
     def read(self) -> dict[str, torch.Tensor]:
         """The draft's own weights as the engine has them, by name, as copies on the CPU."""
         parts = self._engine.worker.weights.parts
         return {
-            name: destination.read().cpu().clone()
-            for name, destination in parts.destinations(parts.selected(SELECTOR)).items()
-            if not destination.is_borrowed
+            name: loader.read().cpu().clone()
+            for name, loader in parts.weight_loaders(parts.selected(SELECTOR)).items()
+            if not loader.is_borrowed
         }
 
     @property

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.layers.rope import cos_sin_table
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
 from spec_workers.draft_training.attention import attend
 from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm
@@ -44,7 +44,7 @@ class Eagle3(TrainableDraft):
         self,
         spec: ModelSpec,
         shared: dict[str, Any],
-        features: Features,
+        features: AuxHiddenStates,
         vocabulary: DraftVocabulary,
         embed: Embed,
     ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from rollout.config import ParallelMode
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftFamily

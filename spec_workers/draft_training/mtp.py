@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.layers.rope import cos_sin_table
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
 from spec_workers.draft_training.attention import attend
 from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm
@@ -57,7 +57,7 @@ class MtpChain(TrainableDraft):
     ) -> None:
         """``spec``: of each step's layer. ``shared``: other fields of its config.json."""
         super().__init__()
-        self.features, self.vocabulary, self.embed = Features(final=True), vocabulary, embed
+        self.features, self.vocabulary, self.embed = AuxHiddenStates(final=True), vocabulary, embed
         self.max_steps = num_steps
         self._spec, self._shared = spec, shared
         cos_sin_PC = cos_sin_table(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.sequences import TrainingSequence
 
 
@@ -46,12 +46,12 @@ class PackedRows:
     def __init__(
         self,
         sequences: Sequence[TrainingSequence],
-        features: Features,
-        wanted: Features,
+        features: AuxHiddenStates,
+        wanted: AuxHiddenStates,
         device: torch.device,
     ) -> None:
         """``features``: the layout the sequences have; ``wanted``: those the draft reads."""
-        final = Features(final=True)
+        final = AuxHiddenStates(final=True)
         tokens, inputs, finals, positions, index, visible = [], [], [], [], [], []
         self.sequences: list[PackedSequence] = []
         rows = guesses = 0

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.attention import RecurrentStates, state_plan
 from rollout.memory.state_pool import StatePool
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
-from rollout.models.features import Features, Taps
 from rollout.ops.state_plan import NO_STATE
+from rollout.runner.attention import RecurrentStates, state_plan
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
 
 _ROWS_AT_ONCE = 1024
@@ -31,7 +31,7 @@ class TargetFeatures:
     def __init__(
         self,
         model: CausalLM,
-        features: Features,
+        features: AuxHiddenStates,
         sequences: Sequence[TokenSequence],
         max_bytes: int,
     ) -> None:
@@ -85,7 +85,7 @@ class TargetFeatures:
         ids_T = torch.cat([self._sequences[index].token_ids_L[:-1] for index in group])
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         like = torch.empty(0, dtype=self._model.dtype, device=device)
-        taps = Taps(self._features, len(ids_T), hidden, like)
+        taps = AuxHiddenStateCollector(self._features, len(ids_T), hidden, like)
         self._model.forward(
             ids_T.to(device), positions_T.to(device), _CausalAttention(lengths), taps,
             states=_states(self._model, lengths),

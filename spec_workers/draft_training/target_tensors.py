@@ -15,7 +15,7 @@ class TargetTensors:
 
     def __init__(self, model: CausalLM) -> None:
         self._spec = model.spec
-        self._destinations = model.destinations()
+        self._destinations = model.weight_loaders()
 
     def read(self, name: str) -> torch.Tensor:
         return self._destinations[name].read().float().cpu()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.held_out import (
@@ -37,7 +37,7 @@ class DraftTrainer:
         """``head_DE``: see `take_head`."""
         self.draft = draft
         self.config = config or TrainingConfig()
-        self.features = draft.features | Features(final=True)
+        self.features = draft.features | AuxHiddenStates(final=True)
         """The layout of the features of every sequence that is handed in."""
         self._device = next(draft.parameters()).device
         self._optimizer = DraftOptimizer(draft, self.config)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollout.durable import replace_durably
+from rollout.engine.durable import replace_durably
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.batch_order import BatchOrder
 from spec_workers.draft_training.checkpoint import save_draft

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from rollout.errors import InvalidInputError
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.features.feature_ring import DTYPES, FeatureRing
 from spec_workers.target import TargetWorker
@@ -44,7 +44,7 @@ class FeatureRingOptions:
                 )
         return cls(**(options or {}))
 
-    def recorder(self, target: TargetWorker, drafted: Features) -> FeatureRecorder | None:
+    def recorder(self, target: TargetWorker, drafted: AuxHiddenStates) -> FeatureRecorder | None:
         """Of what a draft reads, and of the final hidden states its labels come from.
 
         Raises InvalidInputError for a ring too small for its sequences, WeightUpdateError where
@@ -54,7 +54,7 @@ class FeatureRingOptions:
             return None
         ring = FeatureRing(
             self.num_bytes,
-            drafted | Features(final=True),
+            drafted | AuxHiddenStates(final=True),
             target.model.spec.hidden_size,
             DTYPES[self.dtype] if self.dtype else target.model.dtype,
             field=f"{_FIELD}.num_bytes",

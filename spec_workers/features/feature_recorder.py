@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import EntryResult, FinishReason, Request, Scheduled
 from spec_workers.features.feature_ring import FeatureRing
 from spec_workers.observation import Observation
@@ -58,7 +58,7 @@ class FeatureRecorder:
         self._times_taken = ring.times_taken
         self._ended_bytes = 0  # since then, of all requests that ended, followed or not
 
-    def observe(self, step: Observation, available: Features, weight_version: int) -> None:
+    def observe(self, step: Observation, available: AuxHiddenStates, weight_version: int) -> None:
         """Keep the rows of followed requests.
 
         ``available``: what the columns of the step's features are; the ring's among them.

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.weights.segment import MappedSegment, OwnedSegment, remove_orphans
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,7 +82,7 @@ class FeatureSequence:
     token_ids_L: torch.Tensor  # int64, L >= first_position + N
     prompt_len: int
     first_position: int
-    features_NF: torch.Tensor  # of the ring's dtype and `Features`
+    features_NF: torch.Tensor  # of the ring's dtype and `AuxHiddenStates`
     weight_version: int
     number: int  # counts the sequences written
 
@@ -102,7 +102,7 @@ class FeatureRing:
     def __init__(
         self,
         num_bytes: int,
-        features: Features,
+        features: AuxHiddenStates,
         hidden_size: int,
         dtype: torch.dtype,
         *,
@@ -247,7 +247,7 @@ class FeatureReader:
         self._cursor = 0  # offset of the record to read next
         self.dtype = dtype
         self.num_columns = int(header["num_columns"][0])
-        self.features = Features(
+        self.features = AuxHiddenStates(
             layers=tuple(header["layers"][0, :num_layers].tolist()), final=bool(header["final"][0])
         )
         self.num_missed = 0  # sequences

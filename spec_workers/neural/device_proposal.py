@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.graphs.captured_runs import CapturedRuns
-from rollout.transfers import download, upload
+from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.transfers import download, upload
 from rollout.types import Batch
 from spec_workers.neural.device_growth import DeviceGrowth, DeviceNodes
 from spec_workers.neural.device_guesses import DeviceGuessed, DeviceGuesser, noise_inputs
@@ -122,14 +122,14 @@ class DeviceProposer:
         self._lockstep = lockstep
         self._graphs = graphs
         self._shapes: set[Shape] = set()  # that were proposed
-        self.is_settled = True  # the last proposal compiled nothing, and was not captured
+        self.is_warm = True  # the last proposal compiled nothing, and was not captured
         self._device_guesser = DeviceGuesser(topk, guesser.token_ids_D, device)
 
     @torch.inference_mode()
     def propose(self, wanted: Wanted) -> ReadProposal:
         """The grown trees. One copy to the device, one from it, and nothing else waits."""
         shape = self._shape(wanted)
-        self.is_settled = shape in self._shapes
+        self.is_warm = shape in self._shapes
         self._shapes.add(shape)
         arrays = self._inputs(wanted, shape.trees - len(wanted.rows_G))
         arrays |= self._levels.changes(wanted.rows_G)
@@ -139,10 +139,10 @@ class DeviceProposer:
         if self._graphs is None or placed is None:
             grown = self._grow(tensors, shape)
             # Kernel by kernel, which is not how its like will run.
-            self.is_settled &= self._graphs is None or self._graphs.is_idle
+            self.is_warm &= self._graphs is None or self._graphs.is_idle
         else:
             grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
-            self.is_settled &= self._graphs.is_settled
+            self.is_warm &= self._graphs.is_warm
         count = len(wanted.rows_G)
         read = download({name: tensor[:count] for name, tensor in grown.items()})
         found: dict[str, Any] = read

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.attention import PagedAttention
 from rollout.models.draft_model import DraftModel
 from rollout.ops.paged_attention import AttentionPlan
-from rollout.step_arrays import attention_plan
-from rollout.transfers import upload
+from rollout.runner.attention import PagedAttention
+from rollout.runner.batch_layout import attention_plan
+from rollout.runner.transfers import upload
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_table import DraftTable
 from spec_workers.ragged import offsets_of, places_within

@@ -13,7 +13,7 @@ from rollout.models.dtype import resolve_dtype
 from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.parallel import local_rank
-from rollout.step_limits import StepLimits
+from rollout.scheduler.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.observation import Observation
 
@@ -19,7 +19,7 @@ class Drafter(Protocol):
         ...
 
     @property
-    def features(self) -> Features:
+    def features(self) -> AuxHiddenStates:
         """What it reads of the target."""
         ...
 
@@ -35,7 +35,7 @@ class Drafter(Protocol):
         ...
 
     @property
-    def is_settled(self) -> bool:
+    def is_warm(self) -> bool:
         """Whether the last `propose` took a time that comes again: on a GPU the first ones of a
         shape compile kernels and capture graphs."""
         ...

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.transfers import download
+from rollout.runner.transfers import download
 from rollout.types import Batch, EntryResult
 from spec_workers.neural.mixture import CONTEXTS, LearnedMixture
 from spec_workers.neural.reliability import Reliability

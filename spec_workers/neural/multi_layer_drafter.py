@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.graphs.captured_runs import CapturedRuns
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
-from rollout.transfers import upload
+from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.transfers import upload
 from rollout.types import Batch, Request, Scheduled
 from spec_workers.neural.chain_extend import ChainExtension
 from spec_workers.neural.chain_levels import ChainLevels

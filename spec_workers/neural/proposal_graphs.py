@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollout.config import MemoryConfig
-from rollout.graphs.capture import CudaCapture
-from rollout.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.capture import CudaCapture
+from rollout.runner.graphs.captured_runs import CapturedRuns
 from spec_workers.target import TargetWorker
 
 

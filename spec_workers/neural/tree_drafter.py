@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.graphs.captured_runs import CapturedRuns
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.draft_model import DraftModel
-from rollout.models.features import Features
-from rollout.transfers import upload
+from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.transfers import upload
 from rollout.types import Batch, DraftTrees, Scheduled
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.device_proposal import DeviceProposer, Levels, Wanted
@@ -49,7 +49,7 @@ class TreeDrafter(ABC):
             lockstep: run every level in every step, whatever there is to run.
             graphs: on a GPU, capture proposals; default: each is launched anew.
         """
-        self.features: Features = model.spec.features
+        self.features: AuxHiddenStates = model.spec.features
         self.sources = (model.spec.family.value,)
         self.max_draft_tokens = num_draft_tokens
         self.lockstep = lockstep
@@ -62,7 +62,7 @@ class TreeDrafter(ABC):
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
         self._graphs = graphs
         self._proposer: DeviceProposer | None = None  # set when the networks are there
-        self.is_settled = True
+        self.is_warm = True
 
     @abstractmethod
     def _levels(self) -> Levels:
@@ -85,7 +85,7 @@ class TreeDrafter(ABC):
     def propose(
         self, batch: Batch, floor: float, entries: Collection[int] | None = None
     ) -> DraftTrees:
-        self.is_settled = True
+        self.is_warm = True
         rooted_B = self._rooted(batch)
         growing = [
             b
@@ -103,7 +103,7 @@ class TreeDrafter(ABC):
             trees = self._grown(wanted)
         else:
             proposal = self._proposer.propose(wanted)
-            self.is_settled = self._proposer.is_settled
+            self.is_warm = self._proposer.is_warm
             trees = proposal.trees(wanted.sizes_G, source=0)
             self._counters["levels"] += proposal.num_levels
             self._counters["nodes"] += proposal.num_nodes

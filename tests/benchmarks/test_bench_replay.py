@@ -14,7 +14,7 @@ from replay_bench.run import replay, waves
 from replay_bench.shapes import Shape, write_config, write_draft
 from traces import Trace
 
-from rollout.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.captured_runs import CapturedRuns
 from tests.helpers.replaying import ReplayingCapture
 
 SHAPE = Shape(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollout.config import EngineConfig
+from rollout.engine.worker import FinishStep, Worker
 from rollout.errors import CheckpointError
 from rollout.models.loader import Progress
 from rollout.types import Batch
-from rollout.worker import FinishStep, Worker
 from tests.cluster.workload import ngram
 
 

@@ -13,7 +13,7 @@ import pytest
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.engine_loop import EngineLoop
+from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, submit_all
@@ -175,7 +175,7 @@ def test_pausing_with_abort_hands_out_every_token_there_is(make_cluster, config)
     rollouts = cluster.take_ended()
     assert len(rollouts) == 12
     assert not cluster.has_unfinished
-    assert "paused" in cluster.why_not
+    assert "paused" in cluster.unavailable_reason
     running = [each for each in rollouts if each.token_ids]
     assert running
     assert cluster.metrics().generated_tokens == sum(len(each.token_ids) for each in rollouts)
@@ -224,7 +224,7 @@ def test_memory_is_released_and_resumed_everywhere_also_by_newcomers(make_cluste
     freed = cluster.release_memory()
     assert freed["weights"] > 0
     assert cluster.released_tags == {"weights", "kv_cache"}
-    assert "released" in cluster.why_not
+    assert "released" in cluster.unavailable_reason
     pool.living["replica-1"].kill()
     deadline = time.monotonic() + 60
     while cluster.members.joined.get("replica-1") is not pool.living["replica-1"]:
@@ -245,7 +245,9 @@ def test_memory_that_one_cannot_release_the_others_take_back(make_cluster, expec
     with pytest.raises(EngineStateError, match="released"):
         cluster.release_memory()
     assert cluster.released_tags == frozenset()
-    reasons = {name: each.why_not for name, each in cluster.members.on_all("status").items()}
+    reasons = {
+        name: each.unavailable_reason for name, each in cluster.members.on_all("status").items()
+    }
     assert reasons.pop("replica-1")
     assert reasons == {"replica-0": "", "replica-2": ""}
     pool.living["replica-1"].call("resume_memory").result()

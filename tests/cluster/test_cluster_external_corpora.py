@@ -13,9 +13,9 @@ import pytest
 
 from rollout import ExternalState, RolloutEngine
 from rollout.cluster.cluster import RolloutCluster
-from rollout.draft_corpus import ExternalCorpus
+from rollout.engine.draft_corpus import ExternalCorpus
+from rollout.engine.specs import worker_factory
 from rollout.errors import InvalidInputError
-from rollout.specs import worker_factory
 from tests.cluster.thread_pool import ThreadReplica, kill, rejoined
 from tests.cluster.workload import (
     PARAMS,
@@ -311,7 +311,7 @@ def test_who_starts_meanwhile_has_what_was_added_and_not_what_was_removed(make):
     cluster.add_external_corpus("old", documents=["one two three"], wait=True)
     kill(cluster, pool, "replica-0")
     while not cluster.members._newcomers:
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
     assert "replica-0" not in cluster.members.joined
     cluster.add_external_corpus("new", documents=["four five six"])
     cluster.remove_external_corpus("old")

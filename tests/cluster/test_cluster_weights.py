@@ -202,7 +202,7 @@ def test_a_failure_halfway_tears_all_until_a_full_update(make, tensors, wanted):
     cluster.update_weights_from_tensor([first])
     with pytest.raises(InvalidInputError, match="broken link"):
         cluster.update_weights_from_tensor(others)
-    assert "stopped after" in cluster.why_not
+    assert "stopped after" in cluster.unavailable_reason
     assert not cluster.can_run
     cluster.submit(PROMPTS[0], PARAMS)
     with pytest.raises(WeightUpdateError, match="torn"):
@@ -238,7 +238,7 @@ def test_a_replica_that_cannot_commit_what_another_did_is_replaced(make, tensors
     cluster.update_weights_from_tensor(tensors[0])
     assert broken.is_dead
     while cluster.members.joined.get("replica-1") is broken:
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
     rejoined(cluster)
     assert cluster.weights_digest() == wanted[0]["digest"]
     assert generated(cluster) == wanted[0]["rollouts"]
@@ -269,7 +269,7 @@ def test_a_late_joiner_waits_for_the_update_under_way(make, tensors, wanted):
     cluster.update_weights_from_tensor({name: tensors[0][name] for name in names[:3]})
     kill(cluster, pool, "replica-0")
     for _ in range(50):
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
     assert list(cluster.members.joined) == ["replica-1"]
     cluster.update_weights_from_tensor({name: tensors[0][name] for name in names[3:]})
     cluster.end_weight_update()
@@ -284,13 +284,13 @@ def test_weights_that_died_with_the_last_replica_are_missed_loudly(make, tensors
         pool.living[name].kill()
     cluster.submit(PROMPTS[0], PARAMS)
     while not cluster.weight_bringer.why_lost:
-        cluster.members.attend(0.01)
-    assert "every replica that had the updated weights died" in cluster.why_not
+        cluster.members.poll(0.01)
+    assert "every replica that had the updated weights died" in cluster.unavailable_reason
     with pytest.raises(WeightUpdateError, match="every tensor of the target"):
         cluster.step()
     rejoin_deadline = time.monotonic() + 60
     while not cluster.members.all_joined:
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
         assert time.monotonic() < rejoin_deadline
     cluster.update_weights_from_tensor(tensors[0])
     assert cluster.weights_digest() == wanted[0]["digest"]
@@ -361,7 +361,7 @@ def test_sleep_and_wake_reach_all_and_those_who_come_meanwhile(make, tensors, wa
     assert cluster.release_memory(["weights", "kv_cache"])["weights"] > 0
     kill(cluster, pool, "replica-0")
     for _ in range(50):
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
     assert not cluster.can_run
     cluster.resume_memory()
     rejoined(cluster)
@@ -399,7 +399,7 @@ def test_replicas_that_come_during_the_update_that_heals_wait_for_its_end(make, 
         replica.kill()
     deadline = time.monotonic() + 60
     while not cluster.weight_bringer.why_lost or not cluster.members.joined:
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
         assert time.monotonic() < deadline
     some = next(iter(cluster.members.joined))
     (late,) = set(pool.names) - {some}
@@ -408,7 +408,7 @@ def test_replicas_that_come_during_the_update_that_heals_wait_for_its_end(make, 
     cluster.begin_weight_update()
     cluster.update_weights_from_tensor({name: tensors[1][name] for name in names[:3]})
     for _ in range(100):
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
     cluster.update_weights_from_tensor({name: tensors[1][name] for name in names[3:]})
     cluster.end_weight_update()
     rejoined(cluster)
@@ -431,9 +431,9 @@ def test_an_update_whose_replicas_all_die_once_they_committed_has_failed(make, t
     cluster.submit(PROMPTS[0], PARAMS)
     rejoin_deadline = time.monotonic() + 60
     while not cluster.members.all_joined:
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
         assert time.monotonic() < rejoin_deadline
-    assert "every replica that had the updated weights died" in cluster.why_not
+    assert "every replica that had the updated weights died" in cluster.unavailable_reason
     with pytest.raises(WeightUpdateError, match="every tensor of the target"):
         cluster.score_with_extras(PROMPTS[0], [5, 6])
 
@@ -468,7 +468,7 @@ def test_a_newcomer_that_begins_to_join_anew_is_not_brought_the_same_twice(make,
         if not asked and cluster.weight_bringer.is_busy:
             asked.append(cluster.weight_bringer.try_again())
             opened.set()
-        cluster.members.attend(0.01)
+        cluster.members.poll(0.01)
     assert asked
     assert len(pool.lives) == born  # none was refused and started anew
     assert cluster.weights_digest() == wanted[0]["digest"]

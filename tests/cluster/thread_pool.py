@@ -16,7 +16,7 @@ from rollout.cluster.host import ReplicaHost
 from rollout.cluster.messages import Submission
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
-from rollout.specs import WorkerFactory
+from rollout.engine.specs import WorkerFactory
 from tests.helpers.hang import HANG_SECONDS
 
 REPORT_SECONDS = 0.002
@@ -27,7 +27,7 @@ class ThreadReplica:
         self.name = name
         self.host = ReplicaHost()
         self.is_dead = False
-        self.why_not = ""
+        self.unavailable_reason = ""
         self._pool = pool
         self._turns = itertools.count()
         self._answers: list[Future[Any]] = []
@@ -52,7 +52,7 @@ class ThreadReplica:
                 return
             error = done.exception() or done.result().error
             if done.exception() is None:
-                self.why_not = done.result().why_not
+                self.unavailable_reason = done.result().unavailable_reason
             answer.set_exception(error) if error else answer.set_result(done.result().value)
 
         self._send(self.host.call, method, *args, **kwargs).add_done_callback(settle)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.engine.overrides import engine_config
 from rollout.ops import gpu
-from rollout.overrides import engine_config
 from spec_workers.neural.draft_table import DraftTable
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory

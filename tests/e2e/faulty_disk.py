@@ -16,9 +16,9 @@ from rich.console import Console
 
 from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.engine.specs import worker_factory
 from rollout.errors import RolloutError
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
-from rollout.specs import worker_factory
 
 FAILED = 1
 

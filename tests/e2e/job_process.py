@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rollout.engine.specs import worker_factory
 from rollout.offline import RunConfig, run_job
-from rollout.specs import worker_factory
 
 
 def start_job(config: RunConfig, spec: str) -> BaseProcess:

@@ -19,7 +19,7 @@ from replay_bench.roofline import Ceilings
 from replay_bench.shapes import Shape
 
 from rollout import RolloutEngine
-from rollout.layers.destination import Destination
+from rollout.models.layers.weight_loader import WeightLoader
 from tests.helpers.fake_cuda import FakeGpu
 
 SHAPE = Shape(
@@ -32,11 +32,11 @@ SHAPE = Shape(
 def _weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pretended device has no generator."""
 
-    def send(engine: RolloutEngine, destinations: dict[str, Destination]) -> None:
+    def send(engine: RolloutEngine, weight_loaders: dict[str, WeightLoader]) -> None:
         device = engine.worker.model_device
         engine.update_weights_from_tensor(
             (name, torch.empty(to.shape, dtype=torch.bfloat16, device=device))
-            for name, to in destinations.items()
+            for name, to in weight_loaders.items()
             if to.required
         )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout import SamplingParams
-from rollout.graphs.capture import CudaCapture, GraphTooLargeError
+from rollout.runner.graphs.capture import CudaCapture, GraphTooLargeError
 from tests.helpers.fake_cuda import FakeGpu, Kind
 from tests.helpers.fake_cuda.models import make_engine
 

@@ -57,7 +57,7 @@ def test_fast_products_are_summed_in_float32(gpu: FakeGpu, tmp_path, reduced, ca
     without cuBLAS, leaves it alone."""
     make_engine(tmp_path, "demo", exact=True, max_kv_tokens=4096)
     assert reduced() == [True, True]
-    with caplog.at_level(logging.INFO, "rollout.layers.linear"):
+    with caplog.at_level(logging.INFO, "rollout.models.layers.linear"):
         for _ in range(2):
             make_engine(tmp_path, "demo", exact=False, max_kv_tokens=4096)
             assert reduced() == [False, False]

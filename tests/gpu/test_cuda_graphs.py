@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.graphs.capture import CudaCapture, GraphTooLargeError
+from rollout.runner.graphs.capture import CudaCapture, GraphTooLargeError
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=3, n=2, ignore_eos=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.memory.activations import activation_bytes
-from rollout.memory.padding_steps import PaddingSteps
+from rollout.runner.activations import activation_bytes
+from rollout.runner.dummy_run import DummyRun
 from tests.helpers.tiny_model import save_tiny_llama
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True, repetition_penalty=1.1)
@@ -36,7 +36,7 @@ def make(path, **overrides):
 
 def test_a_step_is_measured(wide_model_path) -> None:
     model = make(wide_model_path, kv_bytes=1 << 24).worker.target.model
-    steps = PaddingSteps(model)
+    steps = DummyRun(model)
     few, many = (activation_bytes(steps, rows=rows, sampled=rows) for rows in (16, 2048))
     logits = 2048 * 32_000 * 4
     assert 0 < few < many

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.graphs import Buckets
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
-from rollout.step_arrays import StepArrays, attention_plan
+from rollout.runner.batch_layout import StepArrays, attention_plan
+from rollout.runner.graphs import Buckets
 
 
 @dataclass

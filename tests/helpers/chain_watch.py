@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.models.features import Taps
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
 from tests.helpers.dense_attention import DenseAttention
 
@@ -159,7 +159,9 @@ class ChainWatch:
             sequence = tokens[:-1]
             attention = DenseAttention([len(sequence)])
             wanted = self.drafter.features
-            taps = Taps(wanted, len(sequence), self.target.model.spec.hidden_size, torch.empty(0))
+            taps = AuxHiddenStateCollector(
+                wanted, len(sequence), self.target.model.spec.hidden_size, torch.empty(0)
+            )
             self.target.model.forward(torch.tensor(sequence), attention.positions, attention, taps)
             self._features = (sequence, taps.features_TF)
         return self._features[1][position]

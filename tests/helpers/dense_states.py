@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout.attention import RecurrentStates
 from rollout.memory.state_pool import StatePool
 from rollout.models.spec import ModelSpec
 from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.runner.attention import RecurrentStates
 
 
 class DenseStates:

@@ -97,7 +97,7 @@ def check_no_distribution(
 ) -> None:
     """Logits that are none end a request alone: where nothing was sampled nothing is behind the
     root, for the draft neither."""
-    head = engine.worker.target.model.destinations()["lm_head.weight"]  # type: ignore[attr-defined]
+    head = engine.worker.target.model.weight_loaders()["lm_head.weight"]  # type: ignore[attr-defined]
     values = head.read()
     engine.submit(under_way, params)
     for _ in range(3):

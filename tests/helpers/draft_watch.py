@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.models.features import Taps
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from spec_workers.neural.eagle_drafter import EagleDrafter
 from tests.helpers.dense_attention import DenseAttention
 
@@ -124,7 +124,9 @@ class DraftWatch:
         if sequence != self._fused_of[0]:
             attention = DenseAttention([len(sequence)])
             features = self.model.spec.features
-            taps = Taps(features, len(sequence), self.target.spec.hidden_size, torch.empty(0))
+            taps = AuxHiddenStateCollector(
+                features, len(sequence), self.target.spec.hidden_size, torch.empty(0)
+            )
             self.target.forward(torch.tensor(sequence), attention.positions, attention, taps)
             self._fused_of = (sequence, self.model.fuse(taps.features_TF))
         positions = torch.tensor(attended)

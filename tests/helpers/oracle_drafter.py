@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.observation import Observation
 from tests.helpers.requests import make_trees
@@ -18,9 +18,9 @@ class OracleDrafter:
     """See `Drafter`. Chains of ``depth`` recorded tokens, each with a wrong sibling."""
 
     sources = ("oracle",)
-    features = Features()
+    features = AuxHiddenStates()
     lockstep = False
-    is_settled = True
+    is_warm = True
 
     def __init__(
         self, recorded: Mapping[tuple[int, int], Sequence[int]], *, depth: int, right: float

@@ -2,7 +2,7 @@
 
 import torch
 
-from rollout.layers.packed_weight import PackedWeight
+from rollout.models.layers.packed_weight import PackedWeight
 
 
 def packs(dtype: torch.dtype) -> bool:

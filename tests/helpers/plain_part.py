@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.weight_loader import WeightLoader
 
 
 class PlainPart:
@@ -19,8 +19,8 @@ class PlainPart:
         self.tensors = {**self.own, **(borrowed or {})}
         self.finished = 0
 
-    def destinations(self) -> dict[str, Destination]:
-        return {name: Destination.of(tensor) for name, tensor in self.tensors.items()}
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {name: WeightLoader.of(tensor) for name, tensor in self.tensors.items()}
 
     def finish_loading(self) -> None:
         self.finished += 1

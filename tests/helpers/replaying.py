@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.config import EngineConfig
-from rollout.graphs.capture import GraphTooLargeError
+from rollout.engine.specs import WorkerFactory
 from rollout.models.loader import Progress
-from rollout.specs import WorkerFactory
+from rollout.runner.graphs.capture import GraphTooLargeError
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
 

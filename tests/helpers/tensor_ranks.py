@@ -136,7 +136,7 @@ def updates(folder: str, other: str) -> tuple[dict, dict]:
             yield pair
 
     own["torn"] = error_of(engine.update_weights_from_tensor, stream())
-    own["why not"] = engine.why_not
+    own["why not"] = engine.unavailable_reason
     missing = str(Path(other) / "nowhere") if RANK else folder
     own["missing"] = error_of(engine.update_weights_from_disk, missing)
     engine.update_weights_from_disk(folder)

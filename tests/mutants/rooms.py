@@ -8,10 +8,10 @@ from tests.mutants.mutation import Mutation, mutations_of
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "engine": (
-        "rollout/engine.py", "rollout/engine/*.py", "rollout/engine_*.py", "rollout/whole_calls.py",
-        "rollout/generation.py", "rollout/weight_updates.py", "rollout/external_corpora.py",
-        "rollout/requests.py", "rollout/stopping.py", "rollout/stream*.py", "rollout/encoding.py",
-        "rollout/residency.py", "rollout/text_bound.py",
+        "rollout/engine/*.py", "rollout/engine.py", "rollout/engine_*.py", "rollout/whole_calls.py",
+        "rollout/weight_updates.py", "rollout/external_corpora.py", "rollout/requests.py",
+        "rollout/stopping.py", "rollout/stream*.py", "rollout/encoding.py", "rollout/residency.py",
+        "rollout/text_bound.py", "rollout/runner/memory_saver.py",
     ),
     "scheduler": ("rollout/scheduler/*.py",),
     "memory": ("rollout/memory/*.py",),

@@ -17,7 +17,7 @@ from typing import Any
 from tests.mutants.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-_EXTENSIONS = ("rollout._cpu", "ngram_native._ext")
+_EXTENSIONS = ("rollout.ops._cpu", "ngram_native._ext")
 _WITHOUT_FINDERS = """\
 # An editable install's finder would lead imports back to the tree it was made of.
 import sys
@@ -115,7 +115,7 @@ class Workbench:
             spec = importlib.util.find_spec(name)
             if spec is None or spec.origin is None:
                 raise RuntimeError(f"{name} is not built: make install")
-            package = self.tree / name.partition(".")[0]
+            package = self.tree / name.rpartition(".")[0].replace(".", "/")
             shutil.copy2(spec.origin, package)
             for stub in Path(spec.origin).parent.glob("_ext.pyi"):
                 shutil.copy2(stub, package)

@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
     if cpu is None:
-        pytest.skip("rollout._cpu is not built")
+        pytest.skip("rollout.ops._cpu is not built")
 
 
 @pytest.fixture(params=DTYPES, ids=str)

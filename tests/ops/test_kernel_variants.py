@@ -13,16 +13,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.layers.grouped_linear import GroupedLinear
-from rollout.layers.linear import Linear
-from rollout.memory.activations import warm_rows, warm_up
-from rollout.memory.padding_steps import PaddingSteps
+from rollout.engine.overrides import engine_config
+from rollout.models.layers.grouped_linear import GroupedLinear
+from rollout.models.layers.linear import Linear
 from rollout.ops import tree_accept
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.ops.matmul.tiles import Tile, tile_for, tiles
-from rollout.overrides import engine_config
+from rollout.runner.activations import warm_rows, warm_up
+from rollout.runner.batch_layout import StepArrays
+from rollout.runner.dummy_run import DummyRun
 from rollout.sampling.tree_sampling import sample_trees
-from rollout.step_arrays import StepArrays
 from tests.helpers.recorded_launches import RecordedOps, num_variants, recorded_launches
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.requests import make_batch
@@ -38,7 +38,7 @@ def test_steps_of_any_size_run_kernels_that_are_warm(tmp_path, save) -> None:
     with recorded_launches() as launches:
         runner = engine.worker.target.runner
         runner._minimum_rows = 1  # as on a GPU
-        warm_up(PaddingSteps(runner.model), rows=1000, sampled=800)
+        warm_up(DummyRun(runner.model), rows=1000, sampled=800)
         first = num_variants(launches)
         for entries in (1, 16, 130):
             for most_nodes in (0, 5):

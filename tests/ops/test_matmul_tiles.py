@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rollout.config import MemoryConfig
-from rollout.graphs import Buckets
 from rollout.ops.matmul.tiles import feature_ns, make_tile, tile_for, tiles, tiles_up_to
+from rollout.runner.graphs import Buckets
 
 PRODUCTS = {"qkv": 6144, "o": 4096, "gate_up": 28_672, "down": 4096, "head": 128_256}  # of 8B
 PROCESSORS = 132

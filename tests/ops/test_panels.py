@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.layers.packed_weight import PackedWeight
+from rollout.models.layers.packed_weight import PackedWeight
 from rollout.ops.panels import native, read_panels, reference, write_panels
 from tests.helpers.packing import packs
 
@@ -76,7 +76,7 @@ def test_written_rows_are_those_onednn_packs(
 
 
 def test_an_unknown_layout_is_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.layers.packed_weight._panels", lambda opaque: None)
+    monkeypatch.setattr("rollout.models.layers.packed_weight._panels", lambda opaque: None)
     weight = torch.randn(70, 9)
     packed = PackedWeight.pack(weight)
     assert packed is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import rollout.ops
 from rollout.ops.extension import cpu
 
-STUB = Path(rollout.ops.__file__).parents[1] / "_cpu.pyi"
+STUB = Path(rollout.ops.__file__).parent / "_cpu.pyi"
 
 
 def parameters(definition: ast.stmt) -> list[str]:

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import ModelConfig, ParallelConfig, ParallelMode
+from rollout.engine.specs import worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, RunConfig, run_job
-from rollout.specs import worker_factory
 from tests.helpers.forked import forked, run_module
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.job_ranks import config_of

@@ -26,7 +26,7 @@ def test_long_prompts_in_chunks(tmp_path, monkeypatch) -> None:
         seen.extend(inputs[5].lengths_R)
         return chunked_pieces(*inputs)
 
-    monkeypatch.setattr("rollout.memory.padding_steps.piece_kernel", lambda states, dtype: counted)
+    monkeypatch.setattr("rollout.runner.dummy_run.piece_kernel", lambda states, dtype: counted)
     engine = RolloutEngine.from_pretrained(target, "ngram", exact=False, **options)
     for _ in range(2):  # the second time in the prefix cache
         for found, plain in zip(engine.generate(prompts, PARAMS), expected, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine
-from rollout.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.captured_runs import CapturedRuns
 from spec_workers.neural.device_proposal import DeviceProposer
 from tests.helpers.draft_checks import numbers
 from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
@@ -62,7 +62,7 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(models, name, options, spec_
         trees = drafter._grown(wanted)
         poison_scratch(drafter)
         proposal = propose(wanted)
-        settled.append(drafter._proposer.is_settled)
+        settled.append(drafter._proposer.is_warm)
         own = proposal.trees(wanted.sizes_G, source=0)
         check_trees(own)
         compared.append((own, trees))
@@ -118,7 +118,7 @@ def test_a_proposal_that_no_graph_can_take_teaches_no_cost(models) -> None:
 
     def noted(wanted):
         proposal = propose(wanted)
-        settled.append(proposer.is_settled)
+        settled.append(proposer.is_warm)
         return proposal
 
     proposer.propose = noted

@@ -156,7 +156,7 @@ def test_new_weights_of_the_draft_are_met_by_nothing_it_computed(target_path, dr
     engine.submit(prompts()[3], PARAMS)
     for _ in range(6):
         engine.step()
-    names = watch.model.destinations()
+    names = watch.model.weight_loaders()
     engine.update_weights_from_tensor(
         [(name, place.read() * 1.3) for name, place in names.items()], selector="draft"
     )

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout import Rollout, RolloutEngine, SamplingParams
+from rollout.engine.overrides import engine_config
 from rollout.errors import InvalidInputError
-from rollout.overrides import engine_config
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutEngine
-from rollout.overrides import engine_config
+from rollout.engine.overrides import engine_config
 from tests.helpers.draft_checks import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.pairwise import PairwiseDesign, Row
@@ -132,7 +132,7 @@ def make_case(models: ParityModels, row: Row) -> Case:
         if draft is not None:
             spec_options = spec_options | {"draft_path": str(draft)}
         engine = RolloutEngine.from_pretrained(path, spec, spec_options=spec_options, **options)
-    names = engine.worker.target.model.destinations()
+    names = engine.worker.target.model.weight_loaders()
     stored = load_file(path / "model.safetensors") if row["event"] == "updated" else {}
     own = {name: weight for name, weight in stored.items() if name in names}
     return Case(engine, wanted, params, own)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.engine.overrides import engine_config
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
-from rollout.overrides import engine_config
 from spec_workers.budget import FixedBudget
 from spec_workers.multi_layer_eagle import MultiLayerEagleWorker
 from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter

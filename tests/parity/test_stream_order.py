@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
-from rollout.overrides import engine_config
+from rollout.engine.overrides import engine_config
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.plain_order import plain_order
 
@@ -115,7 +115,7 @@ def test_failed_rollouts_have_their_place_too(tiny_model_path):
         engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=SEATS)
         if spec == "ngram":
             engine.generate(PROMPTS, PARAMS)
-        embedding = engine.worker.target.model.destinations()["model.embed_tokens.weight"].read()
+        embedding = engine.worker.target.model.weight_loaders()["model.embed_tokens.weight"].read()
         broken = embedding.clone()
         broken[20:30] = float("nan")
         engine.update_weights_from_tensor([("model.embed_tokens.weight", broken)], partial=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from tests.helpers.hang import HANG_SECONDS
 from tests.server.conftest import Live, run_server
 from tests.server.policies import output_ids

@@ -14,7 +14,7 @@ import pytest
 from rollout.errors import EngineStateError
 from rollout.server import bounded_http
 from rollout.server.bounded_http import BoundedHttp
-from rollout.server.sglang.generate_body import GenerateBody, questions_of
+from rollout.server.sglang.generate_body import GenerateBody, generate_items
 from rollout.server.sglang.sampling_body import SamplingBody
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
@@ -114,7 +114,7 @@ def test_prompts_that_ask_for_the_same_share_their_parameters(live):
             return_logprob=True,
             top_logprobs_num=[0, 0, 2],
         )
-        return await questions_of(body, live.serving)
+        return await generate_items(body, live.serving)
 
     questions, _ = asyncio.run(ask())
     assert questions[0].params is questions[1].params

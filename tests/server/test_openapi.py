@@ -90,7 +90,9 @@ def restore(live: Live, admin: httpx.Client) -> None:
         answer = post("/update_weights_from_disk", model_path=live.serving.model_path)
         admin.post("/continue_generation")
     assert answer.json()["success"], answer.text
-    assert live.serving.loop.call(lambda engine: engine.why_not).result(HANG_SECONDS) == ""
+    assert (
+        live.serving.loop.call(lambda engine: engine.unavailable_reason).result(HANG_SECONDS) == ""
+    )
 
 
 def test_it_generates_as_before(live, short_model):

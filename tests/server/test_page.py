@@ -114,7 +114,7 @@ def test_replicas_are_rows(live, tab):
     tab.wait_for(SHOWN)
     rows = tab.evaluate("""fetch("status").then((answer) => answer.json()).then((body) => {
         const replica = { ...body.engine };
-        const other = { ...replica, running: 3, why_not: "the replica starts" };
+        const other = { ...replica, running: 3, unavailable_reason: "the replica starts" };
         body.engine.replicas = { "replica-0": replica, "replica-1": other };
         show(body);
         const rows = [...byId("replicas").querySelectorAll("tbody tr")];
@@ -215,7 +215,7 @@ def test_status_is_json_that_every_reader_takes(live):
     assert body["model"] == live.serving.model_name
     assert (body["unfinished"], body["draining"]) == (0, False)
     assert 0 < body["uptime"] < 3600
-    assert (engine["running"], engine["waiting"], engine["why_not"]) == (0, 0, "")
+    assert (engine["running"], engine["waiting"], engine["unavailable_reason"]) == (0, 0, "")
     assert engine["weight_versions"] == {"target": 0}
     assert engine["total"]["generated_tokens"] >= 160
     cost = engine["learned"]["budget"]["cost"]

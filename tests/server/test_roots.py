@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import InvalidInputError
-from rollout.server.roots import Root
+from rollout.server.allowed_paths import AllowedPaths
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def places(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def root(places: Path) -> Root:
-    return Root("server.root", [places / "root"])
+def root(places: Path) -> AllowedPaths:
+    return AllowedPaths("server.root", [places / "root"])
 
 
-def refused(root: Root, path: object) -> str:
+def refused(root: AllowedPaths, path: object) -> str:
     with pytest.raises(InvalidInputError) as file:
         root.file("file_path", str(path))
     with pytest.raises(InvalidInputError) as folder:
@@ -36,7 +36,7 @@ def refused(root: Root, path: object) -> str:
     return file.value.remedy
 
 
-def test_relative_and_absolute_paths_below_the_root(root: Root, places: Path) -> None:
+def test_relative_and_absolute_paths_below_the_root(root: AllowedPaths, places: Path) -> None:
     for given in ("corpus.jsonl", "./corpus.jsonl", str(places / "root" / "corpus.jsonl")):
         assert root.file("file_path", given) == places / "root" / "corpus.jsonl"
     assert root.folder("model_path", "weights") == places / "root" / "weights"
@@ -54,15 +54,17 @@ def test_relative_and_absolute_paths_below_the_root(root: Root, places: Path) ->
         "corpus.jsonl\0.txt",
     ],
 )
-def test_paths_that_no_client_needs(root: Root, path: str) -> None:
+def test_paths_that_no_client_needs(root: AllowedPaths, path: str) -> None:
     assert "without '..'" in refused(root, path)
 
 
-def test_half_a_surrogate_pair_is_in_no_path(root: Root) -> None:
+def test_half_a_surrogate_pair_is_in_no_path(root: AllowedPaths) -> None:
     assert "encode" in refused(root, "weights/\ud800")
 
 
-def test_elsewhere_is_refused_alike_whether_it_exists_or_not(root: Root, places: Path) -> None:
+def test_elsewhere_is_refused_alike_whether_it_exists_or_not(
+    root: AllowedPaths, places: Path
+) -> None:
     elsewhere = [
         places / "rootless" / "secret",
         places / "rootless" / "nothing",
@@ -75,7 +77,7 @@ def test_elsewhere_is_refused_alike_whether_it_exists_or_not(root: Root, places:
     assert told == {f"must lead below {places / 'root'}; server.root says so"}
 
 
-def test_links_are_resolved(root: Root, places: Path) -> None:
+def test_links_are_resolved(root: AllowedPaths, places: Path) -> None:
     inside = places / "root"
     (inside / "same").symlink_to(inside / "corpus.jsonl")
     assert root.file("file_path", "same") == inside / "corpus.jsonl"
@@ -89,7 +91,7 @@ def test_links_are_resolved(root: Root, places: Path) -> None:
     assert "there is no such" in refused(root, "loop")
 
 
-def test_a_link_changed_after_the_check_changes_nothing(root: Root, places: Path) -> None:
+def test_a_link_changed_after_the_check_changes_nothing(root: AllowedPaths, places: Path) -> None:
     link = places / "root" / "link"
     link.symlink_to(places / "root" / "corpus.jsonl")
     found = root.file("file_path", "link")
@@ -100,12 +102,12 @@ def test_a_link_changed_after_the_check_changes_nothing(root: Root, places: Path
 
 def test_a_root_may_itself_be_a_link(places: Path) -> None:
     (places / "alias").symlink_to(places / "root")
-    root = Root("server.root", [places / "alias"])
+    root = AllowedPaths("server.root", [places / "alias"])
     assert root.file("file_path", str(places / "alias" / "corpus.jsonl")).is_file()
     assert root.file("file_path", str(places / "root" / "corpus.jsonl")).is_file()
 
 
-def test_entries_of_a_folder_may_not_lead_elsewhere(root: Root, places: Path) -> None:
+def test_entries_of_a_folder_may_not_lead_elsewhere(root: AllowedPaths, places: Path) -> None:
     weights = places / "root" / "weights"
     (weights / "shared.safetensors").symlink_to(places / "root" / "corpus.jsonl")
     assert root.folder("model_path", "weights") == weights
@@ -118,22 +120,22 @@ def test_entries_of_a_folder_may_not_lead_elsewhere(root: Root, places: Path) ->
         root.folder("model_path", "weights")
 
 
-def test_a_pipe_is_no_file(root: Root, places: Path) -> None:
+def test_a_pipe_is_no_file(root: AllowedPaths, places: Path) -> None:
     os.mkfifo(places / "root" / "pipe")
     assert "there is no such file" in refused(root, "pipe")
 
 
-def test_what_is_missing_below_the_root(root: Root) -> None:
+def test_what_is_missing_below_the_root(root: AllowedPaths) -> None:
     assert refused(root, "nothing") == "there is no such file"
     assert refused(root, "x" * 5000) == "there is no such file"
 
 
 def test_without_a_root_no_path_is_taken() -> None:
-    assert "without server.root" in refused(Root("server.root", []), "/etc/passwd")
+    assert "without server.root" in refused(AllowedPaths("server.root", []), "/etc/passwd")
 
 
 def test_several_roots(places: Path) -> None:
-    root = Root("server.root", [places / "root", places / "rootless"])
+    root = AllowedPaths("server.root", [places / "root", places / "rootless"])
     assert root.file("file_path", str(places / "rootless" / "secret")).is_file()
     assert root.file("file_path", "corpus.jsonl").is_file()
     assert f"{places / 'root'}, {places / 'rootless'}" in refused(root, "/etc/passwd")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rollout.encoding import PromptEncoder
-from rollout.requests import RequestFactory
+from rollout.engine.requests import RequestFactory
+from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.text_stream import Detokenizer, TextStream, TokenText
 from rollout.types import SamplingParams
 from tests.helpers.text_model import byte_tokenizer

@@ -29,10 +29,10 @@ from trl.experimental.async_grpo import (
 from rollout import SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.engine_loop import EngineLoop
+from rollout.engine.loop import EngineLoop
+from rollout.engine.overrides import engine_config
+from rollout.engine.specs import worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
-from rollout.overrides import engine_config
-from rollout.specs import worker_factory
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
 from tests.cluster.thread_pool import ThreadPool
 from tests.helpers.held_engine import HeldEngine
@@ -294,8 +294,8 @@ def _folder(engine: Any) -> str:
 
 
 def _weights(engine: Any) -> list[tuple[str, torch.Tensor]]:
-    parts = engine.worker.weights.parts["target"].destinations()
-    return [(name, destination.read().clone()) for name, destination in parts.items()]
+    parts = engine.worker.weights.parts["target"].weight_loaders()
+    return [(name, loader.read().clone()) for name, loader in parts.items()]
 
 
 def test_a_failing_reward_is_told_to_the_trainer(

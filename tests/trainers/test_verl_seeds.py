@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
-from rollout.encoding import prompt_group
+from rollout.engine.tokenizer import prompt_group
 from rollout.trainers.verl.seeds import RequestSeeds, RequestStart
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]

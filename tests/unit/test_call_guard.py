@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from rollout import RolloutEngine, SamplingParams, call_guard
-from rollout.engine_loop import EngineLoop
+from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError
 from tests.helpers.hang import HANG_SECONDS
 
@@ -310,7 +310,7 @@ class InterruptAt:
         return self._run_line
 
 
-BOOKKEEPING = ("rollout.scheduler", "rollout.memory", "rollout.engine", "spec_workers")
+BOOKKEEPING = ("rollout.scheduler", "rollout.memory", "rollout.engine.engine", "spec_workers")
 
 
 @pytest.mark.parametrize("name", INTERRUPTED)

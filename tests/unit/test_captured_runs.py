@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.captured_runs import CapturedRuns
 from tests.helpers.replaying import ReplayingCapture
 
 CPU = torch.device("cpu")

@@ -91,7 +91,7 @@ def wait_for_round(process: CoTrainingProcess):
         done = process.poll()
         if done is not None and done.judgement.verdict is not Verdict.NOT_JUDGED:
             return done
-        assert not process.why_not, process.why_not
+        assert not process.unavailable_reason, process.unavailable_reason
         time.sleep(0.02)
     raise TimeoutError
 
@@ -172,7 +172,7 @@ def test_the_engine_refuses_nan_by_itself(engine):
     tensors = co_trainer.swap.read()
     tensors["draft.norm.weight"][3] = torch.inf
     assert co_trainer.swap.swap(list(tensors.items())) is SwapResult.REFUSED
-    assert "infinite" in co_trainer.swap.why_not
+    assert "infinite" in co_trainer.swap.unavailable_reason
     assert engine.can_run
     assert engine.weights_digest("draft") == digest
 
@@ -184,7 +184,7 @@ def test_a_swap_waits_while_another_update_is_open(engine):
     engine.begin_weight_update()
     done = co_trainer.run()
     assert done.swap is SwapResult.POSTPONED
-    assert "under way" in done.why_not
+    assert "under way" in done.unavailable_reason
     assert engine.weights_digest("draft") == digest
     engine.update_weights_from_tensor(tensors)  # goes on as if nothing had been
     engine.end_weight_update()
@@ -372,21 +372,21 @@ def test_another_process_trains_and_may_die(engine, setting, tmp_path, caplog):
         digest = engine.weights_digest("draft")
         os.kill(process._process.pid, signal.SIGKILL)
         process._process.wait()
-        while not process.why_not:
+        while not process.unavailable_reason:
             process.poll()
-        assert "exit status -9" in process.why_not
+        assert "exit status -9" in process.unavailable_reason
         assert process.counters()["is_training"] == 0
         assert process.poll() is None
         assert engine.weights_digest("draft") == digest
         assert engine.generate(PROMPTS, PARAMS)[0].token_ids
 
         process.restart()
-        assert not process.why_not
+        assert not process.unavailable_reason
         wait_for_round(process)
 
         process._unread += b"a library's greeting\n" + b"17\n\xff\n" + b"{}\n"
         wait_for_round(process)
-        assert not process.why_not
+        assert not process.unavailable_reason
         logged = [record.message for record in caplog.records]
         assert sum("wrote: " in message for message in logged) == 4
     assert process.poll() is None
@@ -414,7 +414,7 @@ def test_a_process_that_dies_over_a_swap_leaves_the_old_draft(engine):
         process._answers = lambda: [announced]
         process._awaited = 1
         assert process.poll() is None
-        assert process.why_not
+        assert process.unavailable_reason
     assert engine.can_run
     assert engine.weights_digest("draft") == digest
 

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.corpus_documents import FileDocuments, documents_from
-from rollout.encoding import PromptEncoder
+from rollout.engine.corpus_documents import FileDocuments, documents_from
+from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError
 from tests.helpers.text_model import save_text_model
 
@@ -116,7 +116,7 @@ def test_a_line_without_end_is_refused_before_it_is_read(encoder, tmp_path):
 
 
 def test_the_longest_line_is_read(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout.corpus_documents._MAX_LINE_BYTES", 6)
+    monkeypatch.setattr("rollout.engine.corpus_documents._MAX_LINE_BYTES", 6)
     (tmp_path / "documents.jsonl").write_text('"one"\n"two"')
     assert len(flat(FileDocuments(encoder, tmp_path / "documents.jsonl"))) == 2
 

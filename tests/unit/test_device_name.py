@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from rollout import device_name as module
-from rollout.device_name import device_name
+from spec_workers import target as module
+from spec_workers.target import device_name
 
 
 def test_a_cpu_is_named_with_its_threads():

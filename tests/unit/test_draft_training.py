@@ -16,8 +16,8 @@ from rollout import RolloutEngine
 from rollout.cli import EXIT_BAD_INPUT, EXIT_SIGNAL, SUBCOMMANDS, _subcommand
 from rollout.config import DType
 from rollout.errors import InvalidInputError
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.eagle.loader import load_eagle
-from rollout.models.features import Features
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import read_json
@@ -105,7 +105,7 @@ def make_trainer(kind: str, target, rollouts, **settings) -> DraftTrainer:
     return DraftTrainer(draft, head, TrainingConfig(autocast=False, warmup_steps=2, **settings))
 
 
-def computed(target, features: Features, rollouts) -> list[TrainingSequence]:
+def computed(target, features: AuxHiddenStates, rollouts) -> list[TrainingSequence]:
     return TargetFeatures(target, features, rollouts, 0).take(range(len(rollouts)))
 
 
@@ -135,8 +135,8 @@ def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
     """What the paper's attention pattern means: for each row, its chain behind the rows before."""
     draft = make_draft("eagle3", target, rollouts)
     plain = plain_model(draft, tmp_path, target)
-    sequences = computed(target, draft.features | Features(final=True), rollouts[:3])
-    rows = PackedRows(sequences, draft.features | Features(final=True), draft.features, CPU)
+    sequences = computed(target, draft.features | AuxHiddenStates(final=True), rollouts[:3])
+    rows = PackedRows(sequences, draft.features | AuxHiddenStates(final=True), draft.features, CPU)
     with torch.no_grad():
         unrolled = draft.unroll(rows, 4)
     row = 0
@@ -160,7 +160,7 @@ def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
 
 def test_stretches_begin_at_their_position(target, rollouts, tmp_path):
     draft = make_draft("eagle3", target, rollouts)
-    both = draft.features | Features(final=True)
+    both = draft.features | AuxHiddenStates(final=True)
     (sequence,) = computed(target, both, rollouts[:1])
     tokens = TokenSequence(token_ids_L=sequence.tokens.token_ids_L[5:], first_root=0)
     stretch = TrainingSequence(
@@ -180,8 +180,8 @@ def test_the_engines_network_computes_the_same(kind, target, rollouts, tmp_path)
         networks = [load_eagle(tmp_path, target)] * 1
     else:
         networks = MtpChain.find(tmp_path, target.spec).load(target)
-    sequences = computed(target, draft.features | Features(final=True), rollouts[:4])
-    rows = PackedRows(sequences, draft.features | Features(final=True), draft.features, CPU)
+    sequences = computed(target, draft.features | AuxHiddenStates(final=True), rollouts[:4])
+    rows = PackedRows(sequences, draft.features | AuxHiddenStates(final=True), draft.features, CPU)
     attention = DenseAttention([each.num_rows for each in rows.sequences])
     with torch.inference_mode():
         unrolled = draft.unroll(rows, len(networks))
@@ -251,7 +251,7 @@ def test_every_row_counts_what_its_tree_matches(target, rollouts):
 
 def test_guesses_that_cannot_be_reached_weigh_nothing(target, rollouts):
     draft = make_draft("eagle3", target, rollouts)
-    both = draft.features | Features(final=True)
+    both = draft.features | AuxHiddenStates(final=True)
     head = TargetTensors(target).head_rows(draft.vocabulary.token_ids_D)
     (sequence,) = computed(target, both, rollouts[:1])
     unknown = int((~draft.vocabulary.contains_V).nonzero()[0])

@@ -39,11 +39,11 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
     monkeypatch.setattr(worker.budget, "observe", observed)
     monkeypatch.setattr(worker.drafter, "propose", proposed)
 
-    def is_settled(drafter) -> bool:
+    def is_warm(drafter) -> bool:
         return not 3 <= len(proposals) < 3 + unsettled  # those that come first tell nothing yet
 
     monkeypatch.setattr(
-        TreeDrafter, "is_settled", property(is_settled, lambda self, value: None), raising=False
+        TreeDrafter, "is_warm", property(is_warm, lambda self, value: None), raising=False
     )
     if spec == "hybrid":  # whose gate asks, besides, what the draft takes beside the corpus
         judge, learn = worker._gate.judge, worker._gate._drafting.observe

@@ -104,8 +104,8 @@ def test_names_may_stand_behind_model_and_layers_for_midlayer(eagle3, target):
             if name not in ("lm_head.weight", "d2t", "t2d"):
                 tensors[f"model.{name.replace('midlayer', 'layers.0')}"] = tensors.pop(name)
 
-    before = load_eagle(eagle3, target).destinations()
-    after = load_eagle(edit_tensors(eagle3, rename), target).destinations()
+    before = load_eagle(eagle3, target).weight_loaders()
+    after = load_eagle(edit_tensors(eagle3, rename), target).weight_loaders()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name].read(), before[name].read()) for name in before)
 
@@ -174,7 +174,7 @@ def test_a_head_that_is_not_brought_is_the_targets(target_path, target, tmp_path
     folder = save_tiny_eagle3(tmp_path / "draft", target_path)
     edit_tensors(folder, lambda it: it.pop("lm_head.weight"))
     draft = load_eagle(folder, target)
-    assert "draft.lm_head.weight" not in draft.destinations()
+    assert "draft.lm_head.weight" not in draft.weight_loaders()
     hidden = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
     normed = hidden / (hidden.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * draft.final_norm_E
     torch.testing.assert_close(draft.logits(hidden), target.logits(normed), rtol=1e-5, atol=1e-5)

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.config import DType
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec
-from rollout.models.features import Taps
 from rollout.models.loader import load_model
-from rollout.weights.kept import KeptWeights
+from rollout.weights.backup import WeightBackup
 from rollout.weights.parts import WeightParts
 from tests.helpers.dense_attention import DenseAttention
 from tests.helpers.plain_eagle import PlainEagle1, PlainEagle3
@@ -59,7 +59,9 @@ def features_of(target, features):
     """Of every token but the last: [T, F]."""
     tokens = TOKENS[:-1]
     attention = DenseAttention([len(tokens)])
-    taps = Taps(features, len(tokens), target.spec.hidden_size, target.final_norm_E)
+    taps = AuxHiddenStateCollector(
+        features, len(tokens), target.spec.hidden_size, target.final_norm_E
+    )
     target.forward(tokens, attention.positions, attention, taps)
     return taps.features_TF
 
@@ -198,9 +200,9 @@ def test_what_a_draft_takes_from_the_target_follows_it(target_path, tmp_path):
     draft = load_eagle(save_tiny_eagle1(tmp_path / "draft", target_path), target)
     features = features_of(target, draft.spec.features)
     before = steps(draft, features, recompute=False)
-    destinations = target.destinations()
+    weight_loaders = target.weight_loaders()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        destinations[name].write(-destinations[name].read())
+        weight_loaders[name].write(-weight_loaders[name].read())
     tensors, config = files_of(tmp_path / "draft")
     embedding, head = embedding_and_head(target_path)
     plain = PlainEagle1(tensors, config, -embedding, -head)
@@ -222,15 +224,15 @@ def test_a_draft_is_a_part_that_holds_its_own_alone(save, options, target_path, 
     parts = WeightParts({"target": target})
     parts.add("draft", draft)
     tensors, _ = files_of(folder)
-    own = draft.destinations()
+    own = draft.weight_loaders()
     assert all(name.startswith("draft.") for name in own)
-    for name, destination in own.items():  # in the checkpoint's order, whatever is kept
-        assert torch.equal(destination.read(), tensors[name.removeprefix("draft.")])
+    for name, loader in own.items():  # in the checkpoint's order, whatever is kept
+        assert torch.equal(loader.read(), tensors[name.removeprefix("draft.")])
 
     features = features_of(target, draft.spec.features)
     before, digest = steps(draft, features, recompute=False), parts.digest("draft")
-    kept = KeptWeights(parts, frozenset({"draft"}))
-    num_bytes = sum(destination.read().nbytes for destination in own.values())
+    kept = WeightBackup(parts, frozenset({"draft"}))
+    num_bytes = sum(loader.read().nbytes for loader in own.values())
     assert draft.release() >= num_bytes  # packed weights are padded
     assert target.vocabulary.embedding_WE.untyped_storage().nbytes()
     draft.allocate()

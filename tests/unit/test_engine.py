@@ -26,9 +26,10 @@ def outcome(rollouts):
 
 def random_weights(engine, seed):
     generator = torch.Generator().manual_seed(seed)
-    destinations = engine.worker.target.model.destinations()
+    weight_loaders = engine.worker.target.model.weight_loaders()
     return [
-        (name, torch.randn(d.shape, generator=generator) * 0.2) for name, d in destinations.items()
+        (name, torch.randn(d.shape, generator=generator) * 0.2)
+        for name, d in weight_loaders.items()
     ]
 
 
@@ -56,7 +57,7 @@ def test_streams_may_be_interleaved(engine):
 
 def test_broken_logits_end_their_request_alone(engine):
     good = outcome(engine.generate(PROMPTS[:2], PARAMS))
-    embedding = engine.worker.target.model.destinations()["model.embed_tokens.weight"]
+    embedding = engine.worker.target.model.weight_loaders()["model.embed_tokens.weight"]
     whole = embedding.read()
     broken = whole.clone()
     broken[12] = float("nan")  # only the third prompt holds this token
@@ -403,7 +404,7 @@ def test_status_is_a_copy_of_what_the_engine_does(tiny_model_path):
         engine.submit([5 + index, 6, 7], params)
     engine.step()
     before = engine.status()
-    assert (before.running, before.waiting, before.why_not) == (2, 1, "")
+    assert (before.running, before.waiting, before.unavailable_reason) == (2, 1, "")
     assert before.weight_versions == engine.weight_versions
     assert 0 < before.kv_used < before.kv_slots
     while engine.has_unfinished:
@@ -411,5 +412,5 @@ def test_status_is_a_copy_of_what_the_engine_does(tiny_model_path):
     engine.pause_generation()
     after = engine.status()
     assert (after.running, after.waiting, after.total.finished) == (0, 0, 3)
-    assert "paused" in after.why_not
+    assert "paused" in after.unavailable_reason
     assert before.total.finished == 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
-from rollout.engine_loop import EngineLoop
+from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from tests.helpers.hang import HANG_SECONDS
 
@@ -62,8 +62,8 @@ def step_until(loop: EngineLoop, reached) -> None:
 
 
 def weights_of(engine: RolloutEngine) -> list[tuple[str, torch.Tensor]]:
-    destinations = engine.worker.target.model.destinations()
-    return [(name, destination.read()) for name, destination in destinations.items()]
+    weight_loaders = engine.worker.target.model.weight_loaders()
+    return [(name, loader.read()) for name, loader in weight_loaders.items()]
 
 
 def test_two_hundred_requests_of_eight_threads_get_the_tokens_of_generate(engine):
@@ -438,7 +438,7 @@ def test_an_error_in_the_body_is_not_hidden_by_a_close_that_is_late(engine):
 def test_a_process_that_forgets_to_close_still_ends(tiny_model_path):
     script = (
         "import sys; from rollout import RolloutEngine, SamplingParams\n"
-        "from rollout.engine_loop import EngineLoop\n"
+        "from rollout.engine.loop import EngineLoop\n"
         "loop = EngineLoop(RolloutEngine.from_pretrained(sys.argv[1]))\n"
         "params = SamplingParams(max_new_tokens=500, ignore_eos=True)\n"
         "tickets = [loop.submit([5, 6], params) for _ in range(64)]\n"

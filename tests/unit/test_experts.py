@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.layers import grouped_linear
-from rollout.layers.destination import mismatches
-from rollout.layers.experts import Experts
-from rollout.layers.linear import Linear
-from rollout.layers.row_invariance import make_row_invariant
-from rollout.layers.storage import allocate_storage, free_storage
+from rollout.models.layers import grouped_linear
+from rollout.models.layers.experts import Experts
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.row_invariance import make_row_invariant
+from rollout.models.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.weight_loader import mismatches
 from rollout.ops.matmul.tiles import tiles
 from rollout.parallel import ONE_RANK
 from tests.helpers.thread_ranks import on_ranks, rows_ranks, tensor_ranks
@@ -63,10 +63,10 @@ def block(
 
 
 def write(experts: Experts, weights: dict[str, torch.Tensor]) -> None:
-    destinations = experts.destinations("mlp")
-    assert not mismatches(destinations, {name: tuple(t.shape) for name, t in weights.items()})
+    weight_loaders = experts.weight_loaders("mlp")
+    assert not mismatches(weight_loaders, {name: tuple(t.shape) for name, t in weights.items()})
     for name, tensor in weights.items():
-        destinations[name].write(tensor)
+        weight_loaders[name].write(tensor)
     for linear in experts.linears():
         linear.pack()
 
@@ -175,31 +175,31 @@ def test_experts_are_padded_to_the_least_that_holds(monkeypatch) -> None:
 def test_fused_and_single_names_are_the_same_weights(stacked) -> None:
     first, second = tensors(shared=True), tensors(shared=True, seed=1)
     experts = block(fused(first), stacked=stacked)
-    destinations = experts.destinations("mlp")
+    weight_loaders = experts.weight_loaders("mlp")
     for name, tensor in (first | fused(first)).items():
-        assert torch.equal(destinations[name].read(), tensor), name
+        assert torch.equal(weight_loaders[name].read(), tensor), name
     write(experts, second)
     for name, tensor in (second | fused(second)).items():
-        assert torch.equal(destinations[name].read(), tensor), name
-    required = {name for name, each in destinations.items() if each.required}
+        assert torch.equal(weight_loaders[name].read(), tensor), name
+    required = {name for name, each in weight_loaders.items() if each.required}
     assert required == set(first)
 
 
 def test_mismatches_name_what_is_missing_and_what_comes_twice() -> None:
     single = {name: tuple(tensor.shape) for name, tensor in tensors(shared=True).items()}
     whole = {name: tuple(tensor.shape) for name, tensor in fused(tensors(shared=True)).items()}
-    destinations = block(tensors(shared=True)).destinations("mlp")
+    weight_loaders = block(tensors(shared=True)).weight_loaders("mlp")
     del single["mlp.experts.3.up_proj.weight"]
-    assert mismatches(destinations, single) == ["missing: mlp.experts.3.up_proj.weight"]
+    assert mismatches(weight_loaders, single) == ["missing: mlp.experts.3.up_proj.weight"]
     down = whole.pop("mlp.experts.down_proj")
-    assert mismatches(destinations, whole) == [
+    assert mismatches(weight_loaders, whole) == [
         f"missing: mlp.experts.{expert}.down_proj.weight" for expert in range(COUNT)
     ]
     part = "mlp.experts.0.down_proj.weight"
     assert mismatches(
-        destinations, {"mlp.experts.down_proj": down, part: (HIDDEN, FFN)}, partial=True
+        weight_loaders, {"mlp.experts.down_proj": down, part: (HIDDEN, FFN)}, partial=True
     ) == [f"comes twice: mlp.experts.down_proj holds {part} too"]
-    assert mismatches(destinations, {"mlp.experts.down_proj": (1, *down[1:])}, partial=True)
+    assert mismatches(weight_loaders, {"mlp.experts.down_proj": (1, *down[1:])}, partial=True)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
@@ -236,9 +236,9 @@ def test_tensor_parallel_ranks_have_parts_of_every_expert(size, shared, stacked)
         for each in experts.linears():
             each.allocate()
         write(experts, weights)
-        destinations = experts.destinations("mlp")
+        weight_loaders = experts.weight_loaders("mlp")
         for name, tensor in (weights | fused(weights)).items():
-            assert torch.equal(destinations[name].read(), tensor), name
+            assert torch.equal(weight_loaders[name].read(), tensor), name
         return experts(x), held
 
     expected = block(weights, stacked=stacked)

@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import FinishReason
 from spec_workers.features.feature_options import FeatureRingOptions
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.features.feature_ring import FeatureReader, FeatureRing
 from tests.helpers.tiny_model import save_tiny_llama
 
-FEATURES = Features(layers=(0, 2), final=True)
+FEATURES = AuxHiddenStates(layers=(0, 2), final=True)
 PROMPTS = [[5, 9, 11, 3, 70] * 6, [1, 2, 3, 4], list(range(20, 60))]
 PARAMS = SamplingParams(max_new_tokens=40, seed=4, ignore_eos=True)
 

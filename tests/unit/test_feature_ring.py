@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.weights.segment import OwnedSegment
 from spec_workers.features.feature_ring import FeatureReader, FeatureRing, FeatureSequence
 from tests.helpers.hang import HANG_SECONDS
 
-FEATURES = Features(layers=(0, 2), final=True)
+FEATURES = AuxHiddenStates(layers=(0, 2), final=True)
 HIDDEN = 8
 ROOT = Path(__file__).parents[2]
 

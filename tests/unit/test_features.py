@@ -7,7 +7,7 @@ import torch
 
 from rollout.config import DType
 from rollout.errors import InvalidInputError
-from rollout.models.features import Features, Taps
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.loader import load_model
 from tests.helpers.dense_attention import DenseAttention
 
@@ -18,7 +18,7 @@ def test_taps_are_the_residual_stream_and_change_nothing(tiny_model_path):
     tokens = torch.arange(11)
     attention = DenseAttention([11])
     untapped = model.forward(tokens, attention.positions, attention)
-    taps = Taps(Features(layers=(0, 2), final=True), 7, 48, untapped)
+    taps = AuxHiddenStateCollector(AuxHiddenStates(layers=(0, 2), final=True), 7, 48, untapped)
     tapped = model.forward(tokens, attention.positions, attention, taps)
     assert torch.equal(tapped, untapped)
     first, last, final = taps.features_TF.split(48, dim=1)
@@ -30,9 +30,9 @@ def test_taps_are_the_residual_stream_and_change_nothing(tiny_model_path):
 
 
 def test_one_readers_columns_among_those_of_all():
-    eagle, mtp = Features(layers=(1, 2, 5)), Features(final=True)
+    eagle, mtp = AuxHiddenStates(layers=(1, 2, 5)), AuxHiddenStates(final=True)
     both = eagle | mtp
-    assert both == Features(layers=(1, 2, 5), final=True)
+    assert both == AuxHiddenStates(layers=(1, 2, 5), final=True)
     features = torch.arange(2 * 12.0).view(2, 12)
     assert both.select(features, eagle).tolist() == features[:, :9].tolist()
     assert both.select(features, mtp).tolist() == features[:, 9:].tolist()
@@ -42,4 +42,4 @@ def test_one_readers_columns_among_those_of_all():
 @pytest.mark.parametrize("layers", [(2, 1), (1, 1), (-1,)])
 def test_layers_must_ascend(layers):
     with pytest.raises(InvalidInputError, match=r"features\.layers"):
-        Features(layers=layers)
+        AuxHiddenStates(layers=layers)

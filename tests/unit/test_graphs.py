@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.engine.overrides import engine_config
 from rollout.errors import InvalidInputError
-from rollout.graphs import Bucket, Buckets
-from rollout.memory.activations import activation_bytes, run_largest, warm_up
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
-from rollout.memory.padding_steps import PaddingSteps
-from rollout.models.features import Features
-from rollout.overrides import engine_config
-from rollout.step_arrays import StepArrays
-from rollout.transfers import DeviceBuffer
+from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.runner.activations import activation_bytes, run_largest, warm_up
+from rollout.runner.batch_layout import StepArrays
+from rollout.runner.dummy_run import DummyRun
+from rollout.runner.graphs import Bucket, Buckets
+from rollout.runner.transfers import DeviceBuffer
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
@@ -211,7 +211,11 @@ def test_features_are_those_of_the_rows_and_have_graphs_of_their_own(tiny_model_
             step.forwarded.features_TF.clone()
         )
     one = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    for features in (Features(), Features(layers=(1,), final=True), Features(final=True)):
+    for features in (
+        AuxHiddenStates(),
+        AuxHiddenStates(layers=(1,), final=True),
+        AuxHiddenStates(final=True),
+    ):
         for each in (engine, other):
             each.worker.target.runner.features = features
             each.generate([[5, 6]], one)
@@ -320,7 +324,7 @@ def test_the_cost_curve_knows_what_is_padded(tiny_model_path) -> None:
 
 def test_the_largest_step_can_be_tried_before_there_is_kv(tiny_model_path) -> None:
     model = RolloutEngine.from_pretrained(tiny_model_path, spec="none").worker.target.model
-    steps = PaddingSteps(model, Features(layers=(1,)))
+    steps = DummyRun(model, AuxHiddenStates(layers=(1,)))
     hidden_TE = steps.forward(40, nodes=40)
     assert hidden_TE.shape == (40, 48)
     assert hidden_TE.isfinite().all()

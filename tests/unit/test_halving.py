@@ -6,7 +6,7 @@ import pytest
 
 from rollout.config import Overlap, SchedulerConfig
 from rollout.errors import InvalidInputError
-from rollout.scheduler import Halving
+from rollout.scheduler import TwoBatchOverlap
 from rollout.types import StepTimes
 
 
@@ -15,7 +15,7 @@ class Machine:
 
     def __init__(self, device, host, overlap: Overlap = Overlap.auto, hides: bool = True) -> None:
         self.device, self.host = device, host
-        self.halving = Halving(overlap, hides=hides)
+        self.halving = TwoBatchOverlap(overlap, hides=hides)
         self.milliseconds = 0.0
 
     def step(self, running: int) -> bool:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.layers.rope import RopeType
 from rollout.models.layer_spec import LinearAttentionSpec
+from rollout.models.layers.rope import RopeType
 from rollout.models.spec import ModelSpec
 
 NEXT = {

@@ -5,7 +5,7 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType
-from rollout.models.features import Features, Taps
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.loader import load_model
 from spec_workers.draft_training.building import DraftKind, DraftShape, load_draft, new_draft
 from spec_workers.draft_training.checkpoint import save_draft
@@ -35,13 +35,13 @@ def target(folder):
 
 @torch.inference_mode()
 def test_features_are_those_of_the_sequences_alone(target):
-    features = Features(layers=(2, 3, 5), final=True)
+    features = AuxHiddenStates(layers=(2, 3, 5), final=True)
     tokens = [TokenSequence(token_ids_L=torch.tensor(each), first_root=0) for each in SEQUENCES]
     for sequence, found in zip(
         SEQUENCES, TargetFeatures(target, features, tokens, 0).take([0, 1, 2]), strict=True
     ):
         length = len(sequence) - 1
-        taps = Taps(features, length, 48, torch.empty(0))
+        taps = AuxHiddenStateCollector(features, length, 48, torch.empty(0))
         attention, states = DenseAttention([length]), DenseStates(target.spec).begin([length])
         ids = torch.tensor(sequence[:-1])
         target.forward(ids, attention.positions, attention, taps, states=states)
@@ -54,7 +54,9 @@ def test_a_new_draft_is_one_that_engines_run(kind, folder, target, tmp_path):
     draft = new_draft(DraftShape(kind=kind, num_kv_heads=4, ffn_size=40), target, vocabulary, 0)
     layer = draft.midlayer if kind is DraftKind.eagle3 else draft.layers[0]
     at = "model.layers.5"  # the last that attends
-    stored = {name: it.read() for name, it in target.destinations().items() if name.startswith(at)}
+    stored = {
+        name: it.read() for name, it in target.weight_loaders().items() if name.startswith(at)
+    }
     by_head = stored[f"{at}.self_attn.q_proj.weight"].view(4, 2, 16, 48)
     queries = layer.self_attn.q_proj.weight[:, -48:]
     assert torch.equal(queries, by_head[:, 0].reshape(64, 48))

@@ -12,8 +12,8 @@ from transformers import (
 
 from rollout.config import DType
 from rollout.errors import CheckpointError
-from rollout.layers.destination import mismatches
-from rollout.models.features import Features, Taps
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.models.layers.weight_loader import mismatches
 from rollout.models.loader import load_model
 from rollout.weights.options import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
@@ -82,8 +82,8 @@ def test_half_precision_stays_near(family, tmp_path):
 @torch.inference_mode()
 def test_features_are_the_residual_stream_and_the_final_norm(family, tmp_path):
     model, theirs = load(save_tiny_hybrid(tmp_path, family)), tiny_hybrid(family)
-    features, tokens = Features(layers=(0, 2, 3), final=True), torch.tensor(PROMPTS[0])
-    taps = Taps(features, len(tokens), 48, torch.empty(0))
+    features, tokens = AuxHiddenStates(layers=(0, 2, 3), final=True), torch.tensor(PROMPTS[0])
+    taps = AuxHiddenStateCollector(features, len(tokens), 48, torch.empty(0))
     states = DenseStates(model.spec).begin([len(tokens)])
     attention = DenseAttention([len(tokens)])
     model.forward(tokens, attention.positions, attention, taps, states=states)
@@ -96,12 +96,12 @@ def test_features_are_the_residual_stream_and_the_final_norm(family, tmp_path):
 def test_every_tensor_reads_back_as_it_was_written(family, packing, dtype, tmp_path):
     model = load(save_tiny_hybrid(tmp_path, family), dtype, packing=packing)
     stored = load_file(tmp_path / "model.safetensors")
-    destinations = model.destinations()
-    required = {name for name, destination in destinations.items() if destination.required}
+    weight_loaders = model.weight_loaders()
+    required = {name for name, loader in weight_loaders.items() if loader.required}
     assert required == stored.keys() == tiny_hybrid(family).state_dict().keys()
     for name, values in stored.items():
         kept = torch.float32 if name.endswith(("A_log", "dt_bias")) else model.dtype
-        assert torch.equal(destinations[name].read(), values.to(kept)), name
+        assert torch.equal(weight_loaders[name].read(), values.to(kept)), name
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -122,13 +122,13 @@ def test_an_update_is_a_load(family, packing, tied, tmp_path):
 def test_released_weights_come_back(family, tmp_path):
     model = load(save_tiny_hybrid(tmp_path, family))
     before = logits_of(model, PROMPTS)
-    required = [name for name, it in model.destinations().items() if it.required]
-    kept = {name: model.destinations()[name].read() for name in required}
+    required = [name for name, it in model.weight_loaders().items() if it.required]
+    kept = {name: model.weight_loaders()[name].read() for name in required}
     assert model.release() >= sum(values.nbytes for values in kept.values())
     assert model.release() == 0
     model.allocate()
     for name in required:
-        model.destinations()[name].write(kept[name])
+        model.weight_loaders()[name].write(kept[name])
     model.finish_loading()
     for ours, again in zip(before, logits_of(model, PROMPTS), strict=True):
         assert torch.equal(ours, again)
@@ -184,15 +184,15 @@ def test_one_tensor_by_both_its_names(seeing):
     folder, _ = seeing
     model = load(folder)
     name, other = "model.language_model.norm.weight", "model.norm.weight"
-    values = model.destinations()[name].read()
-    destinations = model.destinations()
-    assert destinations[name].required
-    assert not destinations[other].required
-    assert mismatches(destinations, {other: (48,)}, partial=True) == []
-    destinations[name].write(values)
-    destinations[other].write(values)
+    values = model.weight_loaders()[name].read()
+    weight_loaders = model.weight_loaders()
+    assert weight_loaders[name].required
+    assert not weight_loaders[other].required
+    assert mismatches(weight_loaders, {other: (48,)}, partial=True) == []
+    weight_loaders[name].write(values)
+    weight_loaders[other].write(values)
     with pytest.raises(CheckpointError, match="one tensor"):
-        destinations[other].write(values + 1)
+        weight_loaders[other].write(values + 1)
 
 
 @pytest.mark.parametrize("kept", ["model.language_model.embed_tokens.weight", "lm_head.weight"])
@@ -201,6 +201,6 @@ def test_any_name_of_a_tied_table_is_enough(kept, tmp_path):
     stored = load_file(folder / "model.safetensors")
     table = stored.pop("model.embed_tokens.weight")
     save_file(stored | {kept: table}, folder / "model.safetensors", metadata={"format": "pt"})
-    destinations = load(folder).destinations()
+    weight_loaders = load(folder).weight_loaders()
     for prefix in ("model", "model.language_model"):
-        assert torch.equal(destinations[f"{prefix}.embed_tokens.weight"].read(), table)
+        assert torch.equal(weight_loaders[f"{prefix}.embed_tokens.weight"].read(), table)

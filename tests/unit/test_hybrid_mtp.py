@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.config import DType
-from rollout.models.features import Features, Taps
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from tests.helpers.dense_attention import DenseAttention
@@ -33,8 +33,8 @@ def loaded(request, experts, tmp_path):
 @torch.inference_mode()
 def test_a_step_is_what_transformers_parts_compute(loaded):
     model, theirs, target, step, _ = loaded
-    assert step.spec.features == Features(final=True)
-    taps = Taps(step.spec.features, len(TOKENS), 48, torch.empty(0))
+    assert step.spec.features == AuxHiddenStates(final=True)
+    taps = AuxHiddenStateCollector(step.spec.features, len(TOKENS), 48, torch.empty(0))
     states = DenseStates(target.spec).begin([len(TOKENS)])
     attention = DenseAttention([len(TOKENS)])
     target.forward(TOKENS, attention.positions, attention, taps, states=states)
@@ -50,9 +50,9 @@ def test_a_step_is_what_transformers_parts_compute(loaded):
 def test_destinations_are_the_checkpoints_own(loaded):
     _, _, target, step, folder = loaded
     stored = load_file(folder / "model.safetensors")
-    destinations = step.destinations()
-    required = {name for name, destination in destinations.items() if destination.required}
+    weight_loaders = step.weight_loaders()
+    required = {name for name, loader in weight_loaders.items() if loader.required}
     assert required == {name for name in stored if name.startswith("mtp.")}
     for name in required:
-        assert torch.equal(destinations[name].read(), stored[name]), name
-    assert not destinations.keys() & target.destinations().keys()
+        assert torch.equal(weight_loaders[name].read(), stored[name]), name
+    assert not weight_loaders.keys() & target.weight_loaders().keys()

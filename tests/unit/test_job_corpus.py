@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.engine.specs import worker_factory
 from rollout.offline import JobResult, JobStatus, RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
-from rollout.specs import worker_factory
 from tests.helpers import small_jobs
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import output_rows, small_job

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rollout import RolloutEngine, call_guard
+from rollout.engine.spmd import Rank0Engine
 from rollout.errors import EngineStateError, InvalidInputError
-from rollout.leading import LeadingEngine
 from rollout.parallel import SingleRank
 from tests.helpers.hang import HANG_SECONDS
 
@@ -34,7 +34,7 @@ def calls() -> list[str]:
 
 @pytest.mark.parametrize("name", calls())
 def test_a_call_is_told_to_all_ranks_or_refused(name):
-    engine = LeadingEngine(without_a_model(), Told())
+    engine = Rank0Engine(without_a_model(), Told())
     with pytest.raises((ZeroDivisionError, InvalidInputError), match=name):
         getattr(engine, name)()
 
@@ -43,7 +43,7 @@ def test_a_call_that_is_refused_is_told_to_nobody(monkeypatch):
     monkeypatch.setattr(call_guard, "_PATIENCE_SECONDS", 0.0)
     own = without_a_model()
     with own.calls, ThreadPoolExecutor(1) as threads:
-        call = threads.submit(LeadingEngine(own, Told()).flush_cache)
+        call = threads.submit(Rank0Engine(own, Told()).flush_cache)
         assert isinstance(call.exception(HANG_SECONDS), EngineStateError)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.engine.learned_file import learned_file, load_learned, save_learned
 from rollout.errors import InvalidInputError
-from rollout.learned_file import learned_file, load_learned, save_learned
 from spec_workers.budget import FixedBudget
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as reference
 
-from rollout.layers.linear import Linear
+from rollout.models.layers.linear import Linear
 from tests.helpers.packing import packs
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from rollout.layers.destination import mismatches
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.dtype import cpu_features, resolve_dtype
+from rollout.models.layers.weight_loader import mismatches
 from rollout.models.loader import load_model, resolve_device
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.tiny_model import save_tiny_llama
@@ -66,11 +66,11 @@ def fails(folder, *parts):
 def test_every_tensor_is_where_its_name_says(folder, dtype):
     model = load(folder, dtype)
     stored = load_file(folder / "model.safetensors")
-    destinations = model.destinations()
-    assert destinations.keys() == stored.keys()
-    for name, destination in destinations.items():
-        assert destination.shape == tuple(stored[name].shape)
-        assert torch.equal(destination.read(), stored[name].to(model.dtype)), name
+    weight_loaders = model.weight_loaders()
+    assert weight_loaders.keys() == stored.keys()
+    for name, loader in weight_loaders.items():
+        assert loader.shape == tuple(stored[name].shape)
+        assert torch.equal(loader.read(), stored[name].to(model.dtype)), name
 
 
 def test_sharded_is_the_same_model(folder, sharded, tmp_path):
@@ -107,10 +107,10 @@ def test_updating_every_tensor_equals_loading_them(folder, tmp_path, tied, packi
     new = load_file(other / "model.safetensors")
     if tied:
         new["lm_head.weight"] = new["model.embed_tokens.weight"].clone()
-    destinations = model.destinations()
-    assert mismatches(destinations, {name: tensor.shape for name, tensor in new.items()}) == []
+    weight_loaders = model.weight_loaders()
+    assert mismatches(weight_loaders, {name: tensor.shape for name, tensor in new.items()}) == []
     for name in sorted(new):
-        destinations[name].write(new[name])
+        weight_loaders[name].write(new[name])
     model.finish_loading()
     after, fresh = logits_of(model, PROMPTS), logits_of(load(other, packing=packing), PROMPTS)
     for old, ours, theirs in zip(before, after, fresh, strict=True):
@@ -128,10 +128,10 @@ def test_either_name_of_a_tied_table_is_enough(folder, kept):
         tensors[kept] = table
 
     change(folder, edit)
-    destinations = load(folder).destinations()
+    weight_loaders = load(folder).weight_loaders()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert torch.equal(destinations[name].read(), table)
-        assert destinations[name].required == (name != "lm_head.weight")
+        assert torch.equal(weight_loaders[name].read(), table)
+        assert weight_loaders[name].required == (name != "lm_head.weight")
 
 
 def test_tied_names_must_agree(folder):
@@ -212,7 +212,7 @@ def test_long_lists_are_cut(folder):
 def test_frequencies_of_old_checkpoints_are_passed_over(folder):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change(folder, lambda tensors: tensors.update({name: torch.zeros(4)}))
-    assert name not in load(folder).destinations()
+    assert name not in load(folder).weight_loaders()
 
 
 def test_quantised_tensors_are_refused(folder):

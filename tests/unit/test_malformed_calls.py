@@ -14,8 +14,8 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from rollout.engine.overrides import engine_config
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.overrides import engine_config
 from tests.helpers.text_model import save_text_model
 
 PARAMS = SamplingParams(max_new_tokens=2, seed=3, ignore_eos=True)

@@ -68,9 +68,9 @@ def test_tensor_parallel_ranks(name, size, packing, folders):
 
     def on_rank(group):
         model = load(folders[name], packing, ranks=tensor_ranks(group))
-        assert model.destinations().keys() == whole.destinations().keys()
+        assert model.weight_loaders().keys() == whole.weight_loaders().keys()
         for key, tensor in stored.items():
-            assert torch.equal(model.destinations()[key].read(), tensor), key
+            assert torch.equal(model.weight_loaders()[key].read(), tensor), key
         return logits_of(model, PROMPTS), sum(linear.in_features for linear in model.linears())
 
     ranks = on_ranks(size, on_rank)
@@ -89,7 +89,7 @@ def test_ranks_with_rows_of_their_own_are_bitwise_one(name, size, folders):
     def on_rank(group):
         model = load(folders[name], ranks=rows_ranks(group))
         for key, tensor in stored.items():
-            assert torch.equal(model.destinations()[key].read(), tensor), key
+            assert torch.equal(model.weight_loaders()[key].read(), tensor), key
         own = [PROMPTS[0], [], [8] * 40][group.rank]
         return torch.equal(logits_of(model, [own])[0], logits_of(whole, [own])[0])
 

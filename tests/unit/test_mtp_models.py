@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from rollout import RolloutEngine
 from rollout.config import DType
 from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.eagle.loader import read_eagle_spec
-from rollout.models.features import Features, Taps
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.mtp.names import is_mtp_tensor
@@ -38,7 +38,7 @@ def add(folder, tensors, remove=()):
 
 @torch.inference_mode()
 def features_of(target, wanted, tokens):
-    taps = Taps(wanted, len(tokens), E, target.embed(tokens))
+    taps = AuxHiddenStateCollector(wanted, len(tokens), E, target.embed(tokens))
     attention = DenseAttention([len(tokens)])
     target.forward(tokens, attention.positions, attention, taps)
     return taps.features_TF
@@ -62,7 +62,7 @@ def test_a_chain_is_the_plain_one(layout, num_steps, tmp_path):
     folders = save_tiny_mtp(tmp_path, layout, num_steps)
     target, chain, steps = load(*folders)
     assert len(steps) == chain.spec.num_steps == num_steps
-    assert chain.spec.features == Features(
+    assert chain.spec.features == AuxHiddenStates(
         layers=(LAYERS,) if layout == "mimo" else (), final=layout != "mimo"
     )
     tensors = load_file(folders[1] / "model.safetensors")
@@ -101,12 +101,12 @@ def test_destinations_are_the_checkpoints_own_names(layout, tmp_path):
     folders = save_tiny_mtp(tmp_path, layout)
     _, _, steps = load(*folders)
     stored = load_file(folders[1] / "model.safetensors")
-    found = [step.destinations() for step in steps]
+    found = [step.weight_loaders() for step in steps]
     names = {name for name in stored if layout == "separate" or is_mtp_tensor(name, LAYERS, 2)}
     assert {name for each in found for name in each} == names
     for each in found:
-        for name, destination in each.items():
-            assert torch.equal(destination.read(), stored[name]), name
+        for name, loader in each.items():
+            assert torch.equal(loader.read(), stored[name]), name
     shared = set(found[0]) & set(found[1])
     assert len(shared) == (4 if layout == "qwen3_next" else 0)
     assert all(found[0][name].place == found[1][name].place for name in shared)
@@ -116,15 +116,15 @@ def test_released_weights_come_back(tmp_path):
     target, chain, steps = load(*save_tiny_mtp(tmp_path, "qwen3_next"))
     features = features_of(target, chain.spec.features, TOKENS[0])
     before = run_chain(steps, features, TOKENS[0])
-    values = [{name: d.read() for name, d in step.destinations().items()} for step in steps]
+    values = [{name: d.read() for name, d in step.weight_loaders().items()} for step in steps]
     freed = [step.release() for step in steps]
     assert freed[0] > freed[1] > 0, "what steps share is freed once"
     assert [step.release() for step in steps] == [0, 0]
     for step in steps:
         step.allocate()
     for step, kept in zip(steps, values, strict=True):
-        for name, destination in step.destinations().items():
-            destination.write(kept[name])
+        for name, loader in step.weight_loaders().items():
+            loader.write(kept[name])
         step.finish_loading()
     for ours, again in zip(before, run_chain(steps, features, TOKENS[0]), strict=True):
         assert torch.equal(ours, again)
@@ -145,8 +145,8 @@ def test_copies_of_embedding_and_head_are_the_targets_and_others_the_chains(tmp_
     }
     add(folder, copies)
     target, _, steps = load(folder, folder)
-    assert not set(copies) & set(steps[0].destinations())
-    assert {embedding.format(3), head.format(3)} <= set(steps[1].destinations())
+    assert not set(copies) & set(steps[0].weight_loaders())
+    assert {embedding.format(3), head.format(3)} <= set(steps[1].weight_loaders())
     hidden = torch.randn(4, E)
     with torch.inference_mode():
         assert torch.equal(steps[0].logits(hidden), target.logits(hidden))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.runner import Forwarded
+from rollout.runner.model_runner import Forwarded
 from rollout.types import EntryResult
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.budget.cost_curve import CostCurve

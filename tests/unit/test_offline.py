@@ -17,8 +17,8 @@ from rich.console import Console
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.engine.specs import worker_factory
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.metrics import JsonlLog, MetricsError
 from rollout.offline import (
     DataConfig,
     JobStatus,
@@ -29,7 +29,7 @@ from rollout.offline import (
     run_job,
 )
 from rollout.offline.lock import OutputLock
-from rollout.specs import worker_factory
+from rollout.offline.metrics import JsonlLog, MetricsError
 from rollout.types import FinishReason, Rollout
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 from tests.helpers.text_model import save_text_model

@@ -11,8 +11,8 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import EngineConfig
+from rollout.engine.overrides import engine_config
 from rollout.models.loader import Progress
-from rollout.overrides import engine_config
 from spec_workers.draft_tree import only_roots
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
@@ -56,7 +56,7 @@ class SlowDevice(TargetWorker):
 class Proposing(SpecWorker):
     """Notes whether the device was busy throughout."""
 
-    takes_turns = True
+    supports_overlap = True
     target: SlowDevice
 
     def __init__(self, target: SlowDevice) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.models.features import Features
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.features.feature_ring import FeatureRing
@@ -15,7 +15,7 @@ HIDDEN = 4
 
 @pytest.fixture
 def ring():
-    ring = FeatureRing(256 << 10, Features(layers=(1,), final=True), HIDDEN, torch.float32)
+    ring = FeatureRing(256 << 10, AuxHiddenStates(layers=(1,), final=True), HIDDEN, torch.float32)
     yield ring
     ring.close()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine_loop import EngineLoop
+from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.loader import load_model
 from rollout.models.registry import MODEL_CLASSES
@@ -50,9 +50,7 @@ def outcome(engine):
 
 def weights_of(part):
     return [
-        (name, destination.read())
-        for name, destination in part.destinations().items()
-        if destination.required
+        (name, loader.read()) for name, loader in part.weight_loaders().items() if loader.required
     ]
 
 
@@ -133,9 +131,9 @@ def test_every_tensor_of_a_model_is_freed_and_comes_back(tmp_path, architecture,
         packing=packing,
     )
     generator = torch.Generator().manual_seed(1)
-    for destination in model.destinations().values():
-        if destination.required:
-            destination.write(torch.randn(destination.shape, generator=generator))
+    for loader in model.weight_loaders().values():
+        if loader.required:
+            loader.write(torch.randn(loader.shape, generator=generator))
     model.finish_loading()
     saved = weights_of(model)
     held = sum(values.nbytes for _, values in saved)
@@ -146,9 +144,9 @@ def test_every_tensor_of_a_model_is_freed_and_comes_back(tmp_path, architecture,
     assert released >= held + copied if packing else released == held
     assert model.release() == 0
     model.allocate()
-    destinations = model.destinations()
+    weight_loaders = model.weight_loaders()
     for name, values in saved:
-        destinations[name].write(values)
+        weight_loaders[name].write(values)
     model.finish_loading()
     model.allocate()  # has all it needs
     assert [id(tensor) for tensor in model._plain_weights()] == addresses
@@ -192,7 +190,7 @@ def test_nothing_runs_while_a_part_is_released(engine, tag):
     before = outcome(engine)
     engine.release_memory([tag])
     assert not engine.can_run
-    assert tag in engine.why_not
+    assert tag in engine.unavailable_reason
     for call in (
         lambda: engine.generate(PROMPTS, PARAMS),
         lambda: list(engine.stream(PROMPTS, PARAMS)),
@@ -254,7 +252,7 @@ def test_weights_released_without_a_copy_need_a_full_update(engine, folder):
     assert not list(folder.iterdir())
     engine.resume_memory()
     assert not engine.can_run
-    assert "released without a copy" in engine.why_not
+    assert "released without a copy" in engine.unavailable_reason
     with pytest.raises(WeightUpdateError, match="released without a copy"):
         engine.generate(PROMPTS, PARAMS)
     with pytest.raises(WeightUpdateError, match="released without a copy"):
@@ -263,7 +261,7 @@ def test_weights_released_without_a_copy_need_a_full_update(engine, folder):
         engine.update_weights_from_tensor(whole[:3])
     engine.release_memory()  # torn weights may sleep too, and stay torn
     engine.resume_memory()
-    assert "released without a copy" in engine.why_not
+    assert "released without a copy" in engine.unavailable_reason
     engine.update_weights_from_tensor(whole)
     assert (engine.weights_digest(), outcome(engine)) == (digest, before)
 
@@ -285,7 +283,7 @@ def test_weights_may_be_updated_before_the_kv_cache_is_back(engine, tiny_model_p
         engine.update_weights_from_tensor(new[start : start + 5])
     engine.end_weight_update()
     engine.flush_cache()
-    assert "kv_cache" in engine.why_not
+    assert "kv_cache" in engine.unavailable_reason
     engine.resume_memory(["kv_cache"])
     assert engine.weights_digest() == other.weights_digest()
     assert outcome(engine) == outcome(other)
@@ -301,9 +299,9 @@ def two_models(engine, tmp_path):
     class Draft:
         """Its tensors have names of their own, all but the head, which is the target's."""
 
-        def destinations(self):
-            own = draft.destinations()
-            shared = engine.worker.target.model.destinations()["lm_head.weight"]
+        def weight_loaders(self):
+            own = draft.weight_loaders()
+            shared = engine.worker.target.model.weight_loaders()["lm_head.weight"]
             del own["lm_head.weight"]
             return {f"draft.{name}": d for name, d in own.items()} | {"lm_head.weight": shared}
 
@@ -332,7 +330,7 @@ def test_draft_weights_sleep_and_wake_with_the_targets(two_models, engine):
     whole = [pair for part in weights.parts.values() for pair in weights_of(part)]
     engine.release_memory(keep_weights=False)
     engine.resume_memory()
-    assert "draft, target" in engine.why_not
+    assert "draft, target" in engine.unavailable_reason
     with pytest.raises(WeightUpdateError, match="without a copy"):
         engine.update_weights_from_tensor(weights_of(weights.parts["draft"]), selector="draft")
     engine.update_weights_from_tensor(dict(whole).items())
@@ -360,13 +358,13 @@ def test_a_copy_that_is_damaged_leaves_the_engine_torn_until_a_full_update(engin
     assert not list(folder.iterdir())
     assert engine.released_tags == {"kv_cache"}
     engine.resume_memory()
-    assert "could not be brought back" in engine.why_not
+    assert "could not be brought back" in engine.unavailable_reason
     engine.update_weights_from_tensor(whole)
     assert outcome(engine) == before
 
 
 def test_large_weights_are_copied_in_files_of_bounded_size(engine, folder, monkeypatch):
-    monkeypatch.setattr("rollout.weights.kept._FILE_BYTES", 40_000)
+    monkeypatch.setattr("rollout.weights.backup._FILE_BYTES", 40_000)
     digest = engine.weights_digest()
     engine.release_memory()
     files = list(folder.glob("*/*.safetensors"))

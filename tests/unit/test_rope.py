@@ -3,7 +3,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rollout.layers.rope import RopeSpec, RopeType, cos_sin_table
+from rollout.models.layers.rope import RopeSpec, RopeType, cos_sin_table
 from rollout.models.rope_config import context_limit, rope_fields, rope_spec
 
 CPU = torch.device("cpu")

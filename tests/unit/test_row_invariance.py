@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from rollout.errors import ExactnessError
-from rollout.layers.linear import Linear
-from rollout.layers.row_invariance import LARGEST_PADDING, make_row_invariant, minimum_rows
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.row_invariance import LARGEST_PADDING, make_row_invariant, minimum_rows
 from rollout.ops import matmul
 from tests.helpers.packing import packs
 

@@ -6,8 +6,8 @@ import pytest
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
 from rollout.scheduler import LengthForecast, Scheduler
+from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import MAX_OVERTAKEN
-from rollout.step_limits import StepLimits
 from rollout.types import (
     Batch,
     EntryResult,

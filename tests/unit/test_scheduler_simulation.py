@@ -17,8 +17,8 @@ from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.cache import CacheMemory
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
 from rollout.scheduler import LengthForecast, Scheduler
+from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import MAX_OVERTAKEN
-from rollout.step_limits import StepLimits
 from rollout.types import (
     Batch,
     EntryResult,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.attention import state_arrays, state_plan
+from rollout.runner.attention import state_arrays, state_plan
 from rollout.types import Batch, Scheduled, ScheduledStates
 from tests.helpers.requests import make_request, make_trees
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.step_arrays import StepArrays
+from rollout.runner.batch_layout import StepArrays
 from rollout.types import Batch, Scheduled
 from tests.helpers.requests import make_request, make_trees
 

@@ -10,7 +10,7 @@ import torch
 from rollout.config import MemoryConfig, SchedulerConfig
 from rollout.memory.sizing import kv_fraction, num_kv_slots
 from rollout.models.spec import ModelSpec
-from rollout.step_limits import StepLimits
+from rollout.scheduler.step_limits import StepLimits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.streaming import in_order_of_plain_decoding
+from rollout.engine.streaming import in_order_of_plain_decoding
 from rollout.types import FinishReason
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollout.engine_metrics import EngineMetrics
+from rollout.engine.metrics import EngineMetrics
 from rollout.offline import JobResult, JobStatus, SweepTable
 from rollout.offline.summary import Summary
 

@@ -12,9 +12,9 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from rollout.encoding import PromptEncoder
+from rollout.engine.min_token_count import MinTokenCount
+from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError
-from rollout.text_bound import TextBound
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog " * 5,
@@ -59,8 +59,8 @@ def composing(form: normalizers.Normalizer) -> Tokenizer:
     return tokenizer
 
 
-def bound_of(tokenizer: Tokenizer) -> TextBound | None:
-    return TextBound.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+def bound_of(tokenizer: Tokenizer) -> MinTokenCount | None:
+    return MinTokenCount.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
 KNOWN = {

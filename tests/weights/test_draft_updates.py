@@ -9,7 +9,7 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.layers.destination import Destination
+from rollout.models.layers.weight_loader import WeightLoader
 from tests.weights.conftest import Policy
 
 PROMPT = list(range(3, 40))
@@ -22,8 +22,8 @@ class Draft:
     def __init__(self) -> None:
         self.tensor = torch.zeros(4)
 
-    def destinations(self) -> dict[str, Destination]:
-        return {"draft.fc.weight": Destination.of(self.tensor)}
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {"draft.fc.weight": WeightLoader.of(self.tensor)}
 
     def finish_loading(self) -> None: ...
 

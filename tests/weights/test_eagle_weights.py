@@ -34,8 +34,8 @@ def drafted(policies, draft_path, spec="eagle", **spec_options) -> RolloutEngine
 
 def tensors_of(engine):
     """Of its draft, in the names that an update uses."""
-    destinations = engine.worker.weights.parts["draft"].destinations()
-    return {name: each.read() for name, each in destinations.items() if each.required}
+    weight_loaders = engine.worker.weights.parts["draft"].weight_loaders()
+    return {name: each.read() for name, each in weight_loaders.items() if each.required}
 
 
 @pytest.mark.parametrize("spec", ["eagle", "hybrid"])
@@ -69,7 +69,7 @@ def test_a_draft_that_is_not_frozen_must_come_with_the_target(policies, draft_pa
     assert all(torch.equal(values, new[name]) for name, values in tensors_of(engine).items())
     engine.release_memory(keep_weights=False)
     engine.resume_memory()
-    assert "every tensor of draft, target" in engine.why_not
+    assert "every tensor of draft, target" in engine.unavailable_reason
 
 
 def test_the_drafts_kv_and_weights_are_given_back(policies, draft_paths):
@@ -152,7 +152,7 @@ def test_a_chain_from_a_folder(tmp_path, layout):
     zeros = {
         name: torch.zeros(each.shape)
         for step in ("draft_step_0", "draft_step_1")
-        for name, each in parts[step].destinations().items()
+        for name, each in parts[step].weight_loaders().items()
     }
     engine.update_weights_from_tensor(zeros, selector="draft")
     assert engine.weights_digest() != digest
@@ -167,8 +167,8 @@ def test_the_first_steps_of_a_longer_chain(tmp_path):
     engine = RolloutEngine.from_pretrained(target, "mtp", spec_options=options)
     assert list(engine.worker.weights.parts) == ["target", "draft_step_0", "draft_step_1"]
     digest = engine.weights_digest()
-    destinations = engine.worker.weights.parts["draft_step_1"].destinations()
-    zeros = {name: torch.zeros(each.shape) for name, each in destinations.items()}
+    weight_loaders = engine.worker.weights.parts["draft_step_1"].weight_loaders()
+    zeros = {name: torch.zeros(each.shape) for name, each in weight_loaders.items()}
     engine.update_weights_from_tensor(zeros, selector="draft_step_1")
     assert engine.weights_digest() != digest
     engine.update_weights_from_disk(chain, selector="draft")

@@ -7,7 +7,7 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.residency import Residency
+from rollout.runner.memory_saver import MemorySaver
 from rollout.types import MemoryTag
 from rollout.weights.options import UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
@@ -161,7 +161,7 @@ def test_a_frozen_parts_values_outlast_any_release(chain, keep):
     send(chain, TARGET)
     send(chain, STEP_0 | STEP_1, selector="draft")
     digest = chain.digest("all")
-    residency = Residency(chain, [])
+    residency = MemorySaver(chain, [])
     freed = residency.release([MemoryTag.WEIGHTS], keep_weights=keep)
     assert freed[MemoryTag.WEIGHTS] == 4 * (3 + 2 + 4 + 2), "drafts' memory is given back too"
     residency.resume([MemoryTag.WEIGHTS])
@@ -175,7 +175,7 @@ def test_a_frozen_parts_values_outlast_any_release(chain, keep):
 
 
 def test_a_frozen_part_that_cannot_be_brought_back_is_torn(chain):
-    residency = Residency(chain, [])
+    residency = MemorySaver(chain, [])
     residency.release([MemoryTag.WEIGHTS], keep_weights=False)
     kept = residency._kept
     kept._files[0].write_bytes(b"")

@@ -59,7 +59,7 @@ def test_other_unknown_names_are_refused_beside_them(folders):
 
 def test_a_chain_alone_is_no_update(folders):
     engine = RolloutEngine.from_pretrained(folders[0], spec="none")
-    plain = engine.worker.target.model.destinations()
+    plain = engine.worker.target.model.weight_loaders()
     named = load_file(folders[1] / "model.safetensors")
     only_chain = {name: it for name, it in named.items() if name not in plain}
     with pytest.raises(InvalidInputError, match="must bring a tensor"):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.layers.destination import Destination, with_alias
+from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.options import UpdateOptions
@@ -19,8 +19,8 @@ class Part:
         self.tensors = tensors
         self.finished = 0
 
-    def destinations(self) -> dict[str, Destination]:
-        return {name: Destination.of(tensor) for name, tensor in self.tensors.items()}
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {name: WeightLoader.of(tensor) for name, tensor in self.tensors.items()}
 
     def finish_loading(self) -> None:
         self.finished += 1
@@ -318,11 +318,11 @@ def test_what_cannot_be_copied_is_refused_before_a_byte_moves(weights, tensor):
 
 def test_tied_names_may_both_bring_the_same_nan():
     tied = torch.zeros(2)
-    destination = Destination.of(tied)
+    loader = WeightLoader.of(tied)
 
     class Tied(Part):
-        def destinations(self) -> dict[str, Destination]:
-            return with_alias("embedding", "head", destination)
+        def weight_loaders(self) -> dict[str, WeightLoader]:
+            return with_alias("embedding", "head", loader)
 
     weights = WeightTransaction({"target": Tied()})
     broken = torch.tensor([float("nan"), 1.0])
@@ -335,8 +335,8 @@ def test_a_folder_whose_tied_names_differ_changes_nothing(tmp_path):
     tied = torch.zeros(2)
 
     class Tied(Part):
-        def destinations(self) -> dict[str, Destination]:
-            return with_alias("embedding", "head", Destination.of(tied))
+        def weight_loaders(self) -> dict[str, WeightLoader]:
+            return with_alias("embedding", "head", WeightLoader.of(tied))
 
     save_file({"embedding": torch.ones(2), "head": torch.zeros(2)}, tmp_path / "model.safetensors")
     weights = WeightTransaction({"target": Tied()})

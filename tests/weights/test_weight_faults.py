@@ -71,7 +71,7 @@ def assert_old_or_refuses(engine, old, before):
         assert engine.weights_digest() == old.digest
         assert outputs(engine) == old.outputs
         return
-    assert "torn" in engine.why_not
+    assert "torn" in engine.unavailable_reason
     for call in (lambda: engine.generate(PROMPTS, PARAMS), lambda: engine.score([1], [2])):
         with pytest.raises((WeightUpdateError, EngineStateError), match="torn"):
             call()

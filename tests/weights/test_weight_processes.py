@@ -37,7 +37,7 @@ class Slow(TensorSource):
 
 def assert_refuses(engine):
     assert not engine.can_run
-    assert "torn" in engine.why_not
+    assert "torn" in engine.unavailable_reason
     with pytest.raises(RolloutError, match="torn"):
         outputs(engine)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rollout.cluster.host import ReplicaHost
-from rollout.cluster.ray.last_words import Residence
+from rollout.cluster.ray.actor_logs import ActorLocation
 
 
 class ReplicaActor(ReplicaHost):
-    async def residence(self) -> Residence:
-        return Residence.of_this_process()
+    async def residence(self) -> ActorLocation:
+        return ActorLocation.of_this_process()

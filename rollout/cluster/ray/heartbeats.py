@@ -34,14 +34,14 @@ class Heartbeats:
         self._stall_seconds = stall_seconds
         self._on_hang = on_hang
         self._lock = threading.Lock()
-        self._patients: dict[Pulsed, _Patient] = {}
+        self._patients: dict[Pulsed, _HealthCheck] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
     def watch(self, replica: Pulsed) -> None:
         with self._lock:
-            self._patients[replica] = _Patient(replica)
+            self._patients[replica] = _HealthCheck(replica)
 
     def forget(self, replica: Pulsed) -> None:
         with self._lock:
@@ -67,7 +67,7 @@ class Heartbeats:
                     self._on_hang(replica, reason)
 
 
-class _Patient:
+class _HealthCheck:
     """A replica, and the pulse it was asked for."""
 
     def __init__(self, replica: Pulsed) -> None:

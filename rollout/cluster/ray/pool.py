@@ -16,16 +16,16 @@ import ray
 
 from rollout.cluster.config import ClusterConfig
 from rollout.cluster.ray.actor import ReplicaActor
+from rollout.cluster.ray.actor_logs import ActorLocation, last_lines
 from rollout.cluster.ray.heartbeats import Heartbeats, Pulsed
 from rollout.cluster.ray.instance import RayInstance
-from rollout.cluster.ray.last_words import Residence, last_lines
 from rollout.cluster.ray.replica import RayReplica, cause_of, import_failure
 from rollout.cluster.ray.resources import ReplicaResources, replica_resources
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
+from rollout.engine.specs import WorkerFactory
 from rollout.errors import ClusterError, RolloutError
 from rollout.memory.sizing import kv_fraction
-from rollout.specs import WorkerFactory
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class _Seat:
     replica: RayReplica
     is_open: bool = False
     started: float = field(default_factory=time.monotonic)
-    residence: Residence | None = None
+    residence: ActorLocation | None = None
     deaths: int = 0  # one after the other, without a rollout in between
 
     @property
@@ -166,7 +166,7 @@ class RayPool:
             error = answered.exception()
             value = None if error is not None else answered.result()
             self._answers.put((replica, value, error))
-            if isinstance(value, Residence):
+            if isinstance(value, ActorLocation):
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._opener.submit(self._open, replica)
 
@@ -180,7 +180,7 @@ class RayPool:
             return []  # of one that was buried
         if error is not None:
             return self._replace(seat, cause_of(error))
-        if isinstance(value, Residence):
+        if isinstance(value, ActorLocation):
             seat.residence = value
             return []
         self._await(replica, replica.actor.report.remote())

@@ -21,11 +21,11 @@ class RayReplica:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self.actor = actor
-        self.why_not = ""
+        self.unavailable_reason = ""
         # Threads that bring weights call too, and answers come on Ray's.
         self._lock = threading.Lock()
         self._next_turn = 0
-        self._answered = -1  # the latest turn that `why_not` is of
+        self._answered = -1  # the latest turn that `unavailable_reason` is of
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         self._send(self.actor.submit, list(submissions))
@@ -48,7 +48,7 @@ class RayReplica:
             answer = answered.result()
             with self._lock:  # large answers may be overtaken by later ones
                 if turn > self._answered:
-                    self._answered, self.why_not = turn, answer.why_not
+                    self._answered, self.unavailable_reason = turn, answer.unavailable_reason
             if answer.error is not None:
                 settled.set_exception(answer.error)
             else:

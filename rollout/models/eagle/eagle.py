@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear, linear_destinations
-from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec
+from rollout.models.layers.linear import Linear, linear_weight_loaders
+from rollout.models.layers.rope import cos_sin_table
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm
 
@@ -85,12 +85,12 @@ class Eagle(OwnWeights):
     def linears(self) -> list[Linear]:
         return [self.fc, *self.layer.linears()]
 
-    def destinations(self) -> dict[str, Destination]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """Named as the authors name them, behind ``draft.``; see also DraftModel."""
-        found = linear_destinations("draft", self.fc, {"fc": self.spec.hidden_size})
-        found |= self.layer.destinations("draft.layers.0")
+        found = linear_weight_loaders("draft", self.fc, {"fc": self.spec.hidden_size})
+        found |= self.layer.weight_loaders("draft.layers.0")
         if self.embedding_VE is not None:
-            found["draft.embed_tokens.weight"] = Destination.of(self.embedding_VE)
+            found["draft.embed_tokens.weight"] = WeightLoader.of(self.embedding_VE)
         return found
 
     def _plain_weights(self) -> list[torch.Tensor]:

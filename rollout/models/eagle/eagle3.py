@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear, linear_destinations
-from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec
+from rollout.models.layers.linear import Linear, linear_weight_loaders
+from rollout.models.layers.rope import cos_sin_table
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 from rollout.parallel import ModelRanks
@@ -172,11 +172,13 @@ class Eagle3(OwnWeights):
         head = [] if self.head is None else [self.head]
         return [self.fc, *self.layer.linears(), *head]
 
-    def destinations(self) -> dict[str, Destination]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """Named as the authors name them, behind ``draft.``; see also DraftModel."""
-        found = linear_destinations("draft", self.fc, {"fc": self.spec.hidden_size})
-        found |= self.layer.destinations("draft.midlayer")
-        found |= {f"draft.{name}.weight": Destination.of(it) for name, it in self._tables().items()}
+        found = linear_weight_loaders("draft", self.fc, {"fc": self.spec.hidden_size})
+        found |= self.layer.weight_loaders("draft.midlayer")
+        found |= {
+            f"draft.{name}.weight": WeightLoader.of(it) for name, it in self._tables().items()
+        }
         if self.head is not None:
             head = self.head.weight_rows(0, self.spec.draft_vocab_size)
             if self._order_D is not None:

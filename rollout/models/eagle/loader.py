@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.layers.destination import mismatches, same_values
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.draft_model import DraftFamily, DraftModel, DraftSpec
@@ -22,7 +22,7 @@ from rollout.models.eagle.eagle import Eagle
 from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options
 from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
 from rollout.models.eagle.vocabulary import target_token_ids
-from rollout.models.features import Features
+from rollout.models.layers.weight_loader import mismatches, same_values
 from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec, read_json
 
@@ -139,16 +139,16 @@ def _spec(config: Mapping[str, Any], layout: EagleLayout, target: ModelSpec) -> 
     )
 
 
-def _features(layout: EagleLayout, num_layers: int) -> Features:
+def _features(layout: EagleLayout, num_layers: int) -> AuxHiddenStates:
     if layout.family is DraftFamily.EAGLE:
-        return Features(final=True)
+        return AuxHiddenStates(final=True)
     layers = layout.feature_layers or (2, num_layers // 2, num_layers - 3)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
         raise CheckpointError(
             f"the draft reads the streams entering layers {list(layers)}, the target has "
             f"{num_layers}; eagle_aux_hidden_state_layer_ids in config.json says otherwise"
         )
-    return Features(layers=layers)
+    return AuxHiddenStates(layers=layers)
 
 
 def _loaded(opened: _Folder, target: CausalLM, packing: bool) -> Eagle | Eagle3:
@@ -253,12 +253,12 @@ def _read_into(
         for name, ours in layout.canonical.items()
         if not (skip_embedding and ours == f"draft.{_EMBEDDING}")
     }
-    destinations = draft.destinations()
+    weight_loaders = draft.weight_loaders()
     shapes = {ours: checkpoint.tensors[name].shape for name, ours in offered.items()}
-    problems = mismatches(destinations, shapes)
+    problems = mismatches(weight_loaders, shapes)
     if problems:
         raise CheckpointError(listed(problems))
     for name, tensor in checkpoint:
         if name in offered:
-            destinations[offered[name]].write(tensor)
+            weight_loaders[offered[name]].write(tensor)
     draft.finish_loading()

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import listed
-from rollout.models.features import Features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class MtpLayout:
     embedding: str | None = None  # a copy of the target's that a checkpoint may have
     head: str | None = None  # likewise, or one of its own
 
-    def features(self, num_layers: int) -> Features:
+    def features(self, num_layers: int) -> AuxHiddenStates:
         """What the chain reads of a target of so many layers."""
         if self.before_final_norm:
-            return Features(layers=(num_layers,))
-        return Features(final=True)
+            return AuxHiddenStates(layers=(num_layers,))
+        return AuxHiddenStates(final=True)
 
 
 MIMO = MtpLayout(

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.layers.destination import mismatches, same_values
-from rollout.layers.rope import cos_sin_table
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.draft_model import DraftFamily, DraftSpec
 from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
 from rollout.models.eagle.vocabulary import target_token_ids
+from rollout.models.layers.rope import cos_sin_table
+from rollout.models.layers.weight_loader import mismatches, same_values
 from rollout.models.mtp.layout import (
     IN_TARGET,
     SEPARATE,
@@ -126,12 +126,12 @@ class MtpChain:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: a chain of another {what} than the one in use"
             )
-        destinations = {name for step in steps for name in step.destinations()}
-        return {name: name for name in self.checkpoint.tensors if name in destinations}
+        weight_loaders = {name for step in steps for name in step.weight_loaders()}
+        return {name: name for name in self.checkpoint.tensors if name in weight_loaders}
 
     def _own_names(self, names: StepNames, target: CausalLM) -> StepNames:
         """Without copies of the target's embedding and head: those are read where it has them."""
-        held = target.destinations()
+        held = target.weight_loaders()
 
         def own(name: str | None, of_target: str) -> str | None:
             if name is None or self.checkpoint.tensors[name].shape != held[of_target].shape:
@@ -162,19 +162,19 @@ class MtpChain:
         return token_ids_D.to(device)
 
     def _read_into(self, steps: list[MtpStep]) -> None:
-        destinations = {name: it for step in steps for name, it in step.destinations().items()}
+        weight_loaders = {name: it for step in steps for name, it in step.weight_loaders().items()}
         prefixes = tuple(f"{step.names.decoder}." for step in steps)
         passed_over = {name for names in self.steps for name in (names.embedding, names.head)}
         offered = {
             name: shape
             for name, shape in self.checkpoint.shapes().items()
-            if name in destinations or (name.startswith(prefixes) and name not in passed_over)
+            if name in weight_loaders or (name.startswith(prefixes) and name not in passed_over)
         }
-        problems = mismatches(destinations, offered)
+        problems = mismatches(weight_loaders, offered)
         if problems:
             raise CheckpointError(f"{self.checkpoint.folder}: {listed(problems)}")
         for name in offered:
-            destinations[name].write(self.checkpoint.read(name))
+            weight_loaders[name].write(self.checkpoint.read(name))
         for step in steps:
             step.finish_loading()
 

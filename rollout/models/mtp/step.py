@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.destination import Destination
-from rollout.layers.linear import Linear
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.draft_model import DraftSpec
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.llama import LlamaLayer
 from rollout.models.mtp.layout import StepNames
 from rollout.models.own_weights import OwnWeights
@@ -132,11 +132,11 @@ class MtpStep(OwnWeights):
         head = [] if self._head is None else [self._head]
         return [self._projection, *self._layer.linears(), *head]
 
-    def destinations(self) -> dict[str, Destination]:
+    def weight_loaders(self) -> dict[str, WeightLoader]:
         """By the checkpoint's own names."""
-        found = {name: Destination.of(table) for name, table in self._tables().items()}
+        found = {name: WeightLoader.of(table) for name, table in self._tables().items()}
         found[self.names.projection] = self._projection.weight_rows(0, self.spec.hidden_size)
-        found |= self._layer.destinations(self.names.decoder)
+        found |= self._layer.weight_loaders(self.names.decoder)
         if self._head is not None and self.names.head is not None:
             found[self.names.head] = self._head.weight_rows(0, self.spec.draft_vocab_size)
         return found

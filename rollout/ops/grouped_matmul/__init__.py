@@ -29,7 +29,8 @@ def grouped_matmul(
     So x has a row for all of a row's experts, or one for each pair. A float32 sum and one rounding,
     all of one dtype; rows of x may be strided. On a GPU y[p] has the bits that ``ops.matmul`` gives
     x's row and that weight, whatever other rows there are and wherever they go; on the CPU that is
-    what packed products are for (rollout.layers.grouped_linear), and this is the plain definition.
+    what packed products are for (`rollout.models.layers.grouped_linear`), and this is the plain
+    definition.
     ``left_out``: tiles that a GPU is not to use.
     """
     if gpu.supports(x_MI, weights_NOI):

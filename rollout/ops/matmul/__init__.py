@@ -20,9 +20,9 @@ def matmul(
     """``x @ weight.T + bias`` with a float32 sum and one rounding, all of one dtype.
 
     On a GPU a row has the same bits whatever rows are beside it and however many; on the CPU that
-    is what packed products are for (rollout.layers.linear), and this is the plain definition.
-    Rows may be strided. ``left_out``: tiles that a GPU is not to use. Returns a new contiguous
-    [M, O].
+    is what packed products are for (`rollout.models.layers.linear`), and this is the plain
+    definition. Rows may be strided. ``left_out``: tiles that a GPU is not to use. Returns a new
+    contiguous [M, O].
     """
     if gpu.supports(x_MI, weight_OI):
         from rollout.ops.matmul import triton

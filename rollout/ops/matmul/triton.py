@@ -13,8 +13,8 @@ Every tile shape used for a dtype gives a row the same bits:
 - float32 is multiplied and added feature by feature, without tensor cores.
 
 That N changes nothing inside a tensor core, nor the place of an output among the 64, is a property
-of the hardware: tests marked ``gpu`` compare all tiles, and rollout.layers.row_invariance asks
-again when an engine starts.
+of the hardware: tests marked ``gpu`` compare all tiles, and `rollout.models.layers.row_invariance`
+asks again when an engine starts.
 
 At few rows the product is bound by reading the weights. Hence they are the 64-high side: with rows
 there, the zeros that fill 64 of them up would take more of shared memory and its bandwidth than

@@ -13,7 +13,7 @@ import torch
 from rollout.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from rollout._cpu import AttentionSchedule
+    from rollout.ops._cpu import AttentionSchedule
     from rollout.ops.paged_attention.work_list import WorkList
 
 BLOCK = 64  # positions whose keys are taken at once on a GPU

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.encoding import PromptEncoder
+from rollout.engine.stopping import cut_at_stop
+from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.openai.sampling_body import SamplingBody
 from rollout.server.text_stream import Detokenizer, TextStream
-from rollout.stopping import cut_at_stop
 from rollout.types import FinishReason, Rollout
 
 

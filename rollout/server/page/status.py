@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from rollout.engine_status import EngineStatus
+from rollout.engine.status import EngineStatus
 from rollout.server.serving import Serving
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import RolloutError
 from rollout.server.errors import error_body
 from rollout.server.json_answer import JsonAnswer
@@ -18,11 +18,14 @@ Answer = dict[str, Any]
 
 
 class RefusedError(Exception):
-    """The engine refused a change, or failed in it. ``why_not``: why no step can run since."""
+    """The engine refused a change, or failed in it.
 
-    def __init__(self, error: Exception, why_not: str = "") -> None:
+    ``unavailable_reason``: why no step can run since.
+    """
+
+    def __init__(self, error: Exception, unavailable_reason: str = "") -> None:
         self.error = error
-        self.why_not = why_not
+        self.unavailable_reason = unavailable_reason
 
     @property
     def response(self) -> JsonAnswer:
@@ -38,7 +41,7 @@ class RefusedError(Exception):
                 message = f"{type(error).__name__}: {error}"
         message = ". ".join([message, *getattr(error, "__notes__", [])])
         body["error"] |= {"message": message, "code": status}
-        answer = {"success": False, "message": message, "state": self.why_not}
+        answer = {"success": False, "message": message, "state": self.unavailable_reason}
         return JsonAnswer(answer | body, status)
 
 
@@ -49,7 +52,7 @@ async def attempt(serving: Serving, function: Callable[[Engine], T]) -> T:
         try:
             return function(engine)
         except (RolloutError, OSError, HTTPException) as error:
-            raise RefusedError(error, engine.why_not) from None
+            raise RefusedError(error, engine.unavailable_reason) from None
 
     return await serving.call(run)
 

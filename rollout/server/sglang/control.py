@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.auth import require_admin
 from rollout.server.documented import CHANGED

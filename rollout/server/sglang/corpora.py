@@ -9,16 +9,16 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
-from rollout.draft_corpus import ExternalCorpus, ExternalState
-from rollout.engine_protocol import Engine
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.server.allowed_paths import AllowedPaths
 from rollout.server.body_fields import KnownIds, Listed
 from rollout.server.documented import CHANGED
 from rollout.server.errors import DrainingError
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import json_body, openapi_body
 from rollout.server.json_route import JsonRoute
-from rollout.server.roots import Root
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, attempt, change, success
 from rollout.server.sglang.fields import Body
@@ -43,7 +43,7 @@ class RemoveBody(Body):
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["corpora"], route_class=JsonRoute)
     configured = serving.config.corpora_root
-    root = Root("server.corpora_root", [] if configured is None else [configured])
+    root = AllowedPaths("server.corpora_root", [] if configured is None else [configured])
 
     async def loaded(corpus_id: str) -> ExternalCorpus:
         """When it is drafted from. Generation goes on meanwhile."""

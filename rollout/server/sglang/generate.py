@@ -17,7 +17,7 @@ from rollout.server.json_answer import json_bytes
 from rollout.server.json_route import JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
-from rollout.server.sglang.generate_body import GenerateBody, Question, questions_of
+from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items
 from rollout.server.sglang.generate_stream import AnswerStream, TextStreams
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
@@ -30,7 +30,7 @@ def routes(serving: Serving) -> APIRouter:
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
         started = time.monotonic()
-        questions, is_single = await questions_of(body, serving)
+        questions, is_single = await generate_items(body, serving)
         if body.stream:
             return await generator.stream(questions, is_single, request, started)
         return await while_connected(request, generator.whole(questions, is_single, started))
@@ -45,7 +45,7 @@ class _Generator:
         self._texts = TextStreams(serving.encoder)
 
     async def whole(
-        self, questions: Sequence[Question], is_single: bool, started: float
+        self, questions: Sequence[GenerateItem], is_single: bool, started: float
     ) -> Response:
         samples = [sample for question in questions for sample in question.samples()]
         rollouts = await self._serving.generate(samples) if samples else []
@@ -70,7 +70,7 @@ class _Generator:
         return Response(await asyncio.to_thread(write), media_type="application/json")
 
     async def stream(
-        self, questions: Sequence[Question], is_single: bool, request: Request, started: float
+        self, questions: Sequence[GenerateItem], is_single: bool, request: Request, started: float
     ) -> Response:
         if not all(question.generates for question in questions):
             raise InvalidInputError(
@@ -91,7 +91,7 @@ class _Generator:
             answers.expect(question, scored)
         return EventStream(answers.events(self._serving, is_single, started), deltas)
 
-    async def _prompt_logprobs(self, question: Question) -> dict[str, Any]:
+    async def _prompt_logprobs(self, question: GenerateItem) -> dict[str, Any]:
         """By the model alone: what the parameters do to the samples is not done to the prompt."""
         logprobs: list[float] = []
         extras = TokenExtras()
@@ -104,7 +104,7 @@ class _Generator:
         return self._writer.prompt_logprobs(question, logprobs, extras)
 
     async def _weight_version(
-        self, rollouts: Sequence[Rollout], questions: Sequence[Question]
+        self, rollouts: Sequence[Rollout], questions: Sequence[GenerateItem]
     ) -> int:
         """The engine's, where an answer has no tokens to tell theirs; else any."""
         if all(r.token_ids for r in rollouts) and all(q.generates for q in questions):

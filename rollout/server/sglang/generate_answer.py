@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout.encoding import PromptEncoder
-from rollout.server.sglang.generate_body import Question
-from rollout.stopping import completed_stop, cut_at_stop
+from rollout.engine.stopping import completed_stop, cut_at_stop
+from rollout.engine.tokenizer import PromptEncoder
+from rollout.server.sglang.generate_body import GenerateItem
 from rollout.types import FinishReason, Rollout, TokenExtras
 
 _LOWEST = -3.4e38  # JSON has no infinity
@@ -20,7 +20,7 @@ class AnswerWriter:
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder = encoder
 
-    def text(self, question: Question, rollout: Rollout) -> str:
+    def text(self, question: GenerateItem, rollout: Rollout) -> str:
         """What ended it is left out, a stop token or a stop string, unless ``no_stop_trim``."""
         if self._encoder.tokenizer is None:
             return ""
@@ -35,7 +35,7 @@ class AnswerWriter:
 
     def answer(
         self,
-        question: Question,
+        question: GenerateItem,
         rollout: Rollout,
         prompt_logprobs: dict[str, Any],
         weight_version: int,
@@ -72,7 +72,7 @@ class AnswerWriter:
 
     def scored(
         self,
-        question: Question,
+        question: GenerateItem,
         prompt_logprobs: dict[str, Any],
         weight_version: int,
         seconds: float,
@@ -89,7 +89,7 @@ class AnswerWriter:
         return {"text": "", "output_ids": [], "meta_info": meta}
 
     def meta(
-        self, question: Question, sample_index: int, versions: Sequence[int], count: int
+        self, question: GenerateItem, sample_index: int, versions: Sequence[int], count: int
     ) -> dict[str, Any]:
         """What is known of a sample from its first token on."""
         return {
@@ -103,7 +103,7 @@ class AnswerWriter:
 
     def output_logprobs(
         self,
-        question: Question,
+        question: GenerateItem,
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         extras: TokenExtras,
@@ -119,7 +119,7 @@ class AnswerWriter:
         return found
 
     def prompt_logprobs(
-        self, question: Question, logprobs: Sequence[float], extras: TokenExtras
+        self, question: GenerateItem, logprobs: Sequence[float], extras: TokenExtras
     ) -> dict[str, Any]:
         """Of the prompt's tokens from ``score_from`` on; the very first follows nothing: null.
 
@@ -139,7 +139,7 @@ class AnswerWriter:
             found["input_top_logprobs"] = [*none, *self._tops(question, extras)]
         return found
 
-    def _tops(self, question: Question, extras: TokenExtras) -> list[list[list[Any]]]:
+    def _tops(self, question: GenerateItem, extras: TokenExtras) -> list[list[list[Any]]]:
         return [
             self._triples(
                 question,
@@ -150,7 +150,7 @@ class AnswerWriter:
         ]
 
     def _triples(
-        self, question: Question, logprobs: Sequence[float | None], token_ids: Sequence[int]
+        self, question: GenerateItem, logprobs: Sequence[float | None], token_ids: Sequence[int]
     ) -> list[list[Any]]:
         spells = question.text_in_logprobs and self._encoder.tokenizer is not None
         spell = self._encoder.decode_with_specials
@@ -159,7 +159,7 @@ class AnswerWriter:
             for logprob, token in zip(logprobs, token_ids, strict=True)
         ]
 
-    def _finish_reason(self, question: Question, rollout: Rollout) -> dict[str, Any]:
+    def _finish_reason(self, question: GenerateItem, rollout: Rollout) -> dict[str, Any]:
         match rollout.finish_reason:
             case FinishReason.STOP:
                 return {"type": "stop", "matched": self._matched(question, rollout)}
@@ -170,7 +170,7 @@ class AnswerWriter:
             case FinishReason.ERROR:
                 return {"type": "abort", "message": rollout.error, "status_code": 500}
 
-    def _matched(self, question: Question, rollout: Rollout) -> int | str:
+    def _matched(self, question: GenerateItem, rollout: Rollout) -> int | str:
         """What ended it: a stop string, or the last token."""
         params, ids = question.params, rollout.token_ids
         if ids[-1] in params.stop_token_ids or not params.stop:
@@ -178,7 +178,7 @@ class AnswerWriter:
         return completed_stop(params.stop, ids, self._encoder.decode_with_specials) or ids[-1]
 
 
-def _routed_experts(question: Question, rollout: Rollout) -> dict[str, str]:
+def _routed_experts(question: GenerateItem, rollout: Rollout) -> dict[str, str]:
     """The bytes of int32 [positions, sparse layers, experts per token], as trainers read them."""
     if rollout.routed_experts is None:
         return {}

@@ -64,7 +64,7 @@ class GenerateBody(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class GenerateItem:
     """One prompt, with all that is asked of it."""
 
     rid: str
@@ -97,7 +97,7 @@ class Question:
         ]
 
 
-async def questions_of(body: GenerateBody, serving: Serving) -> tuple[list[Question], bool]:
+async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[GenerateItem], bool]:
     """The questions, and whether the answer is one object rather than a list.
 
     Raises InvalidInputError.
@@ -138,7 +138,7 @@ async def questions_of(body: GenerateBody, serving: Serving) -> tuple[list[Quest
     field = "input_ids" if body.text is None else "text"
     all_ids = await serving.encode(prompts, field)
     questions = [
-        Question(
+        GenerateItem(
             rid=rids[index],
             prompt_ids=prompt_ids,
             prompt_index=index,

@@ -6,13 +6,13 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from rollout.encoding import PromptEncoder
+from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import RolloutError
 from rollout.server.delta_stream import DeltaStream
 from rollout.server.samples import Delta
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
-from rollout.server.sglang.generate_body import Question
+from rollout.server.sglang.generate_body import GenerateItem
 from rollout.server.text_stream import Detokenizer, TextStream
 from rollout.types import FinishReason, TokenExtras
 
@@ -26,7 +26,7 @@ class TextStreams:
             for skips in (True, False)
         }
 
-    def open(self, question: Question) -> TextStream:
+    def open(self, question: GenerateItem) -> TextStream:
         return TextStream(self._detokenizers[question.skip_special_tokens], question.params.stop)
 
 
@@ -35,7 +35,7 @@ class _SoFar:
 
     def __init__(
         self,
-        question: Question,
+        question: GenerateItem,
         sample_index: int,
         prompt_logprobs: dict[str, Any],
         text: TextStream,
@@ -68,7 +68,7 @@ class AnswerStream:
         self._deltas, self._writer, self._texts = deltas, writer, texts
         self._samples: list[_SoFar] = []  # in the order of the deltas' indices
 
-    def expect(self, question: Question, prompt_logprobs: dict[str, Any]) -> None:
+    def expect(self, question: GenerateItem, prompt_logprobs: dict[str, Any]) -> None:
         self._samples += [
             _SoFar(question, index, prompt_logprobs, self._texts.open(question))
             for index in range(question.params.n)

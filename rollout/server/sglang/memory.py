@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_route import JsonRoute
@@ -57,7 +57,7 @@ def routes(serving: Serving) -> APIRouter:
                 # Clients resume graphs beside the KV cache whether or not they released them.
                 tags = [tag for tag in tags if tag != MemoryTag.GRAPHS]
             engine.resume_memory(tags)
-            return {"state": engine.why_not}
+            return {"state": engine.unavailable_reason}
 
         return await change(serving, resume)
 

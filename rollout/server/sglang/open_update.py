@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.weights.manifest import Manifest
 from rollout.weights.options import UpdateOptions

@@ -20,14 +20,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.server.allowed_paths import AllowedPaths
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_body import content_type, json_of_texts, openapi_body
 from rollout.server.json_route import JsonRoute, refuse_query
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
-from rollout.server.roots import Root
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, change
 from rollout.server.sglang.fields import Body
@@ -83,8 +83,8 @@ def routes(serving: Serving) -> APIRouter:
         try:
             body, tensors = await _received(request, query)
         except InvalidInputError as error:
-            why_not = await serving.call(lambda engine: engine.why_not)
-            return RefusedError(error, why_not).response
+            unavailable_reason = await serving.call(lambda engine: engine.unavailable_reason)
+            return RefusedError(error, unavailable_reason).response
 
         def take(engine: Engine, options: dict[str, Any]) -> None:
             with tensors:
@@ -151,7 +151,7 @@ def routes(serving: Serving) -> APIRouter:
 
         def abandon(engine: Engine) -> Answer:
             update.abandon(engine, body.reason)
-            return {"state": engine.why_not}
+            return {"state": engine.unavailable_reason}
 
         return await change(serving, abandon)
 
@@ -197,10 +197,10 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-def _weights_root(serving: Serving) -> Root:
+def _weights_root(serving: Serving) -> AllowedPaths:
     configured = serving.config.weights_root
     folders = [serving.model_path] if configured is None else [configured, serving.model_path]
-    return Root("server.weights_root", folders)
+    return AllowedPaths("server.weights_root", folders)
 
 
 async def _received(request: Request, query: TensorFields) -> tuple[TensorFields, ReceivedTensors]:

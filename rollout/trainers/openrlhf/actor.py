@@ -10,8 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from rollout.engine import RolloutEngine
-from rollout.engine_loop import EngineLoop
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.loop import EngineLoop
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.loader import resolve_device
 from rollout.sampling.noise import derive_seed

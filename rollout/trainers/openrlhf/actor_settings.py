@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.trainers.openrlhf.model_folder import model_folder
 from rollout.trainers.openrlhf.options import OwnOptions
 

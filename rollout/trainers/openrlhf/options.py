@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.engine.overrides import engine_config
+from rollout.engine.specs import worker_factory
 from rollout.errors import InvalidInputError
-from rollout.overrides import engine_config
-from rollout.specs import worker_factory
 
 PREFIX = "--specrollout."
 

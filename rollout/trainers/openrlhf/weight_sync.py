@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.engine import RolloutEngine
-from rollout.engine_loop import EngineLoop
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError, WeightUpdateError
 
 

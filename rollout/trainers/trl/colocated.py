@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.hook import RolloutHook
 from rollout.trainers.trl.seeds import SampleSeeds

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from rollout.errors import InvalidInputError
-from rollout.step_limits import StepLimits
+from rollout.scheduler.step_limits import StepLimits
 
 
 def model_folder(model: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rollout.engine_protocol import Engine
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine
 from rollout.trainers.trl.completion import completion_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollout.engine_loop import EngineLoop
+from rollout.engine.loop import EngineLoop
 from rollout.errors import InvalidInputError
 from rollout.types import PauseMode
 

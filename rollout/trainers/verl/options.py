@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import EngineConfig
+from rollout.engine.overrides import engine_config
+from rollout.engine.specs import WorkerFactory, worker_factory
 from rollout.errors import InvalidInputError
-from rollout.overrides import engine_config
-from rollout.specs import WorkerFactory, worker_factory
 from rollout.trainers.verl.sampling import ResponseLimits
 
 NAME = "specrollout"

@@ -41,8 +41,8 @@ class RequestSeeds:
     def start(self, key: int, num_tokens: int, step: int) -> RequestStart:
         """For a request of ``num_tokens`` tokens.
 
-        ``key``: of those tokens, `rollout.encoding.prompt_group`. ``step``: the trainer step of the
-        weights the request begins under.
+        ``key``: of those tokens, `rollout.engine.tokenizer.prompt_group`. ``step``: the trainer
+        step of the weights the request begins under.
         """
         if waiting := self._cut.get(key):
             start = waiting.pop(0)

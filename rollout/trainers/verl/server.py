@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
-from rollout.encoding import prompt_group
-from rollout.engine import RolloutEngine
-from rollout.engine_loop import EngineLoop
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.loop import EngineLoop
+from rollout.engine.tokenizer import prompt_group
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.verl.configuration import options_of
 from rollout.trainers.verl.sampling import engine_params

@@ -10,7 +10,7 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.config import EngineConfig
-from rollout.overrides import engine_config
+from rollout.engine.overrides import engine_config
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 from tests.helpers.oracle_worker import OracleWorker
@@ -82,7 +82,7 @@ def make_engine(folder: Path, name: str, *, nodes: int = 0, **options: Any) -> R
 def send_weights(engine: RolloutEngine) -> None:
     model = engine.worker.target.model
     engine.update_weights_from_tensor(
-        (name, torch.empty(destination.shape, dtype=model.dtype, device=model.device))
-        for name, destination in model.destinations().items()
-        if destination.required
+        (name, torch.empty(loader.shape, dtype=model.dtype, device=model.device))
+        for name, loader in model.weight_loaders().items()
+        if loader.required
     )

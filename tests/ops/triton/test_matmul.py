@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout.errors import ExactnessError
-from rollout.layers.linear import Linear
-from rollout.layers.row_invariance import disagreeing_tiles
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.row_invariance import disagreeing_tiles
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.matmul import reference
 from rollout.ops.matmul.tiles import Tile, tile_for, tiles

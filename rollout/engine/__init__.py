@@ -1,0 +1,1 @@
+"""The rollout engine: generation, weights, sleep and corpora around one speculative worker."""

@@ -1,0 +1,331 @@
+"""The engine's calls that have to do with the corpus its drafts come from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.checked import (
+    checked_flag,
+    checked_iterable,
+    checked_member,
+    checked_path,
+    checked_seconds,
+)
+from rollout.engine.call_guard import CallGuard, exclusive
+from rollout.engine.corpus_delta import CorpusDelta
+from rollout.engine.corpus_documents import FileDocuments, documents_from
+from rollout.engine.draft_corpus import (
+    DraftCorpus,
+    ExternalCorpus,
+    ExternalState,
+    Publishing,
+    check_name,
+)
+from rollout.engine.learned_file import learned_file, load_learned, save_learned
+from rollout.engine.tokenizer import PromptEncoder
+from rollout.engine.worker import Worker
+from rollout.errors import InvalidInputError
+from rollout.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class CorpusCalls(ABC):
+    """A part of RolloutEngine. None of it changes a rollout, only how fast rollouts come.
+
+    External corpora are texts to draft from beside the rollouts themselves: code, documents,
+    reference answers. They load in the background while generation goes on, and each becomes
+    visible as a whole between two steps. With a worker that has no corpus (``spec=none``) every
+    call but `close` raises InvalidInputError.
+    """
+
+    calls: CallGuard
+    worker: Worker
+    encoder: PromptEncoder
+    scheduler: Scheduler
+    _unstarted: dict[str, FileDocuments]  # configured, and not begun to load
+
+    @exclusive
+    def add_external_corpus(
+        self,
+        name: str | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        token_chunks: Sequence[Sequence[int]] | None = None,
+        file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
+        wait: bool = False,
+    ) -> str:
+        """Load a corpus to draft from, from exactly one source; its name.
+
+        Args:
+            name: not that of another, unless it failed; default: a random one.
+            documents: texts. Like those of a file they are encoded as they stand, without special
+                tokens, since drafts continue running text.
+            token_chunks: token ids, a sequence per document.
+            file_path: JSONL, per line a JSON string or an object with ``text``.
+            publish: ``when_ready``, or ``on_request``: by `publish_external_corpus` alone. Engines
+                that are to draft alike (ranks in lockstep, replicas) load on request, and publish
+                once it is ready on all of them.
+            wait: return when it is published, or ready where that is on request, and raise
+                InvalidInputError if it could not be loaded, its name being free again. Else
+                `external_corpora` says how far it is.
+
+        A document that cannot be used, or a limit exceeded, fails the load whole: nothing of it is
+        drafted from. The documents must not be changed while they load. Raises InvalidInputError.
+        """
+        corpus = self._external()
+        if name is None:
+            name = self.worker.ranks.tensor.exchange(uuid.uuid4().hex)[0]
+        check_name("name", name)
+        publishing = checked_member(publish, "publish", Publishing)
+        wait = checked_flag(wait, "wait")
+        there = corpus.external_corpora()
+        if any(each.name == name and each.state is not ExternalState.FAILED for each in there):
+            raise InvalidInputError("name", name, "is taken: remove that corpus, or choose another")
+        source = documents_from(
+            self.encoder, documents=documents, token_chunks=token_chunks, file_path=file_path
+        )
+        corpus.add_external(name, source, source.fraction_read, publishing)
+        if wait:
+            corpus.wait(name, None)
+            self._require_loaded(corpus, name)
+        return name
+
+    @exclusive
+    def remove_external_corpus(self, name: str) -> None:
+        """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
+        corpus = self._external()
+        self._require_known(corpus, name)
+        corpus.remove_external(name)
+
+    @exclusive
+    def publish_external_corpus(self, name: str) -> None:
+        """Draft from it from the next step on; nothing where that is so already.
+
+        Raises InvalidInputError where it is unknown, loading or failed.
+        """
+        corpus = self._external()
+        self._require_known(corpus, name)
+        corpus.publish_external(name)
+
+    @exclusive
+    def external_corpora(self) -> list[ExternalCorpus]:
+        """All of them by name; those to be published when they are ready are published now.
+
+        Of tensor-parallel ranks each makes this call, as all others about corpora: what is loaded
+        on all of them is published on all at once, there or in the next step.
+        """
+        corpus = self._external()
+        corpus.publish()
+        return corpus.external_corpora()
+
+    @property
+    def corpus_tokens(self) -> int | None:
+        """Tokens that drafts are made from, external corpora included; None without a corpus."""
+        corpus = self.worker.draft_corpus
+        return None if corpus is None else corpus.num_tokens
+
+    @exclusive
+    def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
+        """`external_corpora` when none is loading any more; failed ones say why.
+
+        Raises TimeoutError after ``timeout`` seconds.
+        """
+        corpus = self._external()
+        if timeout is not None:
+            timeout = checked_seconds(timeout, "timeout", least=0)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for name in _loading(corpus):
+            corpus.wait(name, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        corpora = self.external_corpora()
+        if loading := _loading(corpus):
+            raise TimeoutError(f"still loading after {timeout} s: {', '.join(loading)}")
+        return corpora
+
+    @exclusive
+    def share_corpus(self, max_bytes: int = 8 << 20) -> None:
+        """Begin to exchange what is committed with other engines of the same model.
+
+        Requests that run are shared whole, ended ones are not. Off until it is called.
+
+        Args:
+            max_bytes: bound on the tokens that wait to be taken, and on those that wait to be
+                learned. Beyond it whole rollouts are left out, the oldest first, and counted.
+
+        Raises InvalidInputError the second time.
+        """
+        self._corpus().share(max_bytes)
+
+    @exclusive
+    def take_corpus_delta(self) -> CorpusDelta:
+        """What this engine's own requests committed since the last delta, each token once.
+
+        Raises InvalidInputError before `share_corpus`.
+        """
+        return self._corpus().take_delta()
+
+    @exclusive
+    def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
+        """Take in what other engines committed, as if it had been rolled out here.
+
+        The deltas of one sender in the order they were taken, those of several in any; own ones are
+        passed over. The next steps feed the corpus, each a bounded number of tokens. Raises
+        InvalidInputError, and before `share_corpus`.
+        """
+        deltas = list(checked_iterable(deltas, "deltas", "CorpusDeltas"))
+        for delta in deltas:
+            if not isinstance(delta, CorpusDelta):
+                raise InvalidInputError("deltas", delta, "must be a list of CorpusDeltas")
+        self._corpus().learn_deltas(deltas)
+
+    @exclusive
+    def save_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Write rollouts, published external corpora, calibration and weight version to a file.
+
+        Whole or not at all; for a trainer's checkpoint. Of tensor-parallel ranks, whose corpora are
+        alike, rank 0 writes it. What else was learned for speed (the cost
+        curve, lengths of rollouts) goes into ``<path>.learned.json``. Raises OSError, and
+        InvalidInputError for what is there and no file: a folder, a device.
+        """
+        corpus, path = self._corpus(), checked_path(path, "path")
+        for each in (Path(path), learned_file(path)):
+            if each.exists() and not each.is_file():
+                raise InvalidInputError("path", str(each), "is no file: choose another name")
+        if self.worker.ranks.tensor.rank:
+            return
+        corpus.save(path)
+        save_learned(
+            learned_file(path), {**self.learned(), "lengths": self.scheduler.lengths.learned()}
+        )
+
+    @exclusive
+    def load_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Go on with the corpus that `save_corpus` wrote, in place of the one held.
+
+        Bring the engine to the weights and weight version of the checkpoint first: rollouts of
+        another version count as those of an older policy. External corpora that are loading go on
+        and replace the file's of the same name, as configured ones do. Before the first step the
+        latter have not begun, so that the file finds the room it was saved from.
+
+        Raises InvalidInputError for a file that is damaged, of another vocabulary or of another
+        ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
+        Trouble with the file beside it is logged and left at that.
+        """
+        corpus, path = self._corpus(), checked_path(path, "path")
+        self._settle()
+        file = learned_file(path)
+        learned = _whole_learned(file)
+        corpus.load(path)
+        self._begin(learned, file)
+
+    @exclusive
+    def take_configured_corpora(self) -> dict[str, str]:
+        """Name -> JSONL file of those not begun to load: the caller adds them from now on."""
+        corpus = self.worker.draft_corpus
+        taken = (
+            {} if corpus is None else {name: corpus.configured[name] for name in self._unstarted}
+        )
+        self._unstarted.clear()
+        return taken
+
+    @exclusive
+    def load_configured_corpora(self) -> None:
+        """Begin to load those of ``spec.external_corpora``; the second time there are none left.
+
+        The first step does it, and every call about external corpora; `load_corpus` does not.
+        """
+        while self._unstarted:
+            name, source = next(iter(self._unstarted.items()))
+            self._corpus().add_external(name, source, source.fraction_read, Publishing.WHEN_READY)
+            del self._unstarted[name]
+
+    @exclusive
+    def close(self) -> None:
+        """Cancel what loads, for good: no external corpus can be added any more."""
+        self._unstarted.clear()
+        if self.worker.draft_corpus is not None:
+            self.worker.draft_corpus.close()
+
+    @exclusive
+    def learned(self) -> dict[str, Any]:
+        """What steps cost and drafts are worth, JSON-able: the cost curve, calibration, ..."""
+        return {"budget": self.worker.learned()}
+
+    def _begin_cold_or_configured(self) -> None:
+        """Go on from what is beside the file the corpus was made from, if it was."""
+        corpus = self.worker.draft_corpus
+        path = None if corpus is None else corpus.initial_path
+        file = None if path is None else learned_file(path)
+        self._begin({} if file is None else _whole_learned(file), file)
+
+    def _begin(self, learned: dict[str, Any], file: Path | None) -> None:
+        """Go on from what ``file`` held, as far as it is of this machine and model."""
+        if "lengths" in learned:
+            try:
+                self.scheduler.lengths.restore(learned["lengths"])
+            except ValueError as error:
+                log.warning("lengths of %s are not used: %s", file, error)
+        try:
+            self.worker.begin(learned.get("budget", {}))
+        except ValueError as error:
+            log.warning("budget of %s is not used: %s", file, error)
+            self.worker.begin({})
+
+    @abstractmethod
+    def _settle(self) -> None: ...
+
+    def _configured_documents(self) -> dict[str, FileDocuments]:
+        corpus = self.worker.draft_corpus
+        configured = {} if corpus is None else corpus.configured
+        return {
+            name: FileDocuments(self.encoder, path, f"spec.external_corpora.{name}")
+            for name, path in configured.items()
+        }
+
+    def _external(self) -> DraftCorpus:
+        corpus = self._corpus()
+        self.load_configured_corpora()
+        return corpus
+
+    def _corpus(self) -> DraftCorpus:
+        corpus = self.worker.draft_corpus
+        if corpus is None:
+            worker = type(self.worker).__name__
+            raise InvalidInputError(
+                "spec", worker, "has no corpus to draft from; spec=ngram has one"
+            )
+        return corpus
+
+    def _require_known(self, corpus: DraftCorpus, name: str) -> None:
+        check_name("name", name)
+        if name not in (known := [each.name for each in corpus.external_corpora()]):
+            raise InvalidInputError(
+                "name", name, f"is unknown; there are {', '.join(known) or 'none'}"
+            )
+
+    def _require_loaded(self, corpus: DraftCorpus, name: str) -> None:
+        (own,) = (each for each in self.external_corpora() if each.name == name)
+        if own.state is ExternalState.FAILED:
+            corpus.remove_external(name)
+            raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
+
+
+def _whole_learned(file: Path) -> dict[str, Any]:
+    """The learned state in ``file``; empty, with a warning, where the file is damaged."""
+    try:
+        return load_learned(file)
+    except (OSError, ValueError) as error:
+        log.warning("%s is not used: %s", file, error)
+        return {}
+
+
+def _loading(corpus: DraftCorpus) -> list[str]:
+    return [each.name for each in corpus.external_corpora() if each.state is ExternalState.LOADING]

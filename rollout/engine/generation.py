@@ -1,0 +1,226 @@
+"""The engine's calls that return when all is done: generate, stream, score."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, closing
+
+from rollout.checked import checked_iterable
+from rollout.config import EngineConfig
+from rollout.engine.call_guard import CallGuard, exclusive
+from rollout.engine.requests import RequestFactory
+from rollout.engine.streaming import RolloutStream, in_order_of_plain_decoding
+from rollout.engine.tokenizer import PromptEncoder
+from rollout.engine.worker import Worker
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.scheduler import Scheduler
+from rollout.types import Prompt, Request, Rollout, SamplingParams, TokenExtras
+
+_MOST_REQUESTS = 1 << 22
+"""Each takes some kilobytes from the first step to the last."""
+
+
+class GenerationCalls(ABC):
+    """A part of RolloutEngine."""
+
+    calls: CallGuard
+    config: EngineConfig
+    worker: Worker
+    encoder: PromptEncoder
+    scheduler: Scheduler
+    _requests: RequestFactory
+    _claimed: dict[int, deque[Rollout]]  # request id -> inbox of the stream it is of
+
+    @exclusive
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Rollout]:
+        """All samples of all prompts, in prompt order, the samples of one prompt together.
+
+        With ``parallel.mode=lockstep`` every rank makes this call, with prompts of its own or none,
+        and takes part until those of all have ended.
+        """
+        requests = self._requests_for(prompts, params)
+        with closing(self._run_all(requests)) as steps:
+            rollouts = [rollout for ended in steps for rollout in ended]
+        rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+        return rollouts
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> RolloutStream:
+        """Each rollout as it finishes, in the order of plain decoding.
+
+        The order is that in which plain decoding of this stream alone, ``max_running`` requests at
+        a time in the order given, would finish them; each comes as soon as no other can come
+        before it. So whoever takes the first few gets the same ones whatever was drafted, whoever
+        was admitted first and however fast it went. An aborted one comes at once, and when a step
+        raises, those that had ended come before the error.
+
+        Every prompt is checked before anything is submitted; InvalidInputError names the first bad
+        one. Leaving the iterator early aborts what is unfinished; ``close()`` does it at once.
+        """
+        return RolloutStream(self._rollouts(prompts, params), self.calls)
+
+    def _rollouts(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Generator[Rollout, None, None]:
+        requests = self._requests_for(prompts, params)
+        with closing(self._run_all(requests)) as steps:
+            max_running = self.scheduler.limits.max_running
+            yield from in_order_of_plain_decoding(requests, max_running, steps)
+
+    def _requests_for(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        """All samples of all prompts, checked, the samples of one prompt together.
+
+        Where this rank's are refused, others in lockstep with it are served all the same.
+        """
+        try:
+            return self._checked_requests(prompts, params)
+        except (InvalidInputError, OutOfMemoryError):
+            self._accompany()
+            raise
+
+    def _checked_requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        listed = list(checked_iterable(prompts, "prompts", "prompts, not one prompt"))
+        if listed and (isinstance(listed[0], (int, dict)) or getattr(listed[0], "ndim", 1) == 0):
+            raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
+        if isinstance(params, SamplingParams):
+            each = [params] * len(listed)
+        else:
+            each = list(checked_iterable(params, "params", "SamplingParams, or one for all"))
+        if len(each) != len(listed):
+            raise InvalidInputError("params", len(each), f"must be one, or {len(listed)}: one each")
+        for index, own in enumerate(each):
+            if not isinstance(own, SamplingParams):
+                raise InvalidInputError(f"params[{index}]", own, "must be a SamplingParams")
+        num_requests = sum(own.n for own in each)
+        if num_requests > _MOST_REQUESTS:
+            raise InvalidInputError(
+                "params.n", num_requests, f"must be at most {_MOST_REQUESTS} samples in one call"
+            )
+        requests: list[Request] = []
+        for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
+            field = f"prompts[{index}]"
+            ids = self.encoder.encode(prompt, field)
+            requests += [
+                self._requests.make(ids, own, index, sample, field=field) for sample in range(own.n)
+            ]
+        return requests
+
+    def _run_all(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """What ended in each step, until all have. Closed early, it aborts what is unfinished."""
+        inbox: deque[Rollout] = deque()
+        unfinished = {request.request_id for request in requests}
+        try:
+            with self.calls.uninterrupted():
+                self._claimed |= dict.fromkeys(unfinished, inbox)
+                for request in requests:
+                    self.scheduler.add(request)
+            while self._any_rank(bool(unfinished)):
+                if not inbox or self.worker.ranks.rows.size > 1:
+                    self._run_step()
+                ended = list(inbox)
+                inbox.clear()
+                unfinished.difference_update(rollout.request_id for rollout in ended)
+                yield ended
+        except GeneratorExit:
+            self._unclaim(unfinished)
+            self._accompany()
+            raise
+        finally:
+            self._unclaim(unfinished)
+
+    def _unclaim(self, unfinished: set[int]) -> None:
+        """Drop these; nobody waits for them any more."""
+        if not unfinished:
+            return
+        with self.calls.uninterrupted():
+            while unfinished:
+                request_id = unfinished.pop()
+                self._claimed.pop(request_id, None)
+                self._drop(request_id)
+
+    def _any_rank(self, has_work: bool) -> bool:
+        """Whether any of the ranks in lockstep has; all ask."""
+        return any(self.worker.ranks.rows.numbers(has_work))
+
+    def _accompany(self) -> None:
+        """Step with nothing to do of its own until no rank in lockstep has work."""
+        while self.worker.ranks.rows.size > 1 and self._any_rank(False):
+            self._run_step()
+
+    @exclusive
+    def any_rank_has_unfinished(self) -> bool:
+        """`has_unfinished` of any rank in lockstep with this one: a call that each of them makes,
+        before each `step`."""
+        return self._any_rank(self.has_unfinished)
+
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> list[float]:
+        """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
+        return self.score_with_extras(prompt_ids, output_ids, params)[0]
+
+    @exclusive
+    def score_with_extras(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> tuple[list[float], TokenExtras]:
+        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...).
+
+        Where this rank's call is refused, others in lockstep with it are served all the same.
+        """
+        self.require_running()
+        self._settle()
+        try:
+            request, output = self._scored(
+                prompt_ids, output_ids, SamplingParams() if params is None else params
+            )
+            with self.calls.uninterrupted(), self._all_or_none():
+                return self.worker.score(request, output)
+        except (InvalidInputError, OutOfMemoryError):
+            self.worker.accompany_scoring()
+            raise
+
+    def _scored(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[Request, list[int]]:
+        prompt = self.encoder.encode(prompt_ids, "prompt_ids")
+        output = self.encoder.encode(output_ids, "output_ids")
+        if len(prompt) + len(output) > self.worker.max_context_len:
+            raise InvalidInputError(
+                "output_ids", len(output),
+                f"prompt and output must fit the context of {self.worker.max_context_len} tokens",
+            )  # fmt: skip
+        return self._requests.make(prompt, params, 0, 0), output
+
+    @property
+    @abstractmethod
+    def has_unfinished(self) -> bool: ...
+
+    @abstractmethod
+    def require_running(self) -> None: ...
+
+    @abstractmethod
+    def _settle(self) -> None: ...
+
+    @abstractmethod
+    def _run_step(self) -> None: ...
+
+    @abstractmethod
+    def _all_or_none(self) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def _drop(self, request_id: int) -> None: ...

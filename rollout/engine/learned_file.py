@@ -1,0 +1,73 @@
+"""What an engine learned beside its corpus, in a file of its own. It decides speed alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from rollout.engine.durable import sync_folder
+
+_MAX_BYTES = 64 << 20
+"""Twice what the lengths of as many prompt groups as are kept take."""
+
+_MAX_DEPTH = 12  # objects and lists inside each other: of a cost curve of another device, 8
+
+
+def learned_file(corpus_path: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(corpus_path)}.learned.json")
+
+
+def save_learned(path: Path, learned: dict[str, Any]) -> None:
+    """Whole or not at all, and durable like the corpus it is of. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.saving.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("w") as file:
+            file.write(json.dumps(learned))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def load_learned(path: Path) -> dict[str, Any]:
+    """The objects that `save_learned` wrote, every number in them finite; none without a file.
+
+    Raises ValueError for a file that is damaged, OSError for one that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"must be at most {_MAX_BYTES} bytes")
+    try:
+        learned = json.loads(content.decode(), parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    if not isinstance(learned, dict) or not all(isinstance(p, dict) for p in learned.values()):
+        raise ValueError("must hold an object of objects")
+    _check_depth(learned, _MAX_DEPTH)
+    return learned
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def _check_depth(value: dict[str, Any] | list[Any], most: int) -> None:
+    """So that it can be copied and written again."""
+    if not most:
+        raise ValueError("is nested too deep")
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, (dict, list)):
+            _check_depth(each, most - 1)

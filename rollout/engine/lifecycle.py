@@ -1,0 +1,138 @@
+"""The engine's calls that say whether it may run: pausing, giving memory back, and why not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from rollout.checked import checked_flag, checked_iterable, checked_member
+from rollout.engine.call_guard import CallGuard, exclusive
+from rollout.engine.worker import Worker
+from rollout.errors import EngineStateError
+from rollout.scheduler import Scheduler
+from rollout.types import MemoryTag, PauseMode
+from rollout.weights.ipc import HandleReceiver
+
+
+class StateCalls(ABC):
+    """A part of RolloutEngine."""
+
+    calls: CallGuard
+    worker: Worker
+    scheduler: Scheduler
+    weight_handles: HandleReceiver
+    is_paused: bool
+
+    @exclusive
+    def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        """Run nothing until `continue_generation`. Between two steps; again is the same as once.
+
+        Args:
+            mode: ``abort``: what is unfinished ends, with what it has. ``retract``: running
+                requests give their KV back and wait. ``in_place``: they keep it.
+
+        Requests can be submitted meanwhile; they wait.
+        """
+        mode = checked_member(mode, "mode", PauseMode)
+        self._settle()
+        if mode is PauseMode.ABORT:
+            self._abort_all()
+        elif mode is PauseMode.RETRACT:
+            with self.calls.uninterrupted():
+                self.scheduler.retract_all()
+        self.is_paused = True
+
+    @exclusive
+    def continue_generation(self) -> None:
+        self.is_paused = False
+
+    @property
+    def released_tags(self) -> frozenset[MemoryTag]:
+        return self.worker.residency.released
+
+    @exclusive
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        """Give memory back, of the target and of drafts, until `resume_memory`; bytes by tag.
+
+        The operating system and other processes have it when this returns. Nothing can run without
+        weights and KV cache; requests can be submitted, and wait. Senders' shared memory is let go
+        of too, whatever the tags; it is not ours to count.
+
+        Args:
+            tags: ``kv_cache``: running requests go back to wait and compute theirs again, and the
+                prefix cache is dropped; the corpus stays. ``weights``. ``graphs``: of CUDA; none
+                is captured until `resume_memory`. They go with either of the others too, whose
+                addresses they know, and are then captured again by themselves.
+            keep_weights: on a GPU their values go to host memory, on the CPU to a temporary folder
+                (``TMPDIR``), and come back bitwise. Else they are lost, and after `resume_memory`
+                the engine refuses to run until a full update.
+
+        Raises InvalidInputError for an unknown tag, EngineStateError for one that is released,
+        WeightUpdateError during an update, OSError where the folder is too small; nothing was
+        released then.
+        """
+        wanted = _memory_tags(tags)
+        keep_weights = checked_flag(keep_weights, "keep_weights")
+        residency = self.worker.residency
+        residency.require_held(wanted)
+        self._settle()
+        if MemoryTag.KV_CACHE in wanted:
+            self._leave_old_weights(retract=True, abort=False)
+        self.weight_handles.release()
+        freed = residency.release(wanted, keep_weights)
+        return {tag.value: num_bytes for tag, num_bytes in freed.items()}
+
+    @exclusive
+    def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
+        """Take back what `release_memory` gave; by default all of it.
+
+        Weights may come first and be updated before the KV cache has its memory. Addresses may
+        change. Raises InvalidInputError for an unknown tag, EngineStateError for one that is not
+        released.
+        """
+        released = self.released_tags
+        self.worker.residency.resume(
+            [tag for tag in MemoryTag if tag in released] if tags is None else _memory_tags(tags)
+        )
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no step can run now; empty when one can."""
+        if self.is_paused:
+            return "generation is paused: call continue_generation()"
+        if self.worker.residency.unavailable_reason:
+            return self.worker.residency.unavailable_reason
+        weights = self.worker.weights
+        if weights.is_under_way and not weights.serves:
+            return "a weight update is under way: call end_weight_update() when all of it has come"
+        return "" if weights.serves else f"the weights are torn: {weights.reason}"
+
+    @property
+    def can_run(self) -> bool:
+        return not self.unavailable_reason
+
+    def require_running(self) -> None:
+        """Raises EngineStateError while paused or without memory, WeightUpdateError while weights
+        are not whole."""
+        if not self.worker.residency.unavailable_reason:
+            self.worker.weights.require_whole()
+        if not self.can_run:
+            raise EngineStateError(self.unavailable_reason)
+
+    @abstractmethod
+    def _settle(self) -> None: ...
+
+    @abstractmethod
+    def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...
+
+    @abstractmethod
+    def _abort_all(self) -> None: ...
+
+
+def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:
+    """Each once. Raises InvalidInputError."""
+    noun = f"some of {', '.join(MemoryTag)}"
+    found = [checked_member(tag, "tags", MemoryTag) for tag in checked_iterable(tags, "tags", noun)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,94 @@
+"""How much text a token can stand for: what cannot fit is known before it is encoded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any, Self
+
+from rollout.engine.byte_alphabet import BYTE_OF_CHARACTER
+
+_COMPOSED = 8
+"""NFC and NFKC: a character of two bytes or more comes of four at most, each of four bytes at most;
+one of a single byte of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MinTokenCount:
+    """Of BPE over bytes (Radford et al. 2019), or with a token for each byte (Kudo and Richardson
+    2018)."""
+
+    longest: int  # bytes of UTF-8 that one token can stand for
+    dropped: bytes = b""  # those that have no token
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self | None:
+        """Of a transformers tokenizer.
+
+        None where no bound is known: vocabularies with one token for whatever they lack, tokens
+        that take blanks along, steps that drop what they meet.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        described = json.loads(backend.to_str())
+        model, added = described["model"], described["added_tokens"]
+        shrinks = _shrinks(described["normalizer"])
+        parts = _parts(described["pre_tokenizer"], "pretokenizers")
+        takes_blanks = any(token["lstrip"] or token["rstrip"] for token in added)
+        if shrinks is None or takes_blanks or model["type"] != "BPE" or not all(map(_keeps, parts)):
+            return None
+        vocab: Mapping[str, int] = model["vocab"]
+        if any(part["type"] == "ByteLevel" for part in parts):
+            longest = max(map(len, vocab))  # a letter of it is a byte
+            dropped = bytes(byte for name, byte in BYTE_OF_CHARACTER.items() if name not in vocab)
+            if dropped and (shrinks != 1 or model["unk_token"] is not None):
+                return None
+        elif model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+            longest, dropped = max(len(piece.encode()) for piece in vocab), b""
+        else:
+            return None
+        longest = max(longest, *(len(token["content"].encode()) for token in added), 1)
+        return cls(shrinks * longest, dropped)
+
+    def least_tokens(self, text: str) -> int:
+        """As many as it has at least. Raises UnicodeEncodeError for half of a surrogate pair."""
+        return ceil(len(text.encode().translate(None, self.dropped)) / self.longest)
+
+
+def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
+    """How many bytes may become one; None: any number."""
+    factors = [_shrinks_alone(part) for part in _parts(normalizer, "normalizers")]
+    return None if None in factors else prod(factor or 1 for factor in factors)
+
+
+def _shrinks_alone(normalizer: dict[str, Any]) -> int | None:
+    match normalizer:
+        case {"type": "Prepend"}:
+            return 1
+        case {"type": "NFC" | "NFKC"}:
+            return _COMPOSED
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
+            return 1 if len(content.encode()) >= len(pattern.encode()) else None
+    return None
+
+
+def _keeps(pre_tokenizer: dict[str, Any]) -> bool:
+    """All of the text."""
+    match pre_tokenizer:
+        case {"type": "Split" | "Punctuation", "behavior": str(behavior)}:
+            return behavior != "Removed"
+        case {"type": "ByteLevel" | "Metaspace" | "Digits"}:
+            return True
+    return False
+
+
+def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Of a step that may be none, one, or a sequence of them."""
+    if step is None:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    return [part for each in step[name] for part in _parts(each, name)]

@@ -1,0 +1,190 @@
+"""What jobs, servers and trainers ask of an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rollout.engine.draft_corpus import ExternalCorpus, Publishing
+from rollout.engine.metrics import EngineMetrics, StepMetrics
+from rollout.engine.status import EngineStatus
+from rollout.engine.tokenizer import PromptEncoder
+from rollout.scheduler.step_limits import StepLimits
+from rollout.types import (
+    MemoryTag,
+    PauseMode,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    TokenExtras,
+)
+from rollout.weights.manifest import Manifest
+
+
+class Engine(Protocol):
+    """One process's `RolloutEngine`, or many replicas behind one door.
+
+    One thread calls it. Every method means what it means in `RolloutEngine`; of several replicas a
+    change reaches all or none.
+    """
+
+    # What it generates with
+
+    @property
+    def encoder(self) -> PromptEncoder: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def max_context_len(self) -> int: ...
+    @property
+    def max_sequence_len(self) -> int: ...
+    @property
+    def max_running(self) -> int:
+        """Requests that are decoded together, on all replicas."""
+        ...
+
+    @property
+    def limits(self) -> StepLimits:
+        """Of one step of one replica."""
+        ...
+
+    @property
+    def lockstep(self) -> bool: ...
+
+    # Requests
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> int: ...
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        prompt_index: int = 0,
+        sample_index: int = 0,
+        request_seed: int | None = None,
+        partial_ids: Sequence[int] = (),
+    ) -> Request:
+        """The request's tokens, logprobs, versions and extras grow from `step` to `step`."""
+        ...
+
+    def claim(self) -> None:
+        """The calling thread drives the engine from now on: it waits for calls of other threads."""
+        ...
+
+    def watch(self, request_id: int) -> None:
+        """Somebody looks at what the request has from step to step: called right after `submit`.
+
+        Where tokens come from afar, those of others may come late, at the latest when it ends.
+        """
+        ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def step(self) -> list[Rollout]:
+        """Returns within milliseconds to a few tenths of a second, whether any ended or not."""
+        ...
+
+    def take_ended(self) -> list[Rollout]: ...
+    def abort(self, request_id: int) -> None: ...
+
+    def score_with_extras(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> tuple[list[float], TokenExtras]: ...
+
+    # State
+
+    def status(self) -> EngineStatus: ...
+    def metrics(self) -> EngineMetrics: ...
+    @property
+    def last_step(self) -> StepMetrics: ...
+    @property
+    def unavailable_reason(self) -> str: ...
+    @property
+    def can_run(self) -> bool: ...
+    @property
+    def is_paused(self) -> bool: ...
+    def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None: ...
+    def continue_generation(self) -> None: ...
+    @property
+    def released_tags(self) -> frozenset[MemoryTag]: ...
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]: ...
+    def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None: ...
+    def flush_cache(self) -> None: ...
+    def check_integrity(self) -> None: ...
+    def close(self) -> None: ...
+
+    # Weights
+
+    @property
+    def weight_version(self) -> int: ...
+    @property
+    def weight_versions(self) -> dict[str, int]: ...
+    def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None: ...
+    def end_weight_update(self) -> None: ...
+    def abandon_weight_update(self, reason: str = ...) -> None: ...
+    def update_weights_from_tensor(
+        self, named_tensors: Any, *, load_format: str | None = None, **options: Any
+    ) -> None: ...
+    def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None: ...
+    def update_weights_from_ipc(
+        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
+    ) -> None: ...
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+        sender: str = "specrollout",
+    ) -> None: ...
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None: ...
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group",
+        *,
+        load_format: str | None = None,
+        **options: Any,
+    ) -> None: ...
+    def weights_digest(self, selector: str = "all") -> str: ...
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]: ...
+
+    # Corpora
+
+    def add_external_corpus(
+        self,
+        name: str | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        token_chunks: Sequence[Sequence[int]] | None = None,
+        file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
+        wait: bool = False,
+    ) -> str: ...
+    def remove_external_corpus(self, name: str) -> None: ...
+    def publish_external_corpus(self, name: str) -> None: ...
+    def external_corpora(self) -> list[ExternalCorpus]: ...
+    @property
+    def corpus_tokens(self) -> int | None: ...
+    def save_corpus(self, path: str | os.PathLike[str]) -> None: ...
+    def load_corpus(self, path: str | os.PathLike[str]) -> None: ...
+    def learned(self) -> dict[str, Any]: ...

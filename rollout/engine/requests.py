@@ -1,0 +1,127 @@
+"""From checked prompts and parameters to requests, and from ended requests to rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollout.checked import checked_int
+from rollout.engine.stopping import TokenStopCheck, cut_at_stop
+from rollout.engine.tokenizer import PromptEncoder, prompt_group
+from rollout.errors import InvalidInputError
+from rollout.sampling.noise import derive_seed
+from rollout.types import FinishReason, Request, Rollout, SamplingParams
+
+
+class RequestFactory:
+    """Numbers requests and refuses what could never run."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        check_fits: Callable[[Request, str], None],
+        records_routes: bool = False,
+    ) -> None:
+        """
+        Args:
+            check_fits: called with a request and the prompt's field; raises when the prompt is too
+                long to run even alone.
+            records_routes: whether it is known which experts tokens go to.
+        """
+        self._records_routes = records_routes
+        self._encoder = encoder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._check_fits = check_fits
+        self._next_id = 0
+
+    def make(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        prompt_index: int = 0,
+        sample_index: int = 0,
+        *,
+        partial: Sequence[int] = (),
+        seed: int | None = None,
+        field: str = "prompt",
+    ) -> Request:
+        """One sample of one prompt.
+
+        Raises InvalidInputError or OutOfMemoryError, naming ``field`` where it is the prompt.
+        """
+        self._check_params(params)
+        prompt_index = checked_int(prompt_index, "prompt_index")
+        sample_index = checked_int(sample_index, "sample_index")
+        if seed is not None:
+            seed = checked_int(seed, "request_seed", most=2**64 - 1)
+        if len(partial) >= params.max_new_tokens:
+            raise InvalidInputError(
+                "partial_ids",
+                f"{len(partial)} tokens",
+                f"must be fewer than max_new_tokens={params.max_new_tokens}",
+            )
+        decode = None if self._encoder.tokenizer is None else self._encoder.decode_with_specials
+        request = Request(
+            request_id=self._next_id,
+            tokens=[*prompt_ids, *partial],
+            prompt_len=len(prompt_ids) + len(partial),
+            partial_len=len(partial),
+            params=params,
+            seed=derive_seed(params.seed, prompt_index, sample_index) if seed is None else seed,
+            group=prompt_group(prompt_ids),
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            stop_check=TokenStopCheck(
+                params=params,
+                eos_token_ids=self._eos_token_ids,
+                decode=decode,
+            ),
+        )
+        self._check_fits(request, field)
+        self._next_id += 1
+        return request
+
+    def rollout(self, request: Request) -> Rollout:
+        """What an ended request has to show."""
+        text = None
+        if self._encoder.tokenizer is not None:
+            text = self._encoder.decode(request.token_ids)
+            if request.finish_reason is FinishReason.STOP and request.params.stop:
+                shorter = self._encoder.decode(request.token_ids[:-1])
+                text = cut_at_stop(text, len(shorter), request.params.stop)
+        return Rollout(
+            request_id=request.request_id,
+            prompt_index=request.prompt_index,
+            sample_index=request.sample_index,
+            seed=request.seed,
+            prompt_ids=request.tokens[: request.prompt_len],
+            token_ids=request.token_ids,
+            logprobs=request.logprobs,
+            weight_versions=request.weight_versions,
+            finish_reason=request.finish_reason or FinishReason.ABORT,
+            text=text,
+            extras=request.extras,
+            stats=request.stats,
+            error=request.error,
+            routed_experts=request.routed_experts,
+        )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError("params", params, "must be a SamplingParams")
+        if params.routed_experts and not self._records_routes:
+            raise InvalidInputError(
+                "sampling.routed_experts", True,
+                "is not recorded: start a model that has experts with model.record_routes=true",
+            )  # fmt: skip
+        if params.stop and self._encoder.tokenizer is None:
+            raise InvalidInputError("sampling.stop", params.stop, "stop strings need a tokenizer")
+        ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, tokens in ids.items():
+            for token in tokens:
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidInputError(
+                        f"sampling.{name}", token, f"must be in [0, {self._vocab_size})"
+                    )

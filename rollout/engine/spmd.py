@@ -1,0 +1,130 @@
+"""One rank drives an engine of several: what it calls, the others call.
+
+Calls travel as JSON, so what brings tensors of its own is not among them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+
+from rollout.config import ParallelConfig
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.protocol import Engine
+from rollout.errors import InvalidInputError, ParallelError, RolloutError
+from rollout.models.loader import Progress
+from rollout.parallel import RankGroup, open_ranks
+from rollout.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OpenEngine = Callable[[Progress | None], Engine]
+
+_PATIENCE = 30 * 86_400.0
+"""Seconds that a rank waits to be told what to do: rank 0 may have to wait for its users."""
+
+_BROADCAST_METHODS = frozenset({
+    "submit", "step", "abort", "score", "score_with_extras", "close",
+    "pause_generation", "continue_generation", "release_memory", "resume_memory", "flush_cache",
+    "end_weight_update", "abandon_weight_update", "update_weights_from_disk", "weights_digest",
+    "get_weights_by_name", "read_weights", "update_weights_from_distributed",
+    "init_weights_update_group", "destroy_weights_update_group",
+    "add_external_corpus", "remove_external_corpus", "publish_external_corpus", "external_corpora",
+    "load_corpus", "wait_for_external_corpora",
+})  # fmt: skip
+_LOCAL_METHODS = frozenset({
+    "begin_weight_update", "update_weights_from_tensor", "update_weights_from_bucket",
+    "update_weights_from_ipc", "decline_weights_from_distributed", "generate", "stream",
+    "share_corpus", "learn_corpus_deltas",
+})  # fmt: skip
+
+
+def run_spmd(
+    config: ParallelConfig, open_engine: OpenEngine, lead: Callable[[OpenEngine], T]
+) -> T | None:
+    """What ``lead`` gives, on rank 0; the others do what it does to its engine, and give None.
+
+    ``lead`` is handed the function that opens the engine, on all ranks then. Raises what both
+    raise, and ParallelError where a rank is lost.
+    """
+    group = open_ranks(config, torch.device("cpu"), patience=_PATIENCE).all
+    try:
+        if group.rank:
+            _follow(group, open_engine)
+            return None
+        try:
+            return lead(partial(_opened, group, open_engine))
+        finally:
+            with suppress(ParallelError):  # they have heard of that already
+                group.tell("")
+    finally:
+        group.close()
+
+
+def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None) -> Engine:
+    group.tell(json.dumps(["open", [], {}]))
+    return cast(Engine, Rank0Engine(cast(RolloutEngine, open_engine(progress)), group))
+
+
+def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
+    engine: Engine | None = None
+    while told := group.tell(""):
+        name, arguments, options = json.loads(told, object_hook=_from_json)
+        if name == "open":
+            engine = open_engine(None)
+            continue
+        try:
+            getattr(engine, name)(*arguments, **options)
+        except ParallelError:
+            raise
+        except (RolloutError, OSError, TimeoutError) as error:  # rank 0 has it as well
+            log.debug("%s: %s", name, error)
+
+
+class Rank0Engine:
+    """Rank 0's engine; see `rollout.engine.protocol.Engine`. What changes it is told to all."""
+
+    def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
+        self._engine = engine
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LOCAL_METHODS:
+            raise InvalidInputError(
+                name, "a call", "cannot be told to other ranks: call it on each of them"
+            )
+        found = getattr(self._engine, name)
+        return partial(self._call, name) if name in _BROADCAST_METHODS else found
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        with self._engine.calls:  # refused before the others hear of it, or done by all
+            self._group.tell(json.dumps([name, arguments, options], default=_to_json))
+            return getattr(self._engine, name)(*arguments, **options)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, SamplingParams):
+        fields = asdict(value)
+        fields["logit_bias"] = list(value.logit_bias.items())
+        return {"SamplingParams": fields}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _from_json(fields: dict[str, Any]) -> Any:
+    if fields.keys() != {"SamplingParams"}:
+        return fields
+    params = dict(fields["SamplingParams"])
+    params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"]}
+    return SamplingParams(**params)

@@ -1,0 +1,246 @@
+"""Prompts in, token ids out; token ids in, text out."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+
+from rollout.engine.min_token_count import MinTokenCount
+from rollout.errors import InvalidInputError
+from rollout.types import Prompt
+
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers to Python
+_PROMPT = "must be text, chat messages or a sequence of integers"
+
+
+class PromptEncoder:
+    """Text, chat messages or token ids to checked token ids.
+
+    ``tokenizer`` is a transformers tokenizer, or None where the model folder has none: then only
+    token ids can be prompts and rollouts carry no text.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, vocab_size: int) -> PromptEncoder:
+        folder = Path(folder)
+        if (
+            not (folder / "tokenizer.json").exists()
+            and not (folder / "tokenizer_config.json").exists()
+        ):
+            return cls(None, vocab_size)
+        from transformers import AutoTokenizer  # slow to import, and not needed without one
+
+        return cls(AutoTokenizer.from_pretrained(folder), vocab_size)
+
+    @cached_property
+    def _text_bound(self) -> MinTokenCount | None:
+        return MinTokenCount.of(self.tokenizer)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        field: str = "prompt",
+        *,
+        max_tokens: int | None = None,
+        may_be_empty: bool = False,
+    ) -> list[int]:
+        """Token ids of a prompt: text, chat messages, or token ids in a sequence of Python's or
+        numpy's integers, an array or a tensor of one dimension. Raises InvalidInputError naming
+        ``field``.
+
+        Args:
+            max_tokens: a text that is sure to have more is refused before the work of encoding it,
+                naming ``len(prompt)``; a shorter one may have more all the same.
+        """
+        if isinstance(prompt, _BYTES) or not (
+            isinstance(prompt, Sequence) or getattr(prompt, "ndim", None) == 1
+        ):
+            raise InvalidInputError(field, prompt, _PROMPT)
+        if not len(prompt) and may_be_empty:
+            return []
+        if not len(prompt):
+            raise InvalidInputError(field, prompt, "is empty; give at least one token")
+        if isinstance(prompt, str):
+            tokenizer = self._need_tokenizer(field, prompt)
+            self._check_text(prompt, field, max_tokens)
+            ids = tokenizer(prompt)["input_ids"]
+        elif isinstance(prompt[0], dict):
+            return self.encode_chat(prompt, field, max_tokens=max_tokens)
+        else:
+            ids = _integers(prompt, field)
+        return self._checked(ids, prompt, field)
+
+    def encode_chat(
+        self,
+        messages: Any,
+        field: str = "messages",
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of a list of messages, each a dict with `role` and `content`, by the
+        tokenizer's chat template.
+
+        Args:
+            add_generation_prompt: the assistant's turn has begun at the end.
+            continue_final_message: the last message has not ended.
+            chat_template_kwargs: what the template may ask for beside the messages.
+            max_tokens: as for `encode`.
+
+        Raises InvalidInputError naming ``field``.
+        """
+        tokenizer = self._need_tokenizer(field, messages)
+        if not messages:
+            raise InvalidInputError(field, messages, "is empty; give at least one message")
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise InvalidInputError(field, message, "each message needs `role` and `content`")
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidInputError(
+                field, messages, "the tokenizer has no chat template; send text"
+            )
+        own = inspect.signature(tokenizer.apply_chat_template).parameters
+        for name in chat_template_kwargs or {}:
+            if name in own:
+                raise InvalidInputError(
+                    "chat_template_kwargs",
+                    name,
+                    "is no variable of the template, but an option of the call",
+                )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+        except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
+            raise InvalidInputError(
+                field, messages, f"must suit the chat template, which says: {error}"
+            ) from error
+        self._check_text(rendered, field, max_tokens)
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return self._checked(ids, messages, field)
+
+    def prepare_for_threads(self, field: str, value: object) -> None:
+        """Raise InvalidInputError naming ``field`` and ``value`` if text cannot be encoded.
+
+        From now on `encode_document` may run beside other uses of the tokenizer: the first use
+        drops a truncation that the tokenizer's file asks for, and no later one changes anything.
+        """
+        self._need_tokenizer(field, value)("", add_special_tokens=False)
+
+    def encode_document(self, document: str | Sequence[int], field: str) -> NDArray[np.int32]:
+        """Token ids ``(n,)`` of running text, no special tokens added, or checked token ids.
+
+        Raises InvalidInputError naming ``field``.
+        """
+        ids: Any = document
+        if isinstance(document, str):
+            _require_encodable(document, field)
+            tokenizer = self._need_tokenizer(field, document)
+            ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        array = _integer_array(ids, field)
+        outside = array[(array < 0) | (array >= self._vocab_size)]
+        if len(outside):
+            raise InvalidInputError(
+                field,
+                int(outside[0]),
+                f"token ids must be in [0, {self._vocab_size}), the vocabulary",
+            )
+        return array.astype(np.int32)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            raise InvalidInputError("tokenizer", None, "the model folder has none; text needs one")
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_with_specials(self, token_ids: Sequence[int]) -> str:
+        """Special tokens spelled out, as stop strings may name them."""
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
+        _require_encodable(text, field)
+        if max_tokens is None or self._text_bound is None or len(text) <= max_tokens:
+            return
+        least = self._text_bound.least_tokens(text)
+        if least > max_tokens:
+            raise InvalidInputError(
+                "len(prompt)", f"{least} or more", f"must be 1 to {max_tokens} tokens"
+            )
+
+    def _checked(self, ids: list[int], prompt: Prompt, field: str) -> list[int]:
+        if not ids:
+            raise InvalidInputError(field, prompt, "is empty; give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidInputError(
+                field, wrong, f"token ids must be in [0, {self._vocab_size}), the vocabulary"
+            )
+        return ids
+
+    def _need_tokenizer(self, field: str, prompt: object) -> Any:
+        if self.tokenizer is None:
+            raise InvalidInputError(
+                field,
+                prompt,
+                "the model folder has no tokenizer; give token ids or model.tokenizer",
+            )
+        return self.tokenizer
+
+
+def _require_encodable(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(
+            field, text, "holds half of a surrogate pair, which is no text"
+        ) from None
+
+
+def _integers(prompt: Any, field: str) -> list[int]:
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    kinds = set(map(type, tokens))
+    if kinds <= {int}:
+        return list(tokens)
+    try:
+        if kinds & {bool, np.bool_}:  # integers to Python
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise InvalidInputError(field, prompt, _PROMPT) from None
+
+
+def _integer_array(tokens: Any, field: str) -> NDArray[np.integer]:
+    remedy = "must be a flat sequence of integers"
+    try:
+        array = np.asarray(tokens if len(tokens) else np.empty(0, dtype=np.int32))
+    except (TypeError, ValueError):  # no length, or sequences of different lengths
+        raise InvalidInputError(field, tokens, remedy) from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidInputError(field, tokens, remedy)
+    return array
+
+
+def prompt_group(prompt_ids: Sequence[int]) -> int:
+    """A stable key of the prompt, shared by its samples in this run and the next; 63 bits."""
+    data = np.asarray(prompt_ids, dtype="<i4").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,341 @@
+"""The engine's calls that bring new weights, and those that look at the ones it has."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from rollout.checked import (
+    checked_flag,
+    checked_int,
+    checked_iterable,
+    checked_name,
+    checked_path,
+)
+from rollout.engine.call_guard import CallGuard, exclusive
+from rollout.engine.worker import Worker
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
+from rollout.weights.bucket_layout import BucketLayout
+from rollout.weights.checks import manifest_of, pairs_of
+from rollout.weights.groups import WeightGroups
+from rollout.weights.ipc import HandleReceiver
+from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
+from rollout.weights.options import UpdateOptions
+from rollout.weights.packed_bucket import PackedBucket
+from rollout.weights.transaction import WeightState
+
+
+class WeightCalls(ABC):
+    """A part of RolloutEngine. All of these are called between two steps.
+
+    An update names every tensor by its checkpoint name (``partial=True``: some), and reaches every
+    model its selector names or none. What ``**options`` are says `UpdateOptions`. A call between
+    `begin_weight_update` and `end_weight_update` is a part of that update and takes no options; any
+    other is an update of its own. A failure before the first byte leaves the old weights serving;
+    a later one leaves the engine refusing to run, saying why, until a full update succeeds.
+    """
+
+    calls: CallGuard
+    worker: Worker
+    weight_groups: WeightGroups
+    weight_handles: HandleReceiver
+
+    @property
+    def weight_version(self) -> int:
+        """Of the target: what each token carries."""
+        return self.worker.weights.version
+
+    @property
+    def weight_versions(self) -> dict[str, int]:
+        """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
+        return self.worker.weights.versions
+
+    @exclusive
+    def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None:
+        """Open an update that several calls bring.
+
+        ``manifest``: all that is going to come; what is wrong with it is refused here. From the
+        first byte to `end_weight_update` no step runs. Raises InvalidInputError, and
+        WeightUpdateError while another update is under way.
+        """
+        if manifest is not None and not isinstance(manifest, Mapping):
+            raise InvalidInputError("manifest", manifest, "must map names to TensorSpecs")
+        for name, spec in (manifest or {}).items():
+            if not isinstance(spec, TensorSpec):
+                raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
+        self._settle()
+        with self.worker.weights.broadcast_failures():
+            self.worker.weights.begin(UpdateOptions.of(options), manifest)
+
+    @exclusive
+    def end_weight_update(self) -> None:
+        """Commit: the next step samples from the new weights.
+
+        The prefix cache is dropped and the n-gram corpus kept. Requests in flight go on with all
+        their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
+        weights, everything of the target's is kept.
+        """
+        self._settle()
+        weights = self.worker.weights
+        if weights.is_under_way and weights.state is WeightState.LOADING:
+            # Before they serve: nothing the old weights computed may be met by the new ones,
+            # whatever happens in between.
+            options = weights.options
+            try:
+                if weights.reaches_target:
+                    self._leave_old_weights(
+                        retract=options.flush_cache, abort=options.abort_all_requests
+                    )
+                elif options.abort_all_requests:
+                    self._abort_all()
+            except BaseException as error:
+                weights.abandon(f"leaving the old weights failed: {error}")
+                raise
+        weights.commit()
+        self.worker.weights_changed()
+
+    @exclusive
+    def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        """Give up the open update, if there is one: refused until a full one if it had begun."""
+        self.worker.weights.abandon(reason)
+
+    @exclusive
+    def update_weights_from_tensor(
+        self,
+        named_tensors: NamedTensors | Mapping[str, torch.Tensor] | Iterable[FlattenedBucket],
+        *,
+        load_format: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Take weights that are in this process.
+
+        Args:
+            named_tensors: pairs of checkpoint name and tensor, or a mapping, on any device, of any
+                floating dtype. A collection or a `WeightSource` is checked through before a byte
+                moves, of a generator each tensor as it comes.
+            load_format: ``direct``: nothing is converted; a dtype that is not the model's is
+                refused. ``flattened_bucket``: ``named_tensors`` are buckets, as `buckets` makes.
+
+        Raises InvalidInputError, WeightUpdateError, and whatever a generator raises.
+        """
+        formats = ("direct", "flattened_bucket")
+        if load_format is not None and checked_name(load_format, "load_format") not in formats:
+            raise InvalidInputError(
+                "load_format", load_format, "must be None, direct or flattened_bucket"
+            )
+        if load_format == "flattened_bucket":
+            named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
+        with self.worker.weights.broadcast_failures():
+            self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
+
+    @exclusive
+    def update_weights_from_bucket(
+        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
+    ) -> None:
+        """Take a bucket that came as bytes and a layout.
+
+        ``direct``: as ``load_format="direct"``. Raises InvalidInputError, WeightUpdateError.
+        """
+        if not isinstance(bucket, PackedBucket):
+            raise InvalidInputError("bucket", bucket, "must be a PackedBucket")
+        checked_flag(direct, "direct")
+        with self.worker.weights.broadcast_failures():
+            self._load(unflattened([bucket.unpacked()]), options, direct=direct)
+
+    @exclusive
+    def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
+        """Take the weights of a safetensors folder, sharded or not.
+
+        With a selector of drafts alone it is a draft's folder, in any layout that one can be loaded
+        from. Raises CheckpointError for a missing, truncated or damaged file, and for the folder of
+        another draft, before a byte moves, else what `update_weights_from_tensor` does.
+        """
+        folder = Path(checked_path(model_path, "model_path"))
+        weights = self.worker.weights
+        with weights.broadcast_failures():
+            selector = (UpdateOptions.of(options) if options else weights.options).selector
+            self._load(weights.parts.source(folder, selector), options)
+
+    @exclusive
+    def update_weights_from_ipc(
+        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
+    ) -> None:
+        """Take buckets that another process of this host holds.
+
+        ``handles``: one or several, all valid now, or an iterator that asks the sender for the next
+        when the last is loaded: of `SharedMemorySender` or `CudaIpcSender`. Raises
+        InvalidInputError, naming the field, for handles malformed or outdated.
+        """
+        try:
+            with self.worker.weights.broadcast_failures():
+                self._load(self.weight_handles.tensors(handles), options)
+        finally:
+            self.weight_handles.release_removed()
+
+    @exclusive
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+        sender: str = "specrollout",
+    ) -> None:
+        """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
+
+        Ranks that run one model join it one after the other from ``rank_offset`` on, and count each
+        in ``world_size``.
+
+        ``sender``: what made rank 0's group. ``specrollout``: a `WeightGroup`. ``torch``: a trainer
+        by torch's own rendezvous at that address, as those written for other engines do; it
+        broadcasts each tensor by itself.
+
+        Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
+        missing after ``timeout`` seconds or were told another size. An update through it that says
+        no timeout of its own waits as long.
+        """
+        rank_offset = checked_int(rank_offset, "rank_offset")
+        self.weight_groups.init(
+            master_address, master_port, rank_offset + self.worker.ranks.all.rank, world_size,
+            group_name, backend, timeout, self.worker.model_device, sender,
+        )  # fmt: skip
+
+    @exclusive
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group. Raises InvalidInputError for one this engine is not in."""
+        self.weight_groups.destroy(group_name)
+
+    @exclusive
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group",
+        *,
+        load_format: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Take the tensors that the group's rank 0 sends meanwhile.
+
+        Args:
+            load_format: None: the sender broadcasts each tensor by itself, in this order.
+                ``flattened_bucket``: it is a `DistributedSender`, whose ``arguments`` these are.
+
+        Raises InvalidInputError before anything is written, WeightUpdateError where the sender
+        fails or is silent for ``timeout`` seconds.
+        """
+        weights = self.worker.weights
+        timeout = options.get("timeout", weights.options.timeout if weights.is_under_way else None)
+        with (
+            weights.broadcast_failures(),
+            self.weight_groups.source(
+                names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
+            ) as source,
+        ):
+            self._load(source, options)
+
+    @exclusive
+    def decline_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        reason: str,
+        *,
+        load_format: str | None = None,
+    ) -> None:
+        """Tell the group's sender that nothing of what it announced will be taken."""
+        with (
+            contextlib.suppress(WeightUpdateError),
+            self.weight_groups.source(
+                names, dtypes, shapes, group_name, load_format=load_format, timeout=None
+            ),
+        ):
+            raise WeightUpdateError(reason)
+
+    @exclusive
+    def weights_manifest(
+        self, selector: str = "all", *, model_path: str | Path | None = None
+    ) -> dict[str, TensorSpec]:
+        """What a full update must bring; with ``model_path``, what one from that folder would.
+
+        Raises what `update_weights_from_disk` does.
+        """
+        parts = self.worker.weights.parts
+        if model_path is None:
+            return dict(parts.manifest(selector))
+        return dict(parts.source(Path(checked_path(model_path, "model_path")), selector).manifest())
+
+    @exclusive
+    def read_weights(self, names: Sequence[str]) -> PackedBucket:
+        """These tensors, whole, for another engine's `update_weights_from_bucket`.
+
+        Raises InvalidInputError for an unknown name, WeightUpdateError while the weights are not
+        those of one version, EngineStateError while they are released.
+        """
+        names = [
+            checked_name(name, "names") for name in checked_iterable(names, "names", "tensor names")
+        ]
+        self.worker.weights.require_whole()
+        tensors = dict(self.worker.weights.parts.read(names))
+        empty = FlattenedBucket(torch.empty(0, dtype=torch.uint8), BucketLayout(()))
+        return PackedBucket.of(next(buckets(tensors.items(), 1 << 62), empty))
+
+    @exclusive
+    def weights_digest(self, selector: str = "all") -> str:
+        """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""
+        return self.worker.weights.digest(selector)
+
+    @exclusive
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
+        """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
+        checked_name(name, "name")
+        truncate_size = checked_int(truncate_size, "truncate_size", least=1)
+        self.worker.weights.require_resident()
+        for part in self.worker.weights.parts.values():
+            loader = part.weight_loaders().get(name)
+            if loader is not None:
+                return loader.read().flatten()[:truncate_size].float().tolist()
+        raise InvalidInputError("name", name, "is no tensor of this model")
+
+    def _load(
+        self, named_tensors: NamedTensors, options: dict[str, Any], *, direct: bool = False
+    ) -> None:
+        """One whole update, or a part of the one that is under way."""
+        self._settle()
+        weights = self.worker.weights
+        if weights.is_under_way:
+            if options:
+                names = ", ".join(options)
+                raise InvalidInputError("options", names, "are set by begin_weight_update alone")
+            weights.load(named_tensors, direct=direct)
+            return
+        expired = weights.expired
+        try:
+            self.begin_weight_update(manifest_of(named_tensors), **options)
+            weights.load(named_tensors, direct=direct)
+            self.end_weight_update()
+        except RolloutError as error:
+            if expired and not options:
+                error.add_note(f"an update that was begun before has ended: {expired}")
+            raise
+
+    @abstractmethod
+    def _settle(self) -> None: ...
+
+    @abstractmethod
+    def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...
+
+    @abstractmethod
+    def _abort_all(self) -> None: ...

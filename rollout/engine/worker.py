@@ -1,0 +1,124 @@
+"""What the engine is handed: a worker that turns a batch into emitted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from rollout.engine.draft_corpus import DraftCorpus
+from rollout.memory.cache import CacheMemory
+from rollout.parallel import ModelRanks
+from rollout.runner.memory_saver import MemorySaver
+from rollout.scheduler.step_limits import StepLimits
+from rollout.types import Batch, Request, StepResult, TokenExtras
+from rollout.weights.transaction import WeightTransaction
+
+FinishStep = Callable[[], StepResult]
+"""Waits for the tokens of a step, commits accepted ones' KV into ``memory.req_to_token`` and
+observes. Called once; a step that nobody finishes leaves nothing behind but reserved slots."""
+
+
+class Worker(Protocol):
+    """The engine knows nothing else of speculation.
+
+    Every method runs on the engine's thread. Appending tokens to requests is the scheduler's.
+    """
+
+    @property
+    def memory(self) -> CacheMemory: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context_len(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def model_dtype(self) -> torch.dtype: ...
+
+    @property
+    def model_device(self) -> torch.device: ...
+
+    @property
+    def limits(self) -> StepLimits:
+        """Of what the scheduler may give it in one step."""
+        ...
+
+    @property
+    def weights(self) -> WeightTransaction:
+        """Of every model it runs, the target and drafts. Where updates begin and end."""
+        ...
+
+    @property
+    def residency(self) -> MemorySaver:
+        """The memory of the same models, and of their KV."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft nodes one request may ask for in a step, root excluded."""
+        ...
+
+    @property
+    def draft_corpus(self) -> DraftCorpus | None:
+        """What it drafts from and learns into; None for a worker that has no corpus."""
+        ...
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether other ranks wait in its models' forwards: then every step, one of no requests
+        too, enters the same forwards, and the engine steps with nothing to do."""
+        ...
+
+    @property
+    def ranks(self) -> ModelRanks:
+        """The processes that run its models."""
+        ...
+
+    def begin(self, learned: Mapping[str, Any]) -> None:
+        """Called once before the first step, with what an earlier engine's worker had learned.
+
+        Called again when a saved corpus is loaded. Raises ValueError for what is none of it.
+        """
+        ...
+
+    def learned(self) -> dict[str, Any]:
+        """JSON-able: what steps cost and drafts are worth, for `begin` and for reports."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may begin before the one before it, of other requests, is finished."""
+        ...
+
+    def begin_step(self, batch: Batch) -> FinishStep:
+        """Launch all of a step, which runs from here on by itself where there is a device."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """The request ended: forget what was kept for it. Its tokens stay in the corpus."""
+        ...
+
+    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+        """Logprobs of given tokens after the request's own. The request is not queued.
+
+        Raises OutOfMemoryError before anything is computed.
+        """
+        ...
+
+    def accompany_scoring(self) -> None:
+        """Instead of `score`, where this rank's call is refused: ranks in lockstep wait for it."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Called when an update has been committed, before the next step."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """The worker's own gauges (corpus size, KV use...), for metrics."""
+        ...

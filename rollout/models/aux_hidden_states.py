@@ -1,0 +1,73 @@
+"""Hidden states of a model that others read: drafts, and those who train them.
+
+Legend: T query rows, E hidden, F columns of the features: E for each that is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxHiddenStates:
+    """Which hidden states are read, and their order as columns: the layers', then the final one.
+
+    ``layers``, ascending: the residual stream that enters each layer, before its norm; the number
+    of layers stands for what the final norm reads. ``final``: what the head reads.
+    """
+
+    layers: tuple[int, ...] = ()
+    final: bool = False
+
+    def __post_init__(self) -> None:
+        if list(self.layers) != sorted(set(self.layers)) or any(each < 0 for each in self.layers):
+            raise InvalidInputError("features.layers", self.layers, "must ascend from 0 or later")
+
+    @property
+    def count(self) -> int:
+        """How many times the hidden size is F."""
+        return len(self.layers) + self.final
+
+    def __or__(self, other: AuxHiddenStates) -> AuxHiddenStates:
+        layers = tuple(sorted({*self.layers, *other.layers}))
+        return AuxHiddenStates(layers=layers, final=self.final or other.final)
+
+    def select(self, features_TF: torch.Tensor, wanted: AuxHiddenStates) -> torch.Tensor:
+        """The columns of ``wanted``, all of them among these, as a new tensor or as they are."""
+        if wanted == self:
+            return features_TF
+        hidden = features_TF.shape[1] // self.count
+        blocks = features_TF.split(hidden, dim=1)
+        chosen = [blocks[self.layers.index(layer)] for layer in wanted.layers]
+        return torch.cat(chosen + [blocks[-1]] * wanted.final, dim=1)
+
+
+class AuxHiddenStateCollector:
+    """Collects the features of one forward."""
+
+    def __init__(
+        self, features: AuxHiddenStates, rows: int, hidden: int, like: torch.Tensor
+    ) -> None:
+        """``like``: a tensor whose dtype and device the features have."""
+        self._features = features
+        self._hidden = hidden
+        self.features_TF = like.new_empty((rows, features.count * hidden))
+
+    def enter(self, layer: int, residual_TE: torch.Tensor) -> None:
+        """Called before each layer, and with the number of layers before the final norm."""
+        if layer in self._features.layers:
+            self._keep(self._features.layers.index(layer), residual_TE)
+
+    def leave(self, hidden_TE: torch.Tensor) -> None:
+        """Called with what the final norm gave."""
+        if self._features.final:
+            self._keep(len(self._features.layers), hidden_TE)
+
+    def _keep(self, column: int, values_TE: torch.Tensor) -> None:
+        first, rows = column * self._hidden, len(self.features_TF)
+        # Rows past these are padding.
+        self.features_TF[:, first : first + self._hidden] = values_TE[:rows]

@@ -1,0 +1,184 @@
+"""Experts: the sparse half of a decoder layer, where a router picks a few MLPs for each row.
+
+Sources: Shazeer et al. 2017 (Outrageously Large Neural Networks), Qwen2-MoE (Yang et al. 2024; the
+shared expert and its gate), Qwen3-MoE (Yang et al. 2025).
+
+Legend: T query rows, E hidden, F ffn of one expert, N experts, X experts per row, S = T * X pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from rollout.errors import InvalidInputError
+from rollout.models.layers.grouped_linear import GroupedLinear
+from rollout.models.layers.linear import Linear, linear_weight_loaders
+from rollout.models.layers.shard import shard_of, shards_of
+from rollout.models.layers.weight_loader import WeightLoader
+from rollout.ops.combine_experts import combine_experts
+from rollout.ops.grouped_matmul import RowGroups
+from rollout.ops.routing import route
+from rollout.ops.silu_mul import silu_mul
+from rollout.parallel import ONE_RANK, ModelRanks
+from rollout.parallel.partition import even_parts, gather_columns, gather_rows
+
+
+class RouteRecorder(Protocol):
+    """Keeps which experts each row of a step went to."""
+
+    def record(self, layer: int, experts_TX: torch.Tensor) -> None:
+        """``layer`` counts the sparse layers from 0; int [T, X], the most probable expert first."""
+        ...
+
+
+class Experts:
+    """Gate and up of an expert are one product, and so are the router and the shared gate.
+
+    What a row gets depends on that row alone: its choice, its experts' products, and their sum, in
+    the order of its choice.
+
+    Of several ranks each has the router whole, and of every expert some of the output features of
+    both products: no sum is split, so a row's bits are those of one rank alone. Ranks with rows of
+    their own compute the rows of all.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        ffn_size: int,
+        shared_ffn_size: int = 0,
+        normalizes: bool = True,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool = True,
+        stacked: bool | None = None,
+        ranks: ModelRanks = ONE_RANK,
+    ) -> None:
+        """
+        Args:
+            index: among the sparse layers.
+            shared_ffn_size: of an expert that every row passes, with a gate of its own; 0: none.
+            normalizes: whether the chosen experts' probabilities are scaled to add up to 1.
+            stacked: see GroupedLinear.
+
+        Raises InvalidInputError for more ranks than can have a part.
+        """
+
+        def linear(inputs: int, outputs: int) -> Linear:
+            return Linear(inputs, outputs, dtype=dtype, device=device, packing=packing)
+
+        def grouped(inputs: int, outputs: int) -> GroupedLinear:
+            return GroupedLinear(
+                num_experts, inputs, outputs,
+                dtype=dtype, device=device, packing=packing, stacked=stacked,
+            )  # fmt: skip
+
+        self.index = index
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.normalizes = normalizes
+        self.has_shared = shared_ffn_size > 0
+        self._group, self._has_own_rows = ranks.all, ranks.rows.size > 1
+        self._features = self._parts(ffn_size)
+        self._shared_features = self._parts(shared_ffn_size) if self.has_shared else ()
+        self._outputs = self._parts(hidden_size)
+        outputs = len(self._outputs[self._group.rank])
+        self.router = linear(hidden_size, num_experts + self.has_shared)
+        self.gate_up = grouped(hidden_size, 2 * len(self._features[self._group.rank]))
+        self.down = grouped(ffn_size, outputs)
+        self._shared: list[Linear] = []
+        if self.has_shared:
+            features = len(self._shared_features[self._group.rank])
+            self._shared = [linear(hidden_size, 2 * features), linear(shared_ffn_size, outputs)]
+
+    def _parts(self, total: int) -> tuple[range, ...]:
+        parts = even_parts(total, self._group.size)
+        if not parts[-1]:
+            raise InvalidInputError(
+                "parallel.size", self._group.size, f"is too many for experts of {total} features"
+            )
+        return parts
+
+    def __call__(
+        self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
+    ) -> torch.Tensor:
+        """[T, E], to be added to the residual. The input is normed already; T may be zero."""
+        own = slice(None)
+        if self._has_own_rows:
+            hidden_TE, own = gather_rows(self._group, hidden_TE)
+        logits_TN1 = self.router(hidden_TE)
+        logits_TN = logits_TN1[:, : self.num_experts]
+        experts_TX, weights_TX = route(logits_TN, self.experts_per_token, self.normalizes)
+        if routes is not None:
+            routes.record(self.index, experts_TX[own])
+        groups = RowGroups.of(experts_TX, self.num_experts)
+        left_out = self.router.left_out_tiles
+        inner_SF = silu_mul(self.gate_up(hidden_TE, groups, left_out))
+        inner_SF = gather_columns(self._group, inner_SF, self._features)
+        outputs_SE = self.down(inner_SF, groups, left_out)
+        outputs_TXE = outputs_SE.view(*experts_TX.shape, self.down.out_features)
+        if self._shared:
+            shared_gate_up, shared_down = self._shared
+            inner_TF = silu_mul(shared_gate_up(hidden_TE))
+            inner_TF = gather_columns(self._group, inner_TF, self._shared_features)
+            gate_T = logits_TN1[:, self.num_experts]
+            out_TE = combine_experts(outputs_TXE, weights_TX, shared_down(inner_TF), gate_T)
+        else:
+            out_TE = combine_experts(outputs_TXE, weights_TX)
+        return gather_columns(self._group, out_TE, self._outputs)[own]
+
+    def linears(self) -> list[Linear]:
+        """Every matrix product that is one of its own: on a GPU not those of the experts."""
+        return [self.router, *self._shared, *self.gate_up.linears(), *self.down.linears()]
+
+    def plain_weights(self) -> list[torch.Tensor]:
+        """Those that are no product's of ``linears``."""
+        return [*self.gate_up.plain_weights(), *self.down.plain_weights()]
+
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
+        """``at``: the prefix of its names in checkpoints, as model.layers.0.mlp.
+
+        Experts are named one by one, and a second time fused, as transformers holds them in memory
+        and Qwen3.5-MoE is published: gate_up_proj [N, 2 F, E], down_proj [N, E, F].
+        """
+        count, group = self.num_experts, self._group
+        found = {f"{at}.gate.weight": self.router.weight_rows(0, count)}
+        features = len(self._features[group.rank])
+        gates, ups, downs = (
+            [f"{at}.experts.{expert}.{name}.weight" for expert in range(count)]
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        for expert in range(count):
+            gate = self.gate_up.weight_rows(expert, 0, features)
+            up = self.gate_up.weight_rows(expert, features, 2 * features)
+            down = self.down.weight_rows(expert, 0, self.down.out_features)
+            found[gates[expert]] = shard_of(gate, group, self._features)
+            found[ups[expert]] = shard_of(up, group, self._features)
+            found[downs[expert]] = shard_of(down, group, self._outputs)
+        gate_up, down = self.gate_up.all_weights((*gates, *ups)), self.down.all_weights(downs)
+        ffn = self._features[-1].stop
+        both = [(part, range(ffn + part.start, ffn + part.stop)) for part in self._features]
+        found[f"{at}.experts.gate_up_proj"] = shard_of(gate_up, group, both, dim=1)
+        found[f"{at}.experts.down_proj"] = shard_of(down, group, self._outputs, dim=1)
+        if self._shared:
+            found[f"{at}.shared_expert_gate.weight"] = self.router.weight_rows(count, count + 1)
+            found |= self._shared_destinations(f"{at}.shared_expert")
+        return found
+
+    def _shared_destinations(self, at: str) -> dict[str, WeightLoader]:
+        gate_up, down = self._shared
+        features = len(self._shared_features[self._group.rank])
+        parts = {
+            "gate_proj": self._shared_features,
+            "up_proj": self._shared_features,
+            "down_proj": self._outputs,
+        }
+        found = linear_weight_loaders(at, gate_up, {"gate_proj": features, "up_proj": features})
+        found |= linear_weight_loaders(at, down, {"down_proj": down.out_features})
+        return shards_of(found, self._group, parts)

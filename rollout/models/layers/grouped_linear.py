@@ -1,0 +1,110 @@
+"""GroupedLinear: a matrix product for each expert, with weights kept as their device likes them.
+
+Legend: M rows of input, S pairs of a row and an expert, N experts, I input, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from itertools import pairwise
+
+import torch
+
+from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_loader import WeightLoader
+from rollout.ops.grouped_matmul import RowGroups, grouped_matmul
+from rollout.ops.matmul.tiles import Tile
+
+
+class GroupedLinear:
+    """``y_SO = ops.grouped_matmul(x_MI, weights_NOI, groups)``.
+
+    On the CPU a Linear for each expert: only those with rows are run, each over its own, padded to
+    the least for which its products treat every row alike. Elsewhere one tensor for all of them.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool = True,
+        stacked: bool | None = None,
+    ) -> None:
+        """``stacked``: whether all weights are one tensor; default: as the device likes it."""
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self._linears: list[Linear] = []
+        self._weights_NOI: torch.Tensor | None = None
+        if device.type != "cpu" if stacked is None else stacked:
+            shape = (num_experts, out_features, in_features)
+            self._weights_NOI = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self._linears = [
+                Linear(in_features, out_features, dtype=dtype, device=device, packing=packing)
+                for _ in range(num_experts)
+            ]
+
+    def __call__(
+        self, x_MI: torch.Tensor, groups: RowGroups, left_out: Set[Tile] = frozenset()
+    ) -> torch.Tensor:
+        """``left_out``: tiles that a GPU is not to use."""
+        if self._weights_NOI is not None:
+            return grouped_matmul(x_MI, self._weights_NOI, groups, left_out)
+        y_SO = x_MI.new_empty(len(groups.pairs_S), self.out_features)
+        for linear, pairs in zip(self._linears, _pairs_of_experts(groups), strict=True):
+            if len(pairs):
+                rows = _padded(pairs // (len(y_SO) // len(x_MI)), linear.least_rows)
+                y_SO[pairs] = linear(x_MI[rows])[: len(pairs)]
+        return y_SO
+
+    def linears(self) -> list[Linear]:
+        """Products of its own; none where the weights are one tensor."""
+        return self._linears
+
+    def plain_weights(self) -> list[torch.Tensor]:
+        """What is no product's."""
+        return [] if self._weights_NOI is None else [self._weights_NOI]
+
+    def weight_rows(self, expert: int, start: int, stop: int) -> WeightLoader:
+        """Output features [start, stop) of one expert's weight."""
+        if self._weights_NOI is None:
+            return self._linears[expert].weight_rows(start, stop)
+        first = expert * self.out_features + start
+        return WeightLoader.of(
+            self._weights_NOI[expert, start:stop], (id(self._weights_NOI), first)
+        )
+
+    def all_weights(self, parts: Sequence[str]) -> WeightLoader:
+        """[N, O, I]: every expert's, as one tensor. ``parts``: the names that hold it otherwise."""
+        experts = [self.weight_rows(n, 0, self.out_features) for n in range(self.num_experts)]
+
+        def write(values_NOI: torch.Tensor) -> None:
+            for expert, values_OI in zip(experts, values_NOI, strict=True):
+                expert.write(values_OI)
+
+        return WeightLoader(
+            shape=(self.num_experts, self.out_features, self.in_features),
+            dtype=self.dtype,
+            write=write,
+            read=lambda: torch.stack([expert.read() for expert in experts]),
+            place=(id(self), 0),
+            parts=tuple(parts),
+        )
+
+
+def _pairs_of_experts(groups: RowGroups) -> Iterator[torch.Tensor]:
+    offsets = groups.offsets_N1.tolist()
+    for start, end in pairwise(offsets):
+        yield groups.pairs_S[start:end]
+
+
+def _padded(rows: torch.Tensor, least: int) -> torch.Tensor:
+    """The last of them again, until there are enough."""
+    missing = least - len(rows)
+    return rows if missing <= 0 else torch.cat([rows, rows[-1:].expand(missing)])

@@ -1,0 +1,242 @@
+"""Do the rows of a matrix product depend on how many there are? Asked once, at start.
+
+Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
+Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
+the least number of rows from which all counts agree. On a GPU the products are ours, one order for
+any number of rows; that is asked all the same, of every tile. Where tiles disagree, the largest set
+of them that agrees is used.
+
+Legend: M rows, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from rollout.errors import ExactnessError
+from rollout.models.layers.linear import Linear
+from rollout.ops import gpu
+from rollout.ops.matmul.tiles import Tile, tiles
+
+log = logging.getLogger(__name__)
+
+LARGEST_PADDING = 16
+# Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
+_ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257)
+_ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
+_AFFORDABLE = 2**30  # multiply-adds of one product: a few milliseconds
+_DISTINCT_OUTPUTS = 512
+_MOST_ON_A_GPU = 300  # more than a tile has; their own would have outputs of gigabytes
+
+
+def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
+    """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``.
+
+    Each product is told its own least number of rows, for experts run fewer than a step has, and
+    all on a GPU which tiles to leave out.
+    """
+    linears = list(linears)
+    on_gpu = [linear for linear in linears if linear.device.type == "cuda"]
+    for linear in on_gpu:
+        linear.row_invariant = True
+    left_out = _left_out_tiles(on_gpu, max_rows)
+    for linear in on_gpu:
+        linear.left_out_tiles = left_out
+    least = _least_by_signature(linears, max_rows)
+    for linear in linears:
+        linear.least_rows = least[_signature(linear)]
+    return max(least.values(), default=1)
+
+
+def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
+    """The least M0 such that all sampled row counts in [M0, max_rows] give bitwise equal rows.
+
+    Rows are compared across counts, places, orders and, on the CPU, one thread against all, for
+    every distinct shape among ``linears``. Raises ExactnessError, naming the shape, where no M0 up
+    to LARGEST_PADDING holds.
+    """
+    return max(_least_by_signature(linears, max_rows).values(), default=1)
+
+
+@torch.inference_mode()
+def _least_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
+    shapes = {_signature(linear): linear for linear in linears}
+    found = {}
+    for shape, linear in shapes.items():
+        with gpu.on(linear.device):
+            found[shape] = _minimum_rows(linear, max_rows)
+    return found
+
+
+def _minimum_rows(linear: Linear, max_rows: int) -> int:
+    most = max(max_rows, LARGEST_PADDING)
+    if linear.device.type == "cuda":
+        most = min(most, _MOST_ON_A_GPU)
+    probe = _cancelling_probe(linear)
+    x_MI = _cancelling_rows(most, linear)
+    y_MO = probe(x_MI)
+
+    affordable = most
+    if linear.device.type == "cpu":
+        cost = linear.in_features * linear.out_features
+        affordable = max(LARGEST_PADDING, _AFFORDABLE // cost)
+    order_M = _shuffled(most, linear)
+
+    def differing_among(counts: tuple[int, ...]) -> set[int]:
+        differing = set()
+        for count in counts:
+            rows = order_M[:count]
+            if count <= min(most, affordable) and not torch.equal(probe(x_MI[rows]), y_MO[rows]):
+                differing.add(count)
+        return differing
+
+    differing = differing_among(_ROW_COUNTS)
+    if linear.device.type == "cpu" and torch.get_num_threads() > 1:
+        with _one_thread():
+            differing |= differing_among(_ONE_THREAD_ROW_COUNTS)
+
+    least = max(differing, default=0) + 1
+    if linear.device.type == "cpu" and not linear.is_packed:
+        # Plain products choose kernels by alignment too, which a probe sees only now and then.
+        least = max(least, LARGEST_PADDING)
+    if least > LARGEST_PADDING:
+        raise ExactnessError(
+            f"exact=true: rows of the {linear.in_features} -> {linear.out_features} product in "
+            f"{linear.dtype} on {linear.device} differ between {sorted(differing)} and {most} rows"
+            "; set exact=false"
+        )
+    return least
+
+
+@torch.inference_mode()
+def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]:
+    """See `disagreeing_tiles`. For all shapes the same, so that experts, whose grouped products are
+    not asked, can go without them too."""
+    if not linears:
+        return frozenset()
+    shapes = {_signature(linear): linear for linear in linears}
+    with gpu.on(linears[0].device):
+        rows = min(max_rows, _MOST_ON_A_GPU)
+        return disagreeing_tiles(
+            (_cancelling_probe(linear), _cancelling_rows(rows, linear))
+            for linear in shapes.values()
+        )
+
+
+def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozenset[Tile]:
+    """All tiles but the largest set that gives each row of each product the same bits, wherever the
+    row lies. ``products``: of one dtype, each with rows of input.
+
+    Raises ExactnessError where no tile does.
+    """
+    every: Sequence[Tile] = ()
+    agreeing: list[list[Tile]] = []
+    for linear, x_MI in products:
+        every = tiles(linear.dtype)
+        agreeing = [
+            like for some in agreeing or [list(every)] for like in _alike(some, linear, x_MI)
+        ]
+        if not agreeing:
+            raise ExactnessError(
+                f"exact=true: no tile gives a row of the {linear.in_features} -> "
+                f"{linear.out_features} product in {linear.dtype} on {linear.device} the same bits "
+                "wherever it lies; set exact=false"
+            )
+    largest = max(agreeing, key=len, default=[])
+    left_out = frozenset(every) - frozenset(largest)
+    if left_out:
+        log.warning(
+            "exact=true leaves out %d tiles of matrix products, which compute other rows than %d "
+            "that agree: %s",
+            len(left_out), len(largest), "; ".join(str(tile) for tile in every if tile in left_out),
+        )  # fmt: skip
+    return left_out
+
+
+def _alike(some: list[Tile], linear: Linear, x_MI: torch.Tensor) -> list[list[Tile]]:
+    """Tiles that compute the same, together. One whose rows depend on their place is in none."""
+    from rollout.ops.matmul.triton import tiled_matmul
+
+    weight_OI = linear.weight_rows(0, linear.out_features).read()
+    order_M = _shuffled(len(x_MI), linear)
+    found: list[tuple[torch.Tensor, list[Tile]]] = []
+    for tile in some:
+        y_MO = tiled_matmul(x_MI, weight_OI, linear.bias_O, tile)
+        moved_MO = tiled_matmul(x_MI[order_M], weight_OI, linear.bias_O, tile)
+        if not torch.equal(moved_MO, y_MO[order_M]):
+            continue
+        for like_MO, like in found:
+            if torch.equal(y_MO, like_MO):
+                like.append(tile)
+                break
+        else:
+            found.append((y_MO, [tile]))
+    return [like for _, like in found]
+
+
+def _shuffled(count: int, linear: Linear) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(linear.device)
+
+
+def _signature(linear: Linear) -> tuple[object, ...]:
+    """What kernels are chosen by; values are not among it."""
+    return (
+        linear.in_features,
+        linear.out_features,
+        linear.bias_O is not None,
+        linear.dtype,
+        linear.device,
+        linear.is_packed,
+        linear.row_invariant,
+    )
+
+
+def _cancelling_probe(linear: Linear) -> Linear:
+    """A Linear of the same kind whose every sum cancels: what is left is rounding alone.
+
+    So a changed order of summation shows in every output, where with random weights the last
+    step's rounding to bfloat16 would hide it from nearly all. The second half of a weight row is
+    the first half negated and reversed; an odd last feature is zero.
+    """
+    half = linear.in_features // 2
+    outputs = min(linear.out_features, _DISTINCT_OUTPUTS)
+    first = torch.randn(outputs, half, generator=torch.Generator().manual_seed(1))
+    odd = first.new_zeros(outputs, linear.in_features % 2)
+    block = torch.cat([first, -first.flip(1), odd], dim=1).to(linear.device, linear.dtype)
+    probe = Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias_O is not None,
+        dtype=linear.dtype,
+        device=linear.device,
+        packing=linear.is_packed,
+    )
+    probe.row_invariant, probe.left_out_tiles = linear.row_invariant, linear.left_out_tiles
+    for start in range(0, linear.out_features, outputs):
+        stop = min(start + outputs, linear.out_features)
+        probe.weight_rows(start, stop).write(block[: stop - start])
+    if probe.bias_O is not None:
+        probe.bias_O.zero_()
+    probe.pack()
+    return probe
+
+
+def _cancelling_rows(count: int, linear: Linear) -> torch.Tensor:
+    half = linear.in_features // 2
+    first = torch.randn(count, half, generator=torch.Generator().manual_seed(2))
+    odd = first.new_zeros(count, linear.in_features % 2)
+    return torch.cat([first, first.flip(1), odd], dim=1).to(linear.device, linear.dtype)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,1 @@
+"""A step on its device: batch layout, transfers, attention plans, CUDA graphs and warm-up."""

@@ -1,0 +1,103 @@
+"""What a step takes beside weights and KV, and what compiles before the first request.
+
+Both are found by running steps of padding before there is any KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rollout.errors import OutOfMemoryError
+from rollout.models.layers.linear import Linear
+from rollout.ops import gpu
+from rollout.ops.matmul.tiles import tile_for, tiles_up_to
+from rollout.runner.dummy_run import DummyRun
+
+log = logging.getLogger(__name__)
+
+
+def warm_rows(most_rows: int, linears: Iterable[Linear]) -> dict[int, bool]:
+    """Numbers of rows of steps that together run every tile that a step of up to ``most_rows`` runs
+    in products of ``ops.matmul`` and, as some are twice the one before, in those of experts.
+
+    From the least to the largest, each with whether it is to run with draft nodes too: attention's
+    tiles follow rows by powers of two, and draft nodes are another variant of its kernel.
+    """
+    both = {1 << k for k in range(most_rows.bit_length())} | {most_rows}
+    found = dict.fromkeys(both, True)
+    for dtype, outputs, device, left_out in dict.fromkeys(
+        (linear.dtype, linear.out_features, linear.device, linear.left_out_tiles)
+        for linear in linears
+        if linear.row_invariant
+    ):
+        product = outputs, gpu.multiprocessors(device), left_out
+        run = {tile_for(dtype, rows, *product) for rows in found}
+        for tile, rows in tiles_up_to(dtype, most_rows, *product).items():
+            if tile not in run:
+                found[rows] = False
+    return dict(sorted(found.items()))
+
+
+@torch.inference_mode()
+def warm_up(steps: DummyRun, *, rows: int, sampled: int) -> None:
+    """Run what is compiled for steps of up to so many query rows, whatever their batch.
+
+    ``sampled``: most rows that are sampled from. Raises OutOfMemoryError.
+    """
+    began = time.perf_counter()
+    with _fitting(steps, rows, sampled):
+        longest = steps.model.spec.max_context_len
+        for each, with_nodes in warm_rows(rows, steps.model.linears()).items():
+            hidden_TE = steps.forward(each, longest=longest)
+            if with_nodes:
+                hidden_TE = steps.forward(each, nodes=each, longest=longest)
+            steps.model.logits(hidden_TE[:sampled])
+        steps.sample(hidden_TE, 1)
+    log.info(
+        "%s: kernels were compiled and loaded in %.1f s",
+        steps.model.device,
+        time.perf_counter() - began,
+    )
+
+
+def activation_bytes(steps: DummyRun, *, rows: int, sampled: int) -> int:
+    """Bytes that steps of up to so many query rows take on a GPU, ``sampled`` of them sampled from.
+
+    After `warm_up`, whose memory then counts as taken. On the CPU 0: nothing is measured. Raises
+    OutOfMemoryError.
+    """
+    device = steps.model.device
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with _fitting(steps, rows, sampled):
+        run_largest(steps, rows=rows, sampled=sampled)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def run_largest(steps: DummyRun, *, rows: int, sampled: int) -> None:
+    """The step of the most rows, at the longest context: attention keeps the most sums of parts."""
+    longest = steps.model.spec.max_context_len
+    steps.sample(steps.forward(rows, nodes=rows, longest=longest), sampled)
+
+
+@contextmanager
+def _fitting(steps: DummyRun, rows: int, sampled: int) -> Iterator[None]:
+    """Until the device is done. Memory that does not suffice is told of."""
+    device = steps.model.device
+    try:
+        with gpu.on(device):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"a step of {rows} query rows, {sampled} of them sampled from, does not fit {device} "
+            "beside the weights: lower scheduler.max_step_tokens or scheduler.max_running"
+        ) from error
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

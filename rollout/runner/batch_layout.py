@@ -1,0 +1,201 @@
+"""The flat query rows of one step and what attention must know of them, on the host.
+
+Legend: B entries, T query rows, N draft nodes, R sampled rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from operator import add
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.memory.slots import NULL_SLOT
+from rollout.ops.paged_attention import AttentionPlan
+from rollout.ops.ragged import offsets_of, ranges
+from rollout.ops.state_plan import NO_STATE
+from rollout.runner.attention import state_arrays
+from rollout.types import Batch, DraftTrees, Scheduled
+
+_PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", "node_masks_N",
+         "node_slots_N")  # fmt: skip
+_INPUTS = ("input_ids_T", "positions_T", "slots_T", *_PLAN)
+
+_NO_SLOTS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepArrays:
+    """Per entry its causal run, then its draft nodes. See AttentionPlan for the last seven.
+
+    Never written to.
+    """
+
+    input_ids_T: NDArray[np.int64]
+    positions_T: NDArray[np.int64]
+    slots_T: NDArray[np.int64]
+    rows_B: NDArray[np.int32]
+    starts_B: NDArray[np.int32]
+    run_lens_B: NDArray[np.int32]
+    q_offsets_B1: NDArray[np.int32]
+    node_offsets_B1: NDArray[np.int32]
+    node_masks_N: NDArray[np.int64]
+    node_slots_N: NDArray[np.int32]
+    sampled_R: NDArray[np.int64]  # rows to take logits of
+    longest: int  # where the last run ends
+    # Of models with recurrent layers: sources_B, parents_T and targets_T of StatePlan, int32.
+    states: dict[str, NDArray[np.int32]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        batch: Batch, trees: DraftTrees, table: NDArray[np.int32], scored_from: int | None = None
+    ) -> StepArrays:
+        """``table``: req_to_token. ``scored_from``: take logits of run rows at that position or
+        later; default: of the roots and nodes of entries that sample."""
+        entries = batch.entries
+        starts, run_lens = [e.start for e in entries], [e.run_len for e in entries]
+        rows_B = np.array([e.request.row for e in entries], dtype=np.int32)
+        starts_B = np.array(starts, dtype=np.int32)
+        run_lens_B = np.array(run_lens, dtype=np.int32)
+        if is_one_each := sum(run_lens) == len(entries):
+            tokens = [e.request.tokens[e.start] for e in entries]
+            run_offsets_B1 = np.arange(len(entries) + 1)
+            positions_T, rows_T = starts_B.astype(np.int64), rows_B
+        else:
+            tokens = [token for e in entries for token in e.request.tokens[e.start : e.end]]
+            run_offsets_B1 = offsets_of(run_lens_B)
+            positions_T, rows_T = ranges(starts_B, run_lens_B), rows_B.repeat(run_lens_B)
+        input_ids_T = np.array(tokens, dtype=np.int64)
+        slots_T = table[rows_T, positions_T].astype(np.int64)
+        q_offsets_B1, node_slots_N = run_offsets_B1, _NO_SLOTS
+        if trees.num_nodes:
+            node_offsets_B1 = trees.offsets_B1
+            q_offsets_B1 = run_offsets_B1 + node_offsets_B1
+            node_lens_B = _sizes(trees)
+            # Query rows: those of runs and nodes before are before them.
+            runs = q_offsets_B1[:-1]
+            if not is_one_each:
+                runs = np.arange(len(tokens)) + node_offsets_B1[:-1].repeat(run_lens_B)
+            nodes = np.arange(trees.num_nodes) + run_offsets_B1[1:].repeat(node_lens_B)
+            roots = (starts_B + run_lens_B - 1).repeat(node_lens_B)
+            node_slots_N = _node_slots(entries, trees)
+            input_ids_T = _merged(runs, input_ids_T, nodes, trees.tokens_N)
+            positions_T = _merged(runs, positions_T, nodes, roots + trees.depths_N)
+            slots_T = _merged(runs, slots_T, nodes, node_slots_N)
+        if scored_from is not None:
+            before_B = np.maximum(0, scored_from - starts_B)
+            q_lens_B = q_offsets_B1[1:] - q_offsets_B1[:-1]
+            sampled_R = _last_rows(q_offsets_B1, np.maximum(0, q_lens_B - before_B))
+        elif is_one_each and all(e.samples for e in entries):
+            sampled_R = np.arange(len(input_ids_T))
+        else:
+            samples_B = np.array([e.samples for e in entries], dtype=bool)
+            node_lens_B = _sizes(trees)
+            sampled_R = _last_rows(q_offsets_B1, (node_lens_B + 1) * samples_B)
+        return StepArrays(
+            input_ids_T=input_ids_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
+            rows_B=rows_B,
+            starts_B=starts_B,
+            run_lens_B=run_lens_B,
+            q_offsets_B1=q_offsets_B1.astype(np.int32),
+            node_offsets_B1=trees.offsets_B1.astype(np.int32),
+            node_masks_N=trees.masks_N.view(np.int64),
+            node_slots_N=node_slots_N,
+            sampled_R=sampled_R,
+            longest=max(map(add, starts, run_lens), default=0),
+        )
+
+    def with_states(self, batch: Batch, trees: DraftTrees) -> StepArrays:
+        """What recurrent layers read too. ``batch`` and ``trees``: those it was made of."""
+        return replace(self, states=state_arrays(batch, trees, self.q_offsets_B1, self.num_rows))
+
+    @property
+    def num_rows(self) -> int:
+        """Of the entries; what comes behind is padding."""
+        return int(self.q_offsets_B1[-1])
+
+    @property
+    def ends_B(self) -> NDArray[np.int32]:
+        """Where each run ends."""
+        return self.starts_B + self.run_lens_B
+
+    def padded(self, rows: int, entries: int = 0, nodes: int = 0) -> StepArrays:
+        """As many of each at least.
+
+        Padding rows run token 0 at position 0, write to the null slot and see nothing; they have no
+        state and keep none. Padding entries have no rows, padding nodes are no entry's.
+        """
+        padding = {"sources_B": (entries, NO_STATE), "parents_T": (rows, -1),
+                   "targets_T": (rows, NO_STATE)}  # fmt: skip
+        ends = self.q_offsets_B1[-1], self.node_offsets_B1[-1]
+        return StepArrays(
+            input_ids_T=padded(self.input_ids_T, rows),
+            positions_T=padded(self.positions_T, rows),
+            slots_T=padded(self.slots_T, rows, NULL_SLOT),
+            rows_B=padded(self.rows_B, entries),
+            starts_B=padded(self.starts_B, entries),
+            run_lens_B=padded(self.run_lens_B, entries, 1),
+            q_offsets_B1=padded(self.q_offsets_B1, entries + 1, ends[0]),
+            node_offsets_B1=padded(self.node_offsets_B1, entries + 1, ends[1]),
+            node_masks_N=padded(self.node_masks_N, nodes, 1),
+            node_slots_N=padded(self.node_slots_N, nodes, NULL_SLOT),
+            sampled_R=self.sampled_R,
+            longest=self.longest,
+            states={name: padded(each, *padding[name]) for name, each in self.states.items()},
+        )
+
+    def inputs(self) -> dict[str, NDArray]:
+        """What a forward of these shapes reads, by field."""
+        return {name: getattr(self, name) for name in _INPUTS} | self.states
+
+
+def attention_plan(
+    tensors: dict[str, torch.Tensor], req_to_token: torch.Tensor, longest: int
+) -> AttentionPlan:
+    """Of `StepArrays.inputs`, as tensors."""
+    plan: dict[str, Any] = {name: tensors[name] for name in _PLAN}
+    return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
+
+
+def _node_slots(entries: list[Scheduled], trees: DraftTrees) -> NDArray[np.int32]:
+    """The first reserved slots of each entry, as many as it has nodes."""
+    reserved = [entry.draft_slots for entry in entries]
+    slots = np.concatenate(reserved)
+    if slots.size == trees.num_nodes:
+        return slots
+    firsts_B1 = offsets_of(np.array([own.size for own in reserved]))
+    return slots[ranges(firsts_B1[:-1], _sizes(trees))]
+
+
+def _sizes(trees: DraftTrees) -> NDArray[np.int64]:
+    """Nodes of each entry."""
+    return trees.offsets_B1[1:] - trees.offsets_B1[:-1]
+
+
+def _last_rows(offsets_B1: NDArray[np.int64], lens_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last so many of each entry's query rows."""
+    return ranges(offsets_B1[1:] - lens_B, lens_B)
+
+
+def _merged(
+    runs: NDArray, of_runs: NDArray, nodes: NDArray, of_nodes: NDArray
+) -> NDArray[np.int64]:
+    """What belongs to run rows and to node rows, at those rows."""
+    merged_T = np.empty(runs.size + nodes.size, dtype=np.int64)
+    merged_T[runs], merged_T[nodes] = of_runs, of_nodes
+    return merged_T
+
+
+def padded(array: NDArray, length: int, value: int = 0) -> NDArray:
+    """At least so long."""
+    size = array.size
+    if size >= length:
+        return array
+    longer = np.empty(length, dtype=array.dtype)
+    longer[:size], longer[size:] = array, value
+    return longer

@@ -1,0 +1,62 @@
+"""The shapes a forward is captured in, and which of them holds a step.
+
+Legend: T query rows, B entries, N draft nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rollout.runner.batch_layout import StepArrays
+
+_FIRST_LONGEST = 1024
+_LONGEST_STEP = 2  # attention's grid is made for so many times the keys that there may be, at most
+
+
+class Bucket(NamedTuple):
+    """Shapes that a step is padded to: what is fixed in a captured forward."""
+
+    rows: int
+    entries: int
+    nodes: int
+    longest: int  # no run ends past it
+
+
+class Buckets:
+    """Rows go up by steps of a half and a third up to 64: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..., and
+    from there on by a quarter of the power of two below: 80, 96, 112, 128, 160, ..., 1024.
+
+    Up to 64 rows a forward is bound by reading the weights, so that padding costs next to nothing.
+    Above, a bucket and the tiles of matrix products together compute at most 1.35 times the rows
+    that there are. Entries go up by powers of two, for attention's grid grows with them; nodes are
+    none or as many as rows.
+    """
+
+    def __init__(self, *, max_rows: int, max_context_len: int, minimum_rows: int = 1) -> None:
+        """Steps of more than ``max_rows`` have none; ``minimum_rows`` is the least bucket."""
+        few = {1 << k for k in range(7)} | {3 << k for k in range(5)}
+        many = {(4 + part) << k for k in range(4, 30) for part in range(1, 5)}
+        inside = [rows for rows in sorted(few | many) if minimum_rows <= rows <= max_rows]
+        self.rows = tuple(inside)
+        self._max_context_len = max_context_len
+
+    def bucket(self, step: StepArrays) -> Bucket | None:
+        """The least that holds the step; None for a step of no entries, or too large."""
+        entries = len(step.rows_B)
+        rows = next((rows for rows in self.rows if rows >= step.num_rows), None)
+        if rows is None or not entries:
+            return None
+        longest = _FIRST_LONGEST
+        while longest < step.longest:
+            longest *= _LONGEST_STEP
+        return Bucket(
+            rows=rows,
+            entries=min(rows, 1 << (entries - 1).bit_length()),
+            nodes=rows if len(step.node_slots_N) else 0,
+            longest=min(longest, self._max_context_len),
+        )
+
+    @property
+    def input_bytes(self) -> int:
+        """Enough for `StepArrays.inputs` in any bucket."""
+        return 72 * (max(self.rows, default=0) + 64)

@@ -1,0 +1,184 @@
+"""Runs of fixed shapes: captured when one comes back, kept within a bound, let go of together."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from numpy.typing import NDArray
+
+from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError
+from rollout.runner.transfers import DeviceBuffer
+
+log = logging.getLogger(__name__)
+
+Tensors = dict[str, torch.Tensor]
+
+_FIRST_USES = 2  # of a key until it is captured: one that comes once is not worth it
+_INPUT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    captured: Captured
+    results: Tensors
+
+
+class CapturedRuns:
+    """Whoever runs something places its inputs here and runs it through here.
+
+    A graph reads and writes fixed addresses: inputs in one buffer, weights and KV where they are.
+    Updates of weights write in place, so graphs stay valid; memory that is given back and taken
+    again may lie elsewhere, so then all graphs go (`drop`).
+
+    A shared pool's memory comes back only as a whole. So what fits neither beside the graphs there
+    are nor in their room is not captured until they go; and should they outgrow their bound all the
+    same, all are dropped, and what still comes up is captured again, each time after twice as many
+    uses.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_bytes: Callable[[], int],
+        capture: Capture,
+        device: torch.device,
+        input_bytes: int = _INPUT_BYTES,
+        on_drop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            name: of what is run, for the log.
+            max_bytes: that graphs may hold now: others may share the bound.
+            input_bytes: most that one run's inputs take.
+            on_drop: called when all graphs go, for what outlives a single one.
+        """
+        self._name = name
+        self._max_bytes = max_bytes
+        self._capture = capture
+        self._device = device
+        self._on_drop = on_drop
+        self._inputs = DeviceBuffer(input_bytes, device)
+        self._graphs: dict[Hashable, _Graph] = {}
+        self.num_bytes = 0  # device memory they hold
+        self._uses: Counter[Hashable] = Counter()
+        self._uses_wanted = _FIRST_USES
+        self._too_large: set[Hashable] = set()  # not captured until all graphs go
+        self.is_paused = False  # their memory is wanted elsewhere
+        self.failure = ""  # why nothing is captured any more
+        self.is_warm = True  # the last run neither came under a new key nor was captured
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is captured now, and no inputs are taken."""
+        return self.is_paused or bool(self.failure)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def place(self, arrays: dict[str, NDArray]) -> Tensors | None:
+        """Send a run's inputs to where graphs read them; None where it goes without. Those of
+        shapes that a key does not tell come last, and are not the run's own."""
+        return None if self.is_idle else self._inputs.send(arrays)
+
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Tensors],
+        kept: Callable[[Tensors], Tensors] | None = None,
+    ) -> Tensors:
+        """What ``function`` gives, valid until the next run. It reads what was placed and what has
+        one address for as long as graphs are kept, and nothing else that changes under one key.
+
+        ``kept``: for results like these, where a graph leaves its own; default: tensors that no
+        other graph has.
+        """
+        if self.num_bytes > self._max_bytes():
+            self._outgrown()
+        self._uses[key] += 1
+        self.is_warm = self._uses[key] > 1
+        graph = self._graphs.get(key)
+        if graph is None and self._uses[key] >= self._uses_wanted and key not in self._too_large:
+            self.is_warm = False
+            graph = self._captured(key, function, kept or _like)
+        if graph is None:
+            return function()
+        graph.captured.replay()
+        return graph.results
+
+    def drop(self) -> int:
+        """Let go of every graph; the bytes that come back. What comes up is captured anew."""
+        freed = self.num_bytes
+        if self._graphs:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # none is running
+            self._graphs.clear()
+            self.num_bytes = 0
+            self._on_drop()
+            self._capture.reset()
+        self._uses.clear()
+        self._too_large.clear()
+        return freed
+
+    def _captured(
+        self, key: Hashable, function: Callable[[], Tensors], kept: Callable[[Tensors], Tensors]
+    ) -> _Graph | None:
+        results = kept(function())
+
+        def run() -> None:
+            for name, tensor in function().items():
+                results[name].copy_(tensor)
+
+        try:
+            graph = _Graph(captured=self._capture(run, self._room()), results=results)
+        except torch.OutOfMemoryError:
+            self._outgrown()
+            return None
+        except GraphTooLargeError as error:
+            self._too_large.add(key)
+            log.info(
+                "a graph of %s of %s would take %d MiB, and memory.graph_bytes leaves room for %d: "
+                "it is not captured",
+                self._name, key, error.num_bytes >> 20, self._room() >> 20,
+            )  # fmt: skip
+            return None
+        except RuntimeError as error:
+            self.failure = f"capturing {self._name} of {key} failed: {error}"
+            log.warning("%s; they run without graphs from now on, and slower", self.failure)
+            self.drop()
+            return None
+        self._graphs[key] = graph
+        self.num_bytes += graph.captured.num_bytes
+        if graph.captured.num_bytes > self._max_bytes():
+            self.drop()
+            self._too_large.add(key)
+        elif self.num_bytes > self._max_bytes():
+            self._outgrown()
+        return graph
+
+    def _room(self) -> int:
+        """Bytes that one more graph may want: no two run at once, so each uses the others' too."""
+        return max(self._max_bytes() - self.num_bytes, self.num_bytes)
+
+    def _outgrown(self) -> None:
+        """They hold more than they may, or there was no memory for one more."""
+        self._uses_wanted *= 2
+        log.info(
+            "%d CUDA graphs of %s hold %d MiB, %d are left of memory.graph_bytes: dropped; from "
+            "now on one is captured when it comes for the %dth time",
+            self.num_graphs,
+            self._name,
+            self.num_bytes >> 20,
+            self._max_bytes() >> 20,
+            self._uses_wanted,
+        )
+        self.drop()
+
+
+def _like(results: Tensors) -> Tensors:
+    return {name: torch.empty_like(tensor) for name, tensor in results.items()}

@@ -1,0 +1,97 @@
+"""Captured forwards: a step is padded to a bucket, whose graph serves all steps that fit.
+
+Legend: T query rows, E hidden, F feature columns, C routes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from numpy.typing import NDArray
+
+from rollout.runner.batch_layout import StepArrays
+from rollout.runner.graphs.buckets import Bucket, Buckets
+from rollout.runner.graphs.capture import Capture
+from rollout.runner.graphs.captured_runs import CapturedRuns, Tensors
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
+
+Forward = Callable[[Tensors, int], Results]
+"""From `StepArrays.inputs` and the longest run."""
+
+_RESULTS = ("hidden_TE", "features_TF", "routes_TC")
+
+_OTHER_INPUTS = 1 << 20
+"""Bytes of a step's other inputs: changes of req_to_token and the rows of the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A step whose inputs are where graphs read them."""
+
+    tensors: Tensors  # padded
+    bucket: Bucket
+    variant: Hashable
+
+
+class ForwardGraphs:
+    """Whoever runs a forward places its inputs here and runs it through here."""
+
+    def __init__(
+        self, buckets: Buckets, *, max_bytes: int, capture: Capture, device: torch.device
+    ) -> None:
+        self.buckets = buckets
+        self._kept: dict[Hashable, Tensors] = {}
+        self.runs = CapturedRuns(
+            "forwards",
+            max_bytes=lambda: max_bytes,
+            capture=capture,
+            device=device,
+            input_bytes=buckets.input_bytes + _OTHER_INPUTS,
+            on_drop=self._kept.clear,
+        )
+        self.is_warm = True  # the last forward neither came in a new shape nor was captured
+
+    def place(
+        self, step: StepArrays, others: dict[str, NDArray], variant: Hashable
+    ) -> Placed | None:
+        """Send a step's inputs, padded, and ``others`` behind them; None where it goes without.
+
+        ``variant``: what a forward depends on beside its inputs' shapes.
+        """
+        self.is_warm = True
+        bucket = None if self.runs.is_idle else self.buckets.bucket(step)
+        if bucket is None:
+            return None
+        padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
+        tensors = self.runs.place(padded.inputs() | others)
+        if tensors is None:
+            self.is_warm = False
+            return None
+        return Placed(tensors=tensors, bucket=bucket, variant=variant)
+
+    def run(self, placed: Placed, forward: Forward) -> Results:
+        """Of the padded step, valid until the next one."""
+
+        def named() -> Tensors:
+            results = forward(placed.tensors, placed.bucket.longest)
+            return dict(zip(_RESULTS, results, strict=True))
+
+        key, variant = (placed.bucket, placed.variant), placed.variant
+        results = self.runs.run(key, named, partial(self._where, variant))
+        self.is_warm = self.runs.is_warm
+        hidden_TE, features_TF, routes_TC = (results[name] for name in _RESULTS)
+        return hidden_TE, features_TF, routes_TC
+
+    def _where(self, variant: Hashable, like: Tensors) -> Tensors:
+        """Where all graphs of a variant leave what they compute; ``like``: such results."""
+        if variant not in self._kept:
+            most = self.buckets.rows[-1]
+            self._kept[variant] = {
+                name: each.new_empty((most, each.shape[1])) for name, each in like.items()
+            }
+        return {name: self._kept[variant][name][: len(each)] for name, each in like.items()}

@@ -1,0 +1,184 @@
+"""Which of a worker's memory is there, and giving it back to whoever shares the machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+
+from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.memory.system import free_bytes, return_freed_memory
+from rollout.types import MemoryTag
+from rollout.weights.backup import WeightBackup
+from rollout.weights.transaction import WeightTransaction
+
+log = logging.getLogger(__name__)
+
+_NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+"""To run. Without graphs steps are launched kernel by kernel."""
+
+
+class Pool(Protocol):
+    """Memory that comes and goes with the KV cache: keys and values, recurrent states."""
+
+    def release(self) -> int:
+        """The bytes freed. Only ``allocate`` may come next."""
+        ...
+
+    def allocate(self) -> None:
+        """It holds nothing then."""
+        ...
+
+
+class Graphs(Protocol):
+    """What is captured, and knows addresses."""
+
+    is_paused: bool
+
+    def drop(self) -> int:
+        """The bytes that come back."""
+        ...
+
+
+class MemorySaver:
+    """The memory of every model a worker runs, target and drafts alike, by tag.
+
+    Who calls it sees to it that no request has KV when the KV cache goes.
+    """
+
+    def __init__(
+        self,
+        weights: WeightTransaction,
+        kv_pools: Sequence[Pool],
+        *,
+        graphs: Graphs | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            kv_pools: of the target, its states too, and of every draft that has one.
+            graphs: of the target.
+            device: a GPU whose free memory is measured and logged.
+        """
+        self._weights = weights
+        self._kv_pools = list(kv_pools)
+        self._graphs = [] if graphs is None else [graphs]
+        self._device = device
+        self._kept: WeightBackup | None = None
+        self.released: frozenset[MemoryTag] = frozenset()
+
+    def add_kv_pool(self, pool: Pool) -> None:
+        """Of a draft, made after the target's."""
+        self._kv_pools.append(pool)
+
+    def add_graphs(self, graphs: Graphs) -> None:
+        """Of a draft, likewise."""
+        self._graphs.append(graphs)
+
+    @property
+    def unavailable_reason(self) -> str:
+        """What is released and needed to run; empty when nothing is."""
+        if not self.released:
+            return ""
+        missing = [tag.value for tag in _NEEDED if tag in self.released]
+        if not missing:
+            return ""
+        return f"memory is released: call resume_memory({missing}) first"
+
+    def require_held(self, tags: Collection[MemoryTag]) -> None:
+        """Raises EngineStateError for a tag that is released, WeightUpdateError for weights that
+        are being updated."""
+        for tag in tags:
+            if tag in self.released:
+                raise EngineStateError(
+                    f"{tag.value} is released already: call resume_memory({[tag.value]}) first"
+                )
+        if MemoryTag.WEIGHTS in tags and self._weights.is_under_way:
+            raise WeightUpdateError("a weight update is under way; end or abandon it first")
+
+    def release(self, tags: Collection[MemoryTag], keep_weights: bool) -> dict[MemoryTag, int]:
+        """Give back what the tags name; the bytes freed by tag.
+
+        ``keep_weights``: their values are set aside and `resume` brings them back; else they are
+        lost, but for frozen parts, whose weights nobody would send again. Raises what
+        `require_held` and `WeightBackup` raise; then nothing was released.
+
+        Graphs go with whatever goes, as they know addresses of all of it: without their own tag
+        they are captured again by themselves, with it not before `resume`.
+        """
+        self.require_held(tags)
+        freed = dict.fromkeys(tags, 0)
+        before = self._free_bytes()
+        if MemoryTag.WEIGHTS in tags:
+            parts = self._weights.parts
+            names = frozenset(parts) if keep_weights else parts.frozen
+            self._kept = WeightBackup(parts, names) if names else None
+        for graphs in self._graphs:
+            dropped = graphs.drop()
+            if MemoryTag.GRAPHS in tags:
+                graphs.is_paused = True
+                freed[MemoryTag.GRAPHS] += dropped
+        if MemoryTag.WEIGHTS in tags:
+            self._weights.is_resident = False
+            freed[MemoryTag.WEIGHTS] = sum(part.release() for part in self._weights.parts.values())
+        if MemoryTag.KV_CACHE in tags:
+            freed[MemoryTag.KV_CACHE] = sum(pool.release() for pool in self._kv_pools)
+        self.released |= frozenset(tags)
+        return_freed_memory()
+        if (after := self._free_bytes()) is not None and before is not None:
+            log.info(
+                "released %s: %d MiB more are free on %s, %d MiB in all",
+                ", ".join(tags),
+                (after - before) >> 20,
+                self._device,
+                after >> 20,
+            )
+        return freed
+
+    def resume(self, tags: Collection[MemoryTag]) -> None:
+        """Allocate again what the tags name. The KV cache comes back empty.
+
+        Weights come back bitwise, or, where they were not kept, torn: only a full update makes them
+        serve. Raises EngineStateError for a tag that is not released. When memory is short, what
+        could not be had is still released; weights that cannot be read back are torn.
+        """
+        for tag in tags:
+            if tag not in self.released:
+                raise EngineStateError(f"{tag.value} is not released: there is nothing to resume")
+        for tag in tags:
+            if tag is MemoryTag.WEIGHTS:
+                self._resume_weights()
+            elif tag is MemoryTag.KV_CACHE:
+                for pool in self._kv_pools:
+                    pool.allocate()
+            else:
+                for graphs in self._graphs:
+                    graphs.is_paused = False
+            self.released -= {tag}
+
+    def _resume_weights(self) -> None:
+        weights, parts = self._weights, self._weights.parts
+        for part in parts.values():
+            part.allocate()
+        weights.is_resident = True
+        kept, self._kept = self._kept, None
+        if lost := frozenset(parts) - (kept.names if kept else frozenset()):
+            weights.tear(lost, "the weights were released without a copy")
+        if kept is None:
+            return
+        try:
+            kept.write_back(parts)
+        except BaseException as error:
+            self.released -= {MemoryTag.WEIGHTS}
+            weights.tear(kept.names, f"the released weights could not be brought back: {error}")
+            raise
+        finally:
+            kept.discard()
+            return_freed_memory()
+
+    def _free_bytes(self) -> int | None:
+        if self._device is None or self._device.type != "cuda":
+            return None
+        return free_bytes(self._device)

@@ -1,0 +1,185 @@
+"""A batch and its draft trees become device tensors, hidden states and logits.
+
+Legend: B entries, T query rows, R sampled rows, V vocabulary, F feature columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.memory.cache import CacheMemory
+from rollout.memory.device_table import DeviceTable
+from rollout.memory.kv_pool import KvPool
+from rollout.memory.routes_pool import StepRoutes
+from rollout.memory.state_pool import StatePool
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.models.causal_lm import CausalLM
+from rollout.ops.gated_delta_rule.chunked import (
+    LEAST_ROWS,
+    ChunkedPlan,
+    PieceKernel,
+    chunked_plan,
+)
+from rollout.runner.attention import PagedAttention, RecurrentStates, state_plan
+from rollout.runner.batch_layout import StepArrays, attention_plan, padded
+from rollout.runner.graphs import ForwardGraphs
+from rollout.runner.transfers import upload
+from rollout.types import Batch, DraftTrees
+
+
+@dataclass(kw_only=True, slots=True)
+class Forwarded:
+    """What one forward gave. Its query rows are, per entry, the run's and then the draft nodes'."""
+
+    logits_RV: torch.Tensor  # model dtype
+    features_TF: torch.Tensor  # model dtype; no columns where none were asked for; until the next
+    offsets_B1: NDArray[np.int32]  # entry b owns query rows [offsets[b], offsets[b + 1])
+
+
+class ModelRunner:
+    """Runs the target over a batch.
+
+    ``minimum_rows`` is the least number of rows for which this processor's matrix products treat
+    every row alike; shorter steps are padded with rows that write to the null slot and that nobody
+    reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        kv_pool: KvPool,
+        memory: CacheMemory,
+        state_pool: StatePool | None = None,
+        minimum_rows: int,
+        device: torch.device,
+        features: AuxHiddenStates | None = None,
+        graphs: ForwardGraphs | None = None,
+        piece_kernel: PieceKernel | None = None,
+    ) -> None:
+        """
+        Args:
+            state_pool: where the model has recurrent layers.
+            features: hidden states that every forward keeps; default: none.
+            graphs: capture forwards; default: each is launched anew.
+            piece_kernel: for long runs of recurrent layers; default: row after row, as all others.
+        """
+        self.model = model
+        self._kv_pool = kv_pool
+        self._state_pool = state_pool
+        self._req_to_token = memory.req_to_token.table
+        self._table = DeviceTable(memory, device)
+        self._routes_pool = memory.routes
+        self._minimum_rows = minimum_rows
+        self._device = device
+        self._graphs = graphs
+        self._piece_kernel = piece_kernel
+        self.features = features or AuxHiddenStates()
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Batch, trees: DraftTrees, *, scored_from: int | None = None
+    ) -> Forwarded:
+        """Logits of each entry's root and draft nodes, in order, and the features of all rows.
+
+        With ``scored_from``, logits of each run row at that position or after instead. As a side
+        effect the keys and values of all query rows are in their slots, with what routers chose
+        where that is kept, and so are the states that the entries have slots for. On a GPU nothing
+        waits.
+        """
+        step = StepArrays.of(batch, trees, self._req_to_token, scored_from)
+        if self._state_pool is not None:
+            step = step.with_states(batch, trees)
+        self._kv_pool.note_forward(step.slots_T)
+        changes = self._table.changes(step.rows_B, step.starts_B, step.ends_B)
+        others = changes.arrays | {"sampled_R": self._head_rows(step.sampled_R)}
+        placed = None
+        chunks = self._chunks(step)
+        if self._graphs is not None and chunks is None:
+            placed = self._graphs.place(step, others, self.features)
+        if self._graphs is not None and placed is not None:
+            tensors = placed.tensors
+            self._table.apply(changes, tensors)
+            hidden_TE, features_TF, routes_TC = self._graphs.run(placed, self._hidden)
+        else:
+            tensors = upload(step.padded(self._minimum_rows).inputs() | others, self._device)
+            self._table.apply(changes, tensors)
+            hidden_TE, features_TF, routes_TC = self._hidden(
+                tensors, step.longest, chunks, step.num_rows
+            )
+        if self._routes_pool is not None:
+            self._routes_pool.put(step.slots_T, routes_TC[: step.num_rows])
+        return Forwarded(
+            logits_RV=self.model.logits(hidden_TE[tensors["sampled_R"]])[: step.sampled_R.size],
+            features_TF=features_TF[: step.num_rows],
+            offsets_B1=step.q_offsets_B1,
+        )
+
+    def _hidden(
+        self,
+        tensors: dict[str, torch.Tensor],
+        longest: int,
+        chunks: ChunkedPlan | None = None,
+        num_rows: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, features and routes [T, C] (see StepRoutes), padding included.
+
+        ``num_rows``: of no padding. A captured forward is replayed for any number of them.
+        """
+        attention = PagedAttention(
+            keys=self._kv_pool.keys,
+            values=self._kv_pool.values,
+            slots_T=tensors["slots_T"],
+            plan=attention_plan(tensors, self._table.tensor, longest),
+            scale=self.model.spec.head_dim**-0.5,
+        )
+        input_ids_T = tensors["input_ids_T"]
+        taps = self._taps(len(input_ids_T))
+        routes = None if self._routes_pool is None else StepRoutes()
+        hidden_TE = self.model.forward(
+            input_ids_T,
+            tensors["positions_T"],
+            attention,
+            taps,
+            states=self._states(tensors, chunks),
+            routes=routes,
+            num_rows=num_rows,
+        )
+        none = hidden_TE[:, :0]
+        features_TF = none if taps is None else taps.features_TF
+        return hidden_TE, features_TF, none if routes is None else routes.joined()
+
+    def _chunks(self, step: StepArrays) -> ChunkedPlan | None:
+        """Of long runs, where there is a kernel for them."""
+        if self._piece_kernel is None or step.run_lens_B.max(initial=0) < LEAST_ROWS:
+            return None
+        arrays = {"q_offsets_B1": step.q_offsets_B1} | step.states
+        plan = state_plan({name: torch.from_numpy(array) for name, array in arrays.items()})
+        return chunked_plan(plan, self._device, self._piece_kernel)
+
+    def _states(
+        self, tensors: dict[str, torch.Tensor], chunks: ChunkedPlan | None
+    ) -> RecurrentStates | None:
+        pool = self._state_pool
+        if pool is None:
+            return None
+        return RecurrentStates(
+            convolutions=pool.convolutions,
+            recurrent=pool.recurrent,
+            plan=state_plan(tensors),
+            chunks=chunks,
+        )
+
+    def _taps(self, rows: int) -> AuxHiddenStateCollector | None:
+        if not self.features.count:
+            return None
+        like = torch.empty(0, dtype=self.model.dtype, device=self._device)
+        return AuxHiddenStateCollector(self.features, rows, self.model.spec.hidden_size, like)
+
+    def _head_rows(self, sampled_R: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of no rows too: a head that is spread over ranks waits for all of them."""
+        return padded(sampled_R, self._minimum_rows) if sampled_R.size else sampled_R

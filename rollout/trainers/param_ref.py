@@ -1,0 +1,60 @@
+"""Where a trainer keeps its parameters, and which of them a checkpoint tensor is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRef:
+    """Where a trainer keeps one parameter: looked up anew each time, for wrappers swap tensors."""
+
+    name: str  # as the model's own tree of modules names it
+    module: nn.Module
+    attribute: str
+    shape: tuple[int, ...]  # of the whole parameter, however it is sharded
+    dtype: torch.dtype
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        return getattr(self.module, self.attribute)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of the checkpoint: its first input, changed by ``combine`` where there are more.
+
+    The result has the shape and dtype of the first input. ``combine`` writes into no input.
+    """
+
+    name: str
+    inputs: tuple[ParamRef, ...]
+    combine: Combine | None = None
+
+
+def slots_of(model: nn.Module) -> list[ParamRef]:
+    """The model's parameters in its own order, tied ones once. Buffers are no weights."""
+    return list(_slots(model))
+
+
+def _slots(model: nn.Module) -> Iterator[ParamRef]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                # ZeRO-3 leaves an empty parameter and its shape beside it.
+                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                yield ParamRef(name, module, attribute, shape, parameter.dtype)
