@@ -35,7 +35,7 @@ from rollout.engine.overrides import engine_config
 from spec_workers.ngram import build
 
 _PROMPT = 32  # tokens
-_LEAST_ACCEPT_LENGTH = 4.0  # of answers that the corpus knows
+_MIN_ACCEPT_LENGTH = 4.0  # of answers that the corpus knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
     seconds = time.perf_counter() - started
     total = engine.metrics()
     engine.close()
-    if total.accept_length < _LEAST_ACCEPT_LENGTH:
+    if total.accept_length < _MIN_ACCEPT_LENGTH:
         raise RuntimeError(
             f"overlap={overlap}: {total.accept_length:.2f} tokens a step of the second pass: "
             "it did not repeat the first, so next to nothing was proposed"

@@ -88,7 +88,7 @@ class Held:
             of_sender = Path(f"/proc/{sender.process.pid}/status")
             self._files.append((of_sender, ("RssAnon", "RssShmem")))
         self._before = [self._bytes(index) for index in range(len(self._files))]
-        self._most = [0] * len(self._files)
+        self._peak = [0] * len(self._files)
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -100,7 +100,7 @@ class Held:
     def _sample(self) -> None:
         while not self._is_done.wait(0.001):
             for index, before in enumerate(self._before):
-                self._most[index] = max(self._most[index], self._bytes(index) - before)
+                self._peak[index] = max(self._peak[index], self._bytes(index) - before)
 
     def __enter__(self) -> Held:
         self._thread.start()
@@ -113,7 +113,7 @@ class Held:
     @property
     def most(self) -> int:
         """Of one process: what a trainer's host or an engine's must have to spare."""
-        return max(self._most)
+        return max(self._peak)
 
 
 def in_process(engine: RolloutEngine, weights: HeldWeights, options: Any) -> dict[str, Update]:

@@ -42,9 +42,9 @@ SITE = ROOT / "build" / "gpu-site"
 TRITON_CACHE = ROOT / "build" / "triton-cache"
 
 ROWS, LOG, CACHE = "rows.jsonl", "session.log", "triton-cache.tar.gz"
-MOST_FILES, MOST_BYTES = 8, 16 << 20
+MAX_FILES, MAX_BYTES = 8, 16 << 20
 
-_LEAST_SHARE = 0.5
+_MIN_SHARE = 0.5
 """Of a stage's limit that has to be left for it to be begun: most end well before theirs."""
 
 _LAST_WORDS_SECONDS = 10.0
@@ -84,7 +84,7 @@ def run(
             left = deadline - time.monotonic()
             if stage.needs_gpu and not on_gpu:
                 outcome = Outcome(name=stage.name, status=f"{SKIPPED}: it needs a GPU")
-            elif left < _LEAST_SHARE * stage.seconds:
+            elif left < _MIN_SHARE * stage.seconds:
                 outcome = Outcome(name=stage.name, status=NOT_BEGUN)
             else:
                 print(f"{stage.name} ...", flush=True)
@@ -223,10 +223,10 @@ def has_gpu() -> bool:
     return asking.returncode == 0
 
 
-def trim(log: Path, most_bytes: int = MOST_BYTES) -> None:
+def trim(log: Path, max_bytes: int = MAX_BYTES) -> None:
     """The middle of a log that is too long is left out."""
-    if log.stat().st_size > most_bytes:
-        text, part = log.read_bytes(), most_bytes // 2 - 100
+    if log.stat().st_size > max_bytes:
+        text, part = log.read_bytes(), max_bytes // 2 - 100
         left_out = f"\n... {len(text) - 2 * part} bytes are left out ...\n".encode()
         log.write_bytes(text[:part] + left_out + text[-part:])
 
@@ -289,7 +289,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     left = options.seconds - _CLOSING_SECONDS - (time.monotonic() - started)
     outcomes = run(chosen, output, left, floors=floors, on_gpu=on_gpu)
     trim(output / LOG)
-    print(triton_cache.pack(TRITON_CACHE, output / CACHE, MOST_BYTES), flush=True)
+    print(triton_cache.pack(TRITON_CACHE, output / CACHE, MAX_BYTES), flush=True)
     summarize(outcomes)
     if any(outcome.status != OK for outcome in outcomes):
         raise SystemExit(1)

@@ -39,7 +39,7 @@ from rollout.ops.paged_attention import paged_attention
 VERSIONS = ("torch", "triton", "numpy", "transformers", "safetensors", "nanobind")
 
 ROW_COUNTS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 72, 128, 129, 144, 256, 257, 288, 512, 1024, 2048)
-MOST_ROWS = 2304
+MAX_ROWS = 2304
 CONTEXTS = (100, 511, 2047, 16_383)
 COMPANY = (2, 8, 64)
 CHAIN = 8  # draft nodes
@@ -75,7 +75,7 @@ def products(device: str) -> Iterator[Row]:
     """Sums that cancel, so that what is left is rounding and a changed order shows."""
     small = {"small": (96, 64)}  # plain products of the CPU: their rows may differ
     for name, (outputs, inputs) in (LINEARS | HEAD if device == "cuda" else small).items():
-        most = 288 if name in HEAD else MOST_ROWS
+        most = 288 if name in HEAD else MAX_ROWS
         half_x, half_w = (_normal(device, count, inputs // 2) for count in (most, outputs))
         x, w = torch.cat((half_x, half_x.flip(1)), 1), torch.cat((half_w, -half_w.flip(1)), 1)
         whole = matmul(x, w)

@@ -30,7 +30,7 @@ from rollout import RolloutEngine
 SHOWN = 14
 """Kernels of a case that get a row; the others are added up."""
 
-MOST_TRACE_BYTES = 16 << 20
+MAX_TRACE_BYTES = 16 << 20
 _PROFILED, _TRACED = 8, 2  # steps
 _LONGEST_NAME = 70
 
@@ -110,7 +110,7 @@ def kernel_us(profiled: profile, steps: int) -> Counter[str]:
 def write_trace(profiled: profile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     profiled.export_chrome_trace(str(path))
-    if (size := path.stat().st_size) > MOST_TRACE_BYTES:
+    if (size := path.stat().st_size) > MAX_TRACE_BYTES:
         print(f"{path} is left out: {size >> 20} MiB", flush=True)
         path.unlink()
 

@@ -30,7 +30,7 @@ def made_by() -> dict[str, str]:
     return {"triton": version, "python": python, "machine": platform.machine()}
 
 
-def pack(cache: Path, archive: Path, most_bytes: int) -> str:
+def pack(cache: Path, archive: Path, max_bytes: int) -> str:
     """As many kernels as fit, those that were compiled first foremost. Says what came of it."""
     kernels = [folder for folder in cache.iterdir() if folder.is_dir()] if cache.is_dir() else []
     if not kernels:
@@ -48,7 +48,7 @@ def pack(cache: Path, archive: Path, most_bytes: int) -> str:
         for folder in kernels:
             size = sum(each.stat().st_size for each in folder.iterdir() if each.is_file())
             # Were it not compressed at all, it would fit.
-            if file.tell() + size > most_bytes - _SPARE_BYTES:
+            if file.tell() + size > max_bytes - _SPARE_BYTES:
                 continue
             for each in sorted(folder.iterdir()):
                 if each.is_file():

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.errors import InvalidInputError
 
-_MOST = 2**62
+_MAX = 2**62
 
 E = TypeVar("E", bound=enum.StrEnum)
 
@@ -44,19 +44,19 @@ def checked_iterable(value: object, field: str, noun: str) -> Iterable[Any]:
     return value  # type: ignore[return-value]
 
 
-def checked_int(value: object, field: str, *, least: int = 0, most: int = _MOST) -> int:
+def checked_int(value: object, field: str, *, minimum: int = 0, maximum: int = _MAX) -> int:
     """numpy's integers too, as Python's."""
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= most:  # type: ignore[operator]
-        bound = f">= {least}" if most == _MOST else f"from {least} to {most}"
+    if not is_integer or not minimum <= value <= maximum:  # type: ignore[operator]
+        bound = f">= {minimum}" if maximum == _MAX else f"from {minimum} to {maximum}"
         raise InvalidInputError(field, value, f"must be an integer {bound}")
     return int(value)  # type: ignore[call-overload]
 
 
-def checked_seconds(value: object, field: str, *, least: float = 1e-9) -> float:
+def checked_seconds(value: object, field: str, *, minimum: float = 1e-9) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value < 1e6:  # type: ignore[operator]
-        bound = ">= 0" if least == 0 else "> 0"
+    if not number or not minimum <= value < 1e6:  # type: ignore[operator]
+        bound = ">= 0" if minimum == 0 else "> 0"
         raise InvalidInputError(field, value, f"must be a number of seconds {bound}, below 1e6")
     return float(value)  # type: ignore[arg-type]
 

@@ -86,9 +86,9 @@ class MemoryConfig:
             raise InvalidInputError("memory.kv_fraction", fraction, "must be in (0, 1)")
         self.prefix_cache = checked_flag(self.prefix_cache, "memory.prefix_cache")
         _check_counts(self, "memory", kv_bytes=1, max_kv_tokens=2, state_slots=2)
-        self.state_interval = checked_int(self.state_interval, "memory.state_interval", least=1)
+        self.state_interval = checked_int(self.state_interval, "memory.state_interval", minimum=1)
         self.graph_bytes = checked_int(self.graph_bytes, "memory.graph_bytes")
-        self.graph_rows = checked_int(self.graph_rows, "memory.graph_rows", least=1, most=4096)
+        self.graph_rows = checked_int(self.graph_rows, "memory.graph_rows", minimum=1, maximum=4096)
 
 
 class Overlap(enum.StrEnum):
@@ -143,7 +143,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         self.mode = checked_member(self.mode, "parallel.mode", ParallelMode)
-        self.size = checked_int(self.size, "parallel.size", least=1)
+        self.size = checked_int(self.size, "parallel.size", minimum=1)
         self.check = checked_flag(self.check, "parallel.check")
         self.timeout = checked_seconds(self.timeout, "parallel.timeout")
         if (self.size > 1) != (self.mode is not ParallelMode.none):
@@ -166,11 +166,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self.exact = checked_flag(self.exact, "exact")
         if self.num_threads is not None:
-            self.num_threads = checked_int(self.num_threads, "num_threads", least=1, most=4096)
+            self.num_threads = checked_int(self.num_threads, "num_threads", minimum=1, maximum=4096)
 
 
 def _check_counts(part: Any, section: str, **least: int) -> None:
     """Integers that may be left out."""
     for name, lowest in least.items():
         if (value := getattr(part, name)) is not None:
-            setattr(part, name, checked_int(value, f"{section}.{name}", least=lowest))
+            setattr(part, name, checked_int(value, f"{section}.{name}", minimum=lowest))

@@ -23,7 +23,7 @@ ChatMessages = list[dict[str, str]]
 Prompt = str | Sequence[int] | ChatMessages
 
 
-_LEAST_FLOAT, _LARGEST_FLOAT = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
+_MIN_FLOAT, _LARGEST_FLOAT = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
 """Logits and what is done to them are float32."""
 
 
@@ -122,7 +122,7 @@ class SamplingParams:
                 "must be a finite number >= 0 (0 is greedy)")  # fmt: skip
         require("top_k", -1 <= self.top_k < 2**31,
                 "must be >= 1 and fit 32 bits, or -1 or 0 for off")  # fmt: skip
-        require("top_p", finite("top_p") and _LEAST_FLOAT <= self.top_p <= 1,
+        require("top_p", finite("top_p") and _MIN_FLOAT <= self.top_p <= 1,
                 "must be in (0, 1]; 1 is off")  # fmt: skip
         require("min_p", finite("min_p") and 0 <= self.min_p < 1, "must be in [0, 1); 0 is off")
         require("repetition_penalty", finite("repetition_penalty") and self.repetition_penalty > 0,

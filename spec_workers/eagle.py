@@ -161,7 +161,7 @@ def open_eagle(
     See `build` for the options, and for what is raised, before the target is loaded.
     """
     check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
-    check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
+    check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, minimum=1)
     check_topk(topk, num_steps)
     if not draft_path:
         raise InvalidInputError(

@@ -107,7 +107,7 @@ def open_chain(
     """
     check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
     if num_steps is not None:
-        check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, least=1)
+        check_number("num_steps", num_steps, MAX_TREE_NODES - 1, int, minimum=1)
     target_spec = ModelSpec.read(Path(config.model.path), config.model.max_context_len)
     try:
         chain = MtpChain.find(Path(draft_path or config.model.path), target_spec)

@@ -9,17 +9,19 @@ from rollout.types import MAX_TREE_NODES
 def check_number(
     name: str,
     value: object,
-    most: float,
+    maximum: float,
     kind: type[int] | type[float] = float,
     *,
-    least: float = 0,
+    minimum: float = 0,
 ) -> None:
-    """Raise InvalidInputError unless ``value`` is a number in [least, most], whole where it must
-    be."""
+    """Raise InvalidInputError unless ``value`` is a number in [minimum, maximum], and whole where
+    ``kind`` is int."""
     allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, allowed) or not minimum <= value <= maximum:
         noun = "an integer" if kind is int else "a number"
-        raise InvalidInputError(f"spec.{name}", value, f"must be {noun} in [{least:g}, {most:g}]")
+        raise InvalidInputError(
+            f"spec.{name}", value, f"must be {noun} in [{minimum:g}, {maximum:g}]"
+        )
 
 
 def check_budget(value: object) -> None:
@@ -29,11 +31,11 @@ def check_budget(value: object) -> None:
 
 def check_topk(topk: object, num_steps: int) -> None:
     """Raise InvalidInputError unless the nodes that are expanded fit an ancestor mask."""
-    most = (MAX_TREE_NODES - 1) // max(1, num_steps - 1)
-    check_number("topk", topk, MAX_TREE_NODES - 1, int, least=1)
-    if isinstance(topk, int) and topk > most:
+    maximum = (MAX_TREE_NODES - 1) // max(1, num_steps - 1)
+    check_number("topk", topk, MAX_TREE_NODES - 1, int, minimum=1)
+    if isinstance(topk, int) and topk > maximum:
         raise InvalidInputError(
             "spec.topk", topk,
             f"topk * (num_steps - 1) nodes are expanded, at most {MAX_TREE_NODES - 1}: with "
-            f"num_steps={num_steps} it can be {most} at most",
+            f"num_steps={num_steps} it can be {maximum} at most",
         )  # fmt: skip

@@ -102,8 +102,8 @@ class TargetWorker:
         self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
         self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
         if config.exact:
-            most_rows = self.longest_step * self.ranks.rows.size
-            exact_rows = make_row_invariant(self.model.linears(), most_rows)
+            max_rows = self.longest_step * self.ranks.rows.size
+            exact_rows = make_row_invariant(self.model.linears(), max_rows)
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
         elif device.type == "cuda":
             sum_in_float32()

@@ -24,7 +24,7 @@ from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
 from rollout.runner.activations import activation_bytes, warm_up
 from rollout.runner.dummy_run import DummyRun
-from rollout.runner.memory_saver import Pool
+from rollout.runner.memory_saver import MemoryPool
 from rollout.scheduler.step_limits import StepLimits
 from spec_workers.neural.draft_sizing import DraftBytes
 
@@ -38,7 +38,7 @@ class TargetMemory:
     state_pool: StatePool | None  # of targets with recurrent layers
 
     @property
-    def pools(self) -> Sequence[Pool]:
+    def pools(self) -> Sequence[MemoryPool]:
         """All that is given back with the KV cache."""
         pools = (self.kv_pool, self.state_pool, self.index.routes)
         return [pool for pool in pools if pool is not None]

@@ -23,7 +23,7 @@ from rollout.runner.transfers import upload
 from rollout.sampling.noise import uniforms
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.neural.device_guesses import DeviceGuessed, Tensors
-from spec_workers.neural.device_proposal import DeviceProposer, Wanted
+from spec_workers.neural.device_proposal import DeviceProposer, TreesToGrow
 from spec_workers.neural.eagle_drafter import EagleDrafter
 from spec_workers.neural.guesses import Guesser, HostGuesses
 from spec_workers.target import TargetWorker
@@ -106,7 +106,7 @@ def _force_device(proposer: DeviceProposer, said: Said) -> None:
     inputs, guesser = proposer._inputs, proposer._device_guesser
     children = guesser.children
 
-    def with_said(wanted: Wanted, padding: int) -> dict[str, NDArray]:
+    def with_said(wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
         entries = [wanted.batch.entries[b] for b in wanted.entries_G]
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         said_GL = np.zeros((len(entries) + padding, proposer._num_steps), dtype=np.int64)

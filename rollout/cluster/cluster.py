@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.corpora import CorpusCalls
+from rollout.cluster.corpora import ClusterCorpusCalls
 from rollout.cluster.corpus_exchange import CorpusExchange
 from rollout.cluster.external_corpora import ExternalCorpora
 from rollout.cluster.in_flight import InFlightRequest
 from rollout.cluster.messages import ReplicaFacts, Report
-from rollout.cluster.replica import Pool
+from rollout.cluster.replica import ReplicaPool
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.cluster.router import Router
-from rollout.cluster.state_calls import StateCalls
+from rollout.cluster.state_calls import ClusterStateCalls
 from rollout.cluster.totals import ClusterMetrics, sum_of_metrics
-from rollout.cluster.weights import WeightCalls
+from rollout.cluster.weights import ClusterWeightCalls
 from rollout.config import EngineConfig
 from rollout.engine.requests import RequestFactory
 from rollout.engine.tokenizer import PromptEncoder
@@ -26,14 +26,14 @@ from rollout.scheduler.fitting import check_length
 from rollout.types import FinishReason, Prompt, Request, Rollout, SamplingParams, TokenExtras
 
 
-class RolloutCluster(WeightCalls, CorpusCalls, StateCalls):
+class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
     """An `Engine`. Means to its callers what a `RolloutEngine` does. One thread calls it.
 
     Requests are checked here and run on replicas. One whose replica dies goes on elsewhere, with
     the same seed after the tokens known here, so that its rollout is that of an undisturbed run.
     """
 
-    def __init__(self, config: EngineConfig, cluster: ClusterConfig, pool: Pool) -> None:
+    def __init__(self, config: EngineConfig, cluster: ClusterConfig, pool: ReplicaPool) -> None:
         """Returns when all replicas have an engine, and takes the pool over.
 
         Raises what `RolloutEngine.from_config` does, and ClusterError.

@@ -13,7 +13,7 @@ from rollout.cluster.replica_manager import ReplicaManager
 from rollout.engine.draft_corpus import ExternalCorpus, Publishing, check_name
 
 
-class CorpusCalls:
+class ClusterCorpusCalls:
     """A part of RolloutCluster; its calls mean what those of `RolloutEngine` do."""
 
     members: ReplicaManager

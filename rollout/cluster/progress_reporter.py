@@ -13,7 +13,7 @@ from functools import partial
 from rollout.cluster.messages import Ended, Growth, Report, Submission
 from rollout.cluster.totals import ClusterMetrics
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop, Ticket
+from rollout.engine.loop import EngineLoop, RequestHandle
 from rollout.errors import EngineStateError
 from rollout.types import FinishReason, Request, RequestStats, Rollout, TokenExtras
 
@@ -25,7 +25,7 @@ class _Running:
 
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id
-        self.ticket: Ticket | None = None  # when it was submitted
+        self.handle: RequestHandle | None = None  # when it was submitted
         self._reported = 0  # tokens
 
     def growth(
@@ -88,7 +88,7 @@ class ProgressReporter:
                 self._events.call_soon_threadsafe(note)
 
         try:
-            running.ticket = self._loop.submit(
+            running.handle = self._loop.submit(
                 submission.prompt_ids,
                 submission.params,
                 request_seed=submission.seed,
@@ -101,13 +101,13 @@ class ProgressReporter:
             self._note(urgent=True, awaited=False)
             raise
         self._running[submission.request_id] = running
-        running.ticket.future.add_done_callback(lambda future: self._end(running, future))
+        running.handle.future.add_done_callback(lambda future: self._end(running, future))
 
     def abort(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
             running = self._running.get(request_id)
-            if running is not None and running.ticket is not None:
-                running.ticket.abort()
+            if running is not None and running.handle is not None:
+                running.handle.abort()
 
     def sync(self, serial: int) -> None:
         self._serial = serial

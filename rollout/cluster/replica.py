@@ -70,7 +70,7 @@ class Died:
 Event = Opened | Reported | Died
 
 
-class Pool(Protocol):
+class ReplicaPool(Protocol):
     """Starts replicas, watches them and replaces those that die."""
 
     @property

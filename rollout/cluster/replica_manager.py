@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout.cluster.messages import ReplicaFacts, Report
-from rollout.cluster.replica import Died, Event, Opened, Pool, Replica, ReplicaDiedError, Reported
+from rollout.cluster.replica import (
+    Died,
+    Event,
+    Opened,
+    Replica,
+    ReplicaDiedError,
+    ReplicaPool,
+    Reported,
+)
 from rollout.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -44,7 +52,7 @@ class _Newcomer:
 class ReplicaManager:
     """Takes over a pool. A replica that has opened is brought up to date, then joins."""
 
-    def __init__(self, pool: Pool, listener: Listener) -> None:
+    def __init__(self, pool: ReplicaPool, listener: Listener) -> None:
         self._pool = pool
         self._listener = listener
         self._newcomers: dict[str, _Newcomer] = {}
@@ -76,7 +84,7 @@ class ReplicaManager:
     def poll(self, timeout: float) -> None:
         """Handle what has happened; wait at most ``timeout`` seconds for something to happen.
 
-        Raises what `Pool.events` does.
+        Raises what `ReplicaPool.events` does.
         """
         for event in self._pool.events(timeout):
             self._handle(event)
@@ -149,7 +157,7 @@ class ReplicaManager:
             self.poll(WAIT_SECONDS)
 
     def share(self, value: Any) -> Any:
-        """See `Pool.share`."""
+        """See `ReplicaPool.share`."""
         return self._pool.share(value)
 
     def close(self) -> None:

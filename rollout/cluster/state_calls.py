@@ -20,7 +20,7 @@ from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.types import MemoryTag, PauseMode
 
 
-class StateCalls(ABC):
+class ClusterStateCalls(ABC):
     """A part of RolloutCluster."""
 
     members: ReplicaManager

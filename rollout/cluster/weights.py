@@ -37,7 +37,7 @@ class _Update:
     last_call: float = field(default_factory=time.monotonic)
 
 
-class WeightCalls(ABC):
+class ClusterWeightCalls(ABC):
     """A part of RolloutCluster; its calls mean what those of `RolloutEngine` do.
 
     Begin on all, load on all, then commit on all. What one refuses is abandoned on all: as they

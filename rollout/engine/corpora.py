@@ -141,7 +141,7 @@ class CorpusCalls(ABC):
         """
         corpus = self._external()
         if timeout is not None:
-            timeout = checked_seconds(timeout, "timeout", least=0)
+            timeout = checked_seconds(timeout, "timeout", minimum=0)
         deadline = None if timeout is None else time.monotonic() + timeout
         for name in _loading(corpus):
             corpus.wait(name, None if deadline is None else max(0.0, deadline - time.monotonic()))

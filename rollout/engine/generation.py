@@ -18,7 +18,7 @@ from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.scheduler import Scheduler
 from rollout.types import Prompt, Request, Rollout, SamplingParams, TokenExtras
 
-_MOST_REQUESTS = 1 << 22
+_MAX_REQUESTS = 1 << 22
 """Each takes some kilobytes from the first step to the last."""
 
 
@@ -101,9 +101,9 @@ class GenerationCalls(ABC):
             if not isinstance(own, SamplingParams):
                 raise InvalidInputError(f"params[{index}]", own, "must be a SamplingParams")
         num_requests = sum(own.n for own in each)
-        if num_requests > _MOST_REQUESTS:
+        if num_requests > _MAX_REQUESTS:
             raise InvalidInputError(
-                "params.n", num_requests, f"must be at most {_MOST_REQUESTS} samples in one call"
+                "params.n", num_requests, f"must be at most {_MAX_REQUESTS} samples in one call"
             )
         requests: list[Request] = []
         for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):

@@ -26,10 +26,10 @@ OnTokens = Callable[[Request, int], None]
 """Told of a request that has new tokens, and how many it had emitted when it was told last."""
 
 
-class Ticket:
+class RequestHandle:
     """One submitted request."""
 
-    def __init__(self, abort: Callable[[Ticket], None]) -> None:
+    def __init__(self, abort: Callable[[RequestHandle], None]) -> None:
         self.future: Future[Rollout] = Future()
         """Settled on the loop's thread, so its callbacks must be short. ``asyncio.wrap_future`` it
         to await it; cancelling either aborts the request."""
@@ -90,12 +90,12 @@ class EngineLoop(Generic[E]):
         self._changed = threading.Condition()
         # Guarded by the condition's lock; appended to by anyone, taken from by the loop.
         self._commands: deque[_Command] = deque()
-        self._unfinished: set[Ticket] = set()
+        self._unfinished: set[RequestHandle] = set()
         self._closed = False
         self._failure: BaseException | None = None
         self._busy_since: float | None = None  # written by the loop alone, read by anyone
         # The loop's thread alone:
-        self._queued: dict[int, Ticket] = {}  # by request id, until the engine hands it out
+        self._queued: dict[int, RequestHandle] = {}  # by request id, until the engine hands it out
         self._listeners: dict[int, _Listener] = {}  # likewise
         self._stopping = False
         self._step_seconds = 0.0  # of the last one
@@ -114,16 +114,16 @@ class EngineLoop(Generic[E]):
         prompt_index: int = 0,
         sample_index: int = 0,
         on_tokens: OnTokens | None = None,
-    ) -> Ticket:
+    ) -> RequestHandle:
         """Queue one sample of one prompt; arguments as for `RolloutEngine.submit`.
 
         They are checked on the loop's thread: InvalidInputError or OutOfMemoryError is what the
-        ticket's future gets. ``on_tokens`` is called there too, after each step in which the
+        handle's future gets. ``on_tokens`` is called there too, after each step in which the
         request got tokens, so it must be short, take what it needs of the request and raise
         nothing; the last time before the future is settled. Raises EngineStateError when the loop
         is closed or broken.
         """
-        ticket = Ticket(self._post_abort)
+        handle = RequestHandle(self._post_abort)
         submit = partial(
             self._engine.submit,
             prompt,
@@ -135,21 +135,21 @@ class EngineLoop(Generic[E]):
         )
         with self._changed:
             self.require_open()
-            self._unfinished.add(ticket)
-            self._post(_Command(lambda: self._submit(ticket, submit, on_tokens)))
-        ticket.future.add_done_callback(
-            lambda future: self._post_abort(ticket) if future.cancelled() else None
+            self._unfinished.add(handle)
+            self._post(_Command(lambda: self._submit(handle, submit, on_tokens)))
+        handle.future.add_done_callback(
+            lambda future: self._post_abort(handle) if future.cancelled() else None
         )
-        return ticket
+        return handle
 
     def call(self, function: Callable[[E], T]) -> Future[T]:
         """Run ``function(engine)`` on the loop's thread, between two steps.
 
         Its value or exception is the future's; an exception reaches nobody else. Generators handed
         to the engine inside it run on the loop's thread too, and nothing is generated meanwhile. It
-        must not wait for a ticket or another call: neither can come before it returns. A future
+        must not wait for a handle or another call: neither can come before it returns. A future
         cancelled before its turn is skipped. Requests it submits to the engine by hand have no
-        ticket: their rollouts are dropped.
+        handle: their rollouts are dropped.
 
         Raises EngineStateError when the loop is closed or broken.
         """
@@ -225,10 +225,10 @@ class EngineLoop(Generic[E]):
         self._commands.append(command)
         self._changed.notify()
 
-    def _post_abort(self, ticket: Ticket) -> None:
+    def _post_abort(self, handle: RequestHandle) -> None:
         with self._changed:  # once the loop has ended, nobody would run it: all is settled
             if self._failure is None and not self._closed:
-                self._post(_Command(lambda: self._abort(ticket)))
+                self._post(_Command(lambda: self._abort(handle)))
 
     # The loop's thread
 
@@ -277,22 +277,22 @@ class EngineLoop(Generic[E]):
         self._step_seconds = time.perf_counter() - started
 
     def _submit(
-        self, ticket: Ticket, submit: Callable[[], Request], on_tokens: OnTokens | None
+        self, handle: RequestHandle, submit: Callable[[], Request], on_tokens: OnTokens | None
     ) -> None:
         try:
             request = submit()
         except Exception as error:  # the input's fault: the engine is as it was
-            self._settle(ticket, error)
+            self._settle(handle, error)
             return
-        ticket.request_id = request.request_id
-        self._queued[request.request_id] = ticket
+        handle.request_id = request.request_id
+        self._queued[request.request_id] = handle
         if on_tokens is not None:
             self._engine.watch(request.request_id)
             self._listeners[request.request_id] = _Listener(request, on_tokens)
 
-    def _abort(self, ticket: Ticket) -> None:
-        if ticket.request_id is not None:
-            self._engine.abort(ticket.request_id)
+    def _abort(self, handle: RequestHandle) -> None:
+        if handle.request_id is not None:
+            self._engine.abort(handle.request_id)
 
     def _abort_all(self, engine: E) -> int:
         count = len(self._queued)
@@ -320,33 +320,33 @@ class EngineLoop(Generic[E]):
             listener = self._listeners.pop(rollout.request_id, None)
             if listener is not None:
                 listener.tell()
-            ticket = self._queued.pop(rollout.request_id, None)
-            if ticket is not None:
-                self._settle(ticket, rollout)
+            handle = self._queued.pop(rollout.request_id, None)
+            if handle is not None:
+                self._settle(handle, rollout)
 
-    def _settle(self, ticket: Ticket, outcome: Rollout | BaseException) -> None:
+    def _settle(self, handle: RequestHandle, outcome: Rollout | BaseException) -> None:
         with self._changed:
-            self._unfinished.discard(ticket)
-        if not ticket.future.set_running_or_notify_cancel():
+            self._unfinished.discard(handle)
+        if not handle.future.set_running_or_notify_cancel():
             return  # cancelled
         if isinstance(outcome, Rollout):
-            ticket.future.set_result(outcome)
+            handle.future.set_result(outcome)
         else:
-            ticket.future.set_exception(outcome)
+            handle.future.set_exception(outcome)
 
     def _break(self, error: BaseException) -> None:
         log.error("the engine loop is broken: nothing runs any more", exc_info=error)
         with self._changed:
             self._failure = error
             commands, self._commands = self._commands, deque()
-            tickets = list(self._unfinished)
+            handles = list(self._unfinished)
         try:
             for request_id in self._queued:
                 self._engine.abort(request_id)
             self._engine.take_ended()
         finally:
-            for ticket in tickets:
-                self._settle(ticket, _broken(error))
+            for handle in handles:
+                self._settle(handle, _broken(error))
             for command in commands:
                 future = command.future
                 if future is not None and future.set_running_or_notify_cancel():

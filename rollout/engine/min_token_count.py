@@ -53,7 +53,7 @@ class MinTokenCount:
         longest = max(longest, *(len(token["content"].encode()) for token in added), 1)
         return cls(shrinks * longest, dropped)
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """As many as it has at least. Raises UnicodeEncodeError for half of a surrogate pair."""
         return ceil(len(text.encode().translate(None, self.dropped)) / self.longest)
 

@@ -55,7 +55,7 @@ class RequestFactory:
         prompt_index = checked_int(prompt_index, "prompt_index")
         sample_index = checked_int(sample_index, "sample_index")
         if seed is not None:
-            seed = checked_int(seed, "request_seed", most=2**64 - 1)
+            seed = checked_int(seed, "request_seed", maximum=2**64 - 1)
         if len(partial) >= params.max_new_tokens:
             raise InvalidInputError(
                 "partial_ids",

@@ -180,7 +180,7 @@ class PromptEncoder:
         _require_encodable(text, field)
         if max_tokens is None or self._text_bound is None or len(text) <= max_tokens:
             return
-        least = self._text_bound.least_tokens(text)
+        least = self._text_bound.min_tokens(text)
         if least > max_tokens:
             raise InvalidInputError(
                 "len(prompt)", f"{least} or more", f"must be 1 to {max_tokens} tokens"

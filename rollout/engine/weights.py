@@ -301,7 +301,7 @@ class WeightCalls(ABC):
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
         checked_name(name, "name")
-        truncate_size = checked_int(truncate_size, "truncate_size", least=1)
+        truncate_size = checked_int(truncate_size, "truncate_size", minimum=1)
         self.worker.weights.require_resident()
         for part in self.worker.weights.parts.values():
             loader = part.weight_loaders().get(name)

@@ -10,8 +10,8 @@ from rollout.memory.kv_pool import KvPool
 from rollout.memory.system import free_bytes
 from rollout.models.spec import ModelSpec
 
-_MOST_SLOTS_OF_CPU = 1 << 18
-_MOST_SLOTS = 1 << 22
+_MAX_SLOTS_OF_CPU = 1 << 18
+_MAX_SLOTS = 1 << 22
 _FRACTION_OF_CPU = 0.5
 _FRACTION = 0.85  # drafts' networks and tables of slots are not measured
 
@@ -64,7 +64,7 @@ def num_kv_slots(
         )
     )
     slots = max(0, budget - draft_bytes - state_bytes) // slot_bytes
-    usual = _MOST_SLOTS_OF_CPU if device.type == "cpu" else _MOST_SLOTS
+    usual = _MAX_SLOTS_OF_CPU if device.type == "cpu" else _MAX_SLOTS
     slots = min(slots, config.max_kv_tokens or usual)
     if slots < 2:
         raise OutOfMemoryError(

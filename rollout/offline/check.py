@@ -18,7 +18,7 @@ from rollout.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_MOST_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,9 +127,9 @@ def _check_prompt(engine: Engine, prompt: Prompt, params: SamplingParams) -> Non
 
 def _handle(broken: list[BrokenRow], checked: CheckedPrompts, on_error: OnError) -> None:
     path = str(checked.file.path)
-    shown = [f"  {row.where} {row.reason}" for row in broken[:_MOST_SHOWN]]
-    if len(broken) > _MOST_SHOWN:
-        shown.append(f"  and {len(broken) - _MOST_SHOWN} more")
+    shown = [f"  {row.where} {row.reason}" for row in broken[:_MAX_SHOWN]]
+    if len(broken) > _MAX_SHOWN:
+        shown.append(f"  and {len(broken) - _MAX_SHOWN} more")
     if broken and on_error is OnError.stop:
         raise InvalidInputError(
             "data.path",

@@ -160,7 +160,7 @@ class _Job:
         self._corpus = corpus
         self._summary = summary
         self._missing = self._missing_samples(prompts)
-        self._most_submitted = _QUEUED_PER_RUNNING * engine.max_running
+        self._max_submitted = _QUEUED_PER_RUNNING * engine.max_running
         self._submitted: dict[tuple[int, int], tuple[PromptRow, int]] = {}  # row, step
         self.failed: list[str] = []
 
@@ -200,7 +200,7 @@ class _Job:
         run_log.finish()
 
     def _submit(self) -> None:
-        while len(self._submitted) < self._most_submitted:
+        while len(self._submitted) < self._max_submitted:
             following = next(self._missing, None)
             if following is None:
                 break

@@ -6,13 +6,13 @@ import numpy as np
 
 from rollout.report.run import Run
 
-MOST_BINS = 300
+MAX_BINS = 300
 
 
 class Bins:
     """Consecutive steps of one run in groups of (nearly) equal number, at least one each."""
 
-    def __init__(self, run: Run, most: int = MOST_BINS) -> None:
+    def __init__(self, run: Run, most: int = MAX_BINS) -> None:
         assert run.num_steps, "a run without steps has no bins"
         self._run = run
         num_bins = min(max(most, 1), run.num_steps)

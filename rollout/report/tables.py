@@ -12,7 +12,7 @@ from rollout.report.figures import UNKNOWN, count, decimal
 from rollout.report.learned import NodeValues, node_values, scalars
 from rollout.report.run import Log, Run
 
-MOST_ROWS = 200
+MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Table:
 
     @classmethod
     def of(cls, name: str, columns: list[str], rows: list[list[Cell]], by: int) -> Table:
-        """The ``MOST_ROWS`` largest by column ``by``."""
+        """The ``MAX_ROWS`` largest by column ``by``."""
         rows.sort(key=lambda row: _last_if_unknown(row[by].sort_by))
-        return cls(name, columns, rows[:MOST_ROWS], max(0, len(rows) - MOST_ROWS))
+        return cls(name, columns, rows[:MAX_ROWS], max(0, len(rows) - MAX_ROWS))
 
 
 def slowest_rollouts(log: Log) -> Table:
@@ -49,7 +49,7 @@ def slowest_rollouts(log: Log) -> Table:
     rows = []
     for run in log.runs:
         taken = run.ended_seconds - run.began_seconds
-        by_time = np.argsort(-np.nan_to_num(taken, nan=-1.0), kind="stable")[:MOST_ROWS]
+        by_time = np.argsort(-np.nan_to_num(taken, nan=-1.0), kind="stable")[:MAX_ROWS]
         for index in by_time:
             of = {name: float(values[index]) for name, values in run.rollouts.items()}
             accept_length = ratio(of["verify_steps"] + of["accepted"], of["verify_steps"])

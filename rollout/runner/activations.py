@@ -21,14 +21,14 @@ from rollout.runner.dummy_run import DummyRun
 log = logging.getLogger(__name__)
 
 
-def warm_rows(most_rows: int, linears: Iterable[Linear]) -> dict[int, bool]:
-    """Numbers of rows of steps that together run every tile that a step of up to ``most_rows`` runs
+def warm_rows(max_rows: int, linears: Iterable[Linear]) -> dict[int, bool]:
+    """Numbers of rows of steps that together run every tile that a step of up to ``max_rows`` runs
     in products of ``ops.matmul`` and, as some are twice the one before, in those of experts.
 
     From the least to the largest, each with whether it is to run with draft nodes too: attention's
     tiles follow rows by powers of two, and draft nodes are another variant of its kernel.
     """
-    both = {1 << k for k in range(most_rows.bit_length())} | {most_rows}
+    both = {1 << k for k in range(max_rows.bit_length())} | {max_rows}
     found = dict.fromkeys(both, True)
     for dtype, outputs, device, left_out in dict.fromkeys(
         (linear.dtype, linear.out_features, linear.device, linear.left_out_tiles)
@@ -37,7 +37,7 @@ def warm_rows(most_rows: int, linears: Iterable[Linear]) -> dict[int, bool]:
     ):
         product = outputs, gpu.multiprocessors(device), left_out
         run = {tile_for(dtype, rows, *product) for rows in found}
-        for tile, rows in tiles_up_to(dtype, most_rows, *product).items():
+        for tile, rows in tiles_up_to(dtype, max_rows, *product).items():
             if tile not in run:
                 found[rows] = False
     return dict(sorted(found.items()))

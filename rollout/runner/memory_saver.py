@@ -20,7 +20,7 @@ _NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 """To run. Without graphs steps are launched kernel by kernel."""
 
 
-class Pool(Protocol):
+class MemoryPool(Protocol):
     """Memory that comes and goes with the KV cache: keys and values, recurrent states."""
 
     def release(self) -> int:
@@ -51,7 +51,7 @@ class MemorySaver:
     def __init__(
         self,
         weights: WeightTransaction,
-        kv_pools: Sequence[Pool],
+        kv_pools: Sequence[MemoryPool],
         *,
         graphs: Graphs | None = None,
         device: torch.device | None = None,
@@ -69,7 +69,7 @@ class MemorySaver:
         self._kept: WeightBackup | None = None
         self.released: frozenset[MemoryTag] = frozenset()
 
-    def add_kv_pool(self, pool: Pool) -> None:
+    def add_kv_pool(self, pool: MemoryPool) -> None:
         """Of a draft, made after the target's."""
         self._kv_pools.append(pool)
 

@@ -19,7 +19,7 @@ from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.ops.gated_delta_rule.chunked import (
-    LEAST_ROWS,
+    MIN_ROWS,
     ChunkedPlan,
     PieceKernel,
     chunked_plan,
@@ -155,7 +155,7 @@ class ModelRunner:
 
     def _chunks(self, step: StepArrays) -> ChunkedPlan | None:
         """Of long runs, where there is a kernel for them."""
-        if self._piece_kernel is None or step.run_lens_B.max(initial=0) < LEAST_ROWS:
+        if self._piece_kernel is None or step.run_lens_B.max(initial=0) < MIN_ROWS:
             return None
         arrays = {"q_offsets_B1": step.q_offsets_B1} | step.states
         plan = state_plan({name: torch.from_numpy(array) for name, array in arrays.items()})

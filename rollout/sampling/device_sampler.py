@@ -20,7 +20,7 @@ from rollout.ops.categorical import categorical, entropy, token_logprobs
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
 from rollout.runner.transfers import Download, download, upload
-from rollout.sampling.row_inputs import Wanted, noise_arrays, shape_arrays, tree_arrays
+from rollout.sampling.row_inputs import RequestedExtras, noise_arrays, shape_arrays, tree_arrays
 from rollout.sampling.rows import SampleRows
 from rollout.sampling.sampled import Sampled
 from rollout.types import NO_EXTRAS, DraftTrees, TokenExtras
@@ -29,14 +29,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
-    wanted = Wanted.of(rows)
+    wanted = RequestedExtras.of(rows)
     arrays = noise_arrays(rows) | shape_arrays(rows) | wanted.arrays()
     drawn = _draw(logits_RV, upload(arrays, logits_RV.device), wanted)
     return _sampled(download(drawn), rows, wanted)
 
 
 def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
-    wanted = Wanted.of(rows)
+    wanted = RequestedExtras.of(rows)
     arrays = shape_arrays(rows) | wanted.arrays()
     arrays["chosen"] = np.array(token_ids, dtype=np.int64)
     inputs = upload(arrays, logits_RV.device)
@@ -58,7 +58,7 @@ class SampledTrees:
         row_offsets_B1: NDArray[np.int64],
     ) -> None:
         self._rows = rows
-        self._wanted = wanted = Wanted.of(rows)
+        self._wanted = wanted = RequestedExtras.of(rows)
         arrays = noise_arrays(rows) | shape_arrays(rows) | wanted.arrays()
         if trees.num_nodes:
             arrays |= tree_arrays(trees, row_offsets_B1)
@@ -88,7 +88,7 @@ class SampledTrees:
         return _sampled(read, self._rows, self._wanted), walked
 
 
-def _draw(logits_RV: torch.Tensor, inputs: Tensors, wanted: Wanted) -> Tensors:
+def _draw(logits_RV: torch.Tensor, inputs: Tensors, wanted: RequestedExtras) -> Tensors:
     shaped = _Shaped(logits_RV, inputs)
     tokens_R, logprobs_R = shaped.draw(uniforms(inputs["seeds"], inputs["positions"]))
     found = {"tokens": tokens_R, "logprobs": logprobs_R}
@@ -242,7 +242,7 @@ def _bounded(values: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isfinite(), changed.clamp(-largest, largest), changed)
 
 
-def _sampled(read: dict[str, NDArray], rows: SampleRows, wanted: Wanted) -> Sampled:
+def _sampled(read: dict[str, NDArray], rows: SampleRows, wanted: RequestedExtras) -> Sampled:
     tokens, logprobs = read["tokens"].tolist(), read["logprobs"].tolist()
     extras = [NO_EXTRAS] * len(tokens)
     if not wanted:

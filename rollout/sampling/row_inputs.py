@@ -72,7 +72,7 @@ def tree_arrays(trees: DraftTrees, row_offsets_B1: NDArray[np.int64]) -> Arrays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RequestedExtras:
     """Which rows' requests asked for which of the numbers beside ``logprobs``."""
 
     raw: list[int]
@@ -82,12 +82,12 @@ class Wanted:
     entropy: list[int]
 
     @staticmethod
-    def of(rows: SampleRows) -> Wanted:
+    def of(rows: SampleRows) -> RequestedExtras:
         if not any(request.params.wants_extras for request in rows.owners):
             return _NOTHING
         params: list[SamplingParams] = [request.params for request in rows.requests]
         top = [r for r, p in enumerate(params) if p.top_logprobs]
-        return Wanted(
+        return RequestedExtras(
             raw=[r for r, p in enumerate(params) if p.raw_logprobs],
             sampling=[r for r, p in enumerate(params) if p.sampling_logprobs],
             top=top,
@@ -111,7 +111,7 @@ class Wanted:
         return {name: np.array(own, dtype=np.int64) for name, own in listed.items() if own}
 
 
-_NOTHING = Wanted(raw=[], sampling=[], top=[], most=0, entropy=[])
+_NOTHING = RequestedExtras(raw=[], sampling=[], top=[], most=0, entropy=[])
 
 
 def _edits(rows: SampleRows) -> Arrays:

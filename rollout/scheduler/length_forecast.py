@@ -120,16 +120,16 @@ class LengthForecast:
 class _Lengths:
     """The latest ``most`` lengths; sorted, with sums from each on, once somebody asks."""
 
-    __slots__ = ("_most", "_sorted", "_sums", "latest")
+    __slots__ = ("_max_length", "_sorted", "_sums", "latest")
 
     def __init__(self, most: int) -> None:
         self.latest = array("i")  # in the order they came
-        self._most = most
+        self._max_length = most
         self._sorted: list[int] | None = None  # None: not since the last append
         self._sums: list[int] = []  # [k]: of the k longest
 
     def append(self, length: int) -> None:
-        if len(self.latest) == self._most:
+        if len(self.latest) == self._max_length:
             del self.latest[0]
         self.latest.append(length)
         self._sorted, self._sums = None, []

@@ -15,7 +15,7 @@ from rollout.memory.state_slots import StateRun
 from rollout.scheduler.fitting import check_length
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.step_limits import StepLimits
-from rollout.scheduler.waiting import Ticket, WaitingQueue
+from rollout.scheduler.waiting import QueuedRequest, WaitingQueue
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,
@@ -88,7 +88,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        return tuple(ticket.request for ticket in self._waiting)
+        return tuple(queued.request for queued in self._waiting)
 
     def check_fits(self, request: Request, field: str = "prompt") -> None:
         """`check_length` of what it brings."""
@@ -102,7 +102,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request that check_fits() let pass."""
         self._prompts[request.request_id] = _int32(request.tokens[: request.prompt_len]).tobytes()
-        self._waiting.push(self._ticket(request, first=True))
+        self._waiting.push(self._queued_request(request, first=True))
 
     def schedule(self, under_way: Sequence[Batch] = (), *, halved: bool = False) -> Batch:
         """The next step: decodes, then prefill chunks, then admissions; drafts from what is left.
@@ -253,17 +253,17 @@ class Scheduler:
         }
         # Where nothing is known of lengths, the limits must not rank requests either.
         expected = _nothing_expected if self.lengths.is_empty else self._expected_remaining
-        for ticket in self._waiting.candidates(memory, prefilling, expected)[:seats]:
-            request = ticket.request
+        for queued in self._waiting.candidates(memory, prefilling, expected)[:seats]:
+            request = queued.request
             unrun = sum(r.extend_len - runs.get(r, busy.get(r, 0)) for r in self._running)
             headroom = unrun + DECODE_HEADROOM * len(self._running)
-            admitted = memory.admit(ticket.tokens, headroom) if budget else None
+            admitted = memory.admit(queued.tokens, headroom) if budget else None
             if admitted is None:
                 return
             request.row, request.computed_len = admitted
-            if ticket.first:
+            if queued.first:
                 request.stats.cached_tokens = request.computed_len
-            self._waiting.take(ticket)
+            self._waiting.take(queued)
             self._running.append(request)
             self._run(request, runs, busy)
             budget -= runs[request]
@@ -371,16 +371,18 @@ class Scheduler:
         self._note_routes(request)
         self._release(request, keep)
         request.computed_len = 0
-        self._waiting.push_front(self._ticket(request, first=False))
+        self._waiting.push_front(self._queued_request(request, first=False))
 
     def _release(self, request: Request, keep: bool) -> None:
         computed = request.tokens[: request.computed_len] if keep else []
         self.memory.release(request.row, computed)
         request.row = -1
 
-    def _ticket(self, request: Request, first: bool) -> Ticket:
+    def _queued_request(self, request: Request, first: bool) -> QueuedRequest:
         prompt = self._prompts[request.request_id]
-        return Ticket(request=request, tokens=_int32(request.tokens), prompt=prompt, first=first)
+        return QueuedRequest(
+            request=request, tokens=_int32(request.tokens), prompt=prompt, first=first
+        )
 
 
 def _newly_shared(entry: Scheduled) -> int:

@@ -15,7 +15,7 @@ _KNOWN = 8  # steps of a kind until their speed is known
 _WINDOW = 16  # latest steps of a kind that count
 _SETTLING = 4  # first steps after a change, which count for neither
 _STALE = 1024  # steps after which a kind that was not seen since is forgotten, and tried again
-_MOST_TRIES = 4 * (_SETTLING + _KNOWN)  # halved steps of a size whose speed stays unknown
+_MAX_TRIES = 4 * (_SETTLING + _KNOWN)  # halved steps of a size whose speed stays unknown
 _PER_OCTAVE = 2  # kinds by number of running requests
 
 
@@ -101,7 +101,7 @@ class TwoBatchOverlap:
         if self._steps - first > _STALE:
             first, tries = self._steps, 0
         self._tries[size] = (first, tries + 1)
-        return tries < _MOST_TRIES
+        return tries < _MAX_TRIES
 
     def _speed(self, size: int, halved: bool) -> _Speed | None:
         """None: not known, or no longer."""

@@ -22,7 +22,7 @@ longest-first short. It bounds the wait when longer ones, or ones with a cached 
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class QueuedRequest:
     """A request's place in the queue."""
 
     request: Request
@@ -34,32 +34,32 @@ class Ticket:
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self._tickets: list[Ticket] = []
+        self._queued: list[QueuedRequest] = []
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._queued)
 
-    def __iter__(self) -> Iterator[Ticket]:
-        return iter(self._tickets)
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return iter(self._queued)
 
-    def push(self, ticket: Ticket) -> None:
-        self._tickets.append(ticket)
+    def push(self, queued: QueuedRequest) -> None:
+        self._queued.append(queued)
 
-    def push_front(self, ticket: Ticket) -> None:
+    def push_front(self, queued: QueuedRequest) -> None:
         """For a request that was running: it is next."""
-        ticket.overtaken = MAX_OVERTAKEN
-        self._tickets.insert(0, ticket)
+        queued.overtaken = MAX_OVERTAKEN
+        self._queued.insert(0, queued)
 
     def remove(self, request_id: int) -> Request | None:
-        for index, ticket in enumerate(self._tickets):
-            if ticket.request.request_id == request_id:
-                del self._tickets[index]
-                return ticket.request
+        for index, queued in enumerate(self._queued):
+            if queued.request.request_id == request_id:
+                del self._queued[index]
+                return queued.request
         return None
 
     def clear(self) -> list[Request]:
-        requests = [ticket.request for ticket in self._tickets]
-        self._tickets.clear()
+        requests = [queued.request for queued in self._queued]
+        self._queued.clear()
         return requests
 
     def candidates(
@@ -67,7 +67,7 @@ class WaitingQueue:
         memory: CacheMemory,
         prefilling: set[bytes],
         expected_remaining: Callable[[Request], float],
-    ) -> list[Ticket]:
+    ) -> list[QueuedRequest]:
         """Who may be admitted now, in order: those with most tokens expected to come first.
 
         That is longest-processing-time-first (Graham 1969): a batch ends with its last rollout, so
@@ -77,28 +77,28 @@ class WaitingQueue:
         by one earlier in the queue, is left out: it waits to find that prefix cached.
         """
         prefilling = set(prefilling)
-        ranked: list[tuple[bool, float, int, Ticket]] = []
-        for ticket in self._tickets:
-            if memory.shares_prefixes and ticket.prompt in prefilling:
+        ranked: list[tuple[bool, float, int, QueuedRequest]] = []
+        for queued in self._queued:
+            if memory.shares_prefixes and queued.prompt in prefilling:
                 continue
-            cached_len = memory.cached_len(ticket.tokens)
-            if cached_len < ticket.request.prompt_len - 1:
-                prefilling.add(ticket.prompt)
-            in_turn = ticket.overtaken < MAX_OVERTAKEN
+            cached_len = memory.cached_len(queued.tokens)
+            if cached_len < queued.request.prompt_len - 1:
+                prefilling.add(queued.prompt)
+            in_turn = queued.overtaken < MAX_OVERTAKEN
             if in_turn:
-                ranked.append((True, -expected_remaining(ticket.request), -cached_len, ticket))
+                ranked.append((True, -expected_remaining(queued.request), -cached_len, queued))
             else:
-                ranked.append((False, 0.0, 0, ticket))
+                ranked.append((False, 0.0, 0, queued))
             if len(ranked) == WINDOW:
                 break
         ranked.sort(key=lambda rank: rank[:3])
-        return [ticket for *_, ticket in ranked]
+        return [queued for *_, queued in ranked]
 
-    def take(self, ticket: Ticket) -> None:
-        """``ticket`` was admitted: out of the queue, past everyone before it."""
-        for index, earlier in enumerate(self._tickets):
-            if earlier is ticket:
-                del self._tickets[index]
+    def take(self, queued: QueuedRequest) -> None:
+        """``queued`` was admitted: out of the queue, past everyone before it."""
+        for index, earlier in enumerate(self._queued):
+            if earlier is queued:
+                del self._queued[index]
                 return
             earlier.overtaken += 1
-        raise AssertionError("the ticket is not in the queue")
+        raise AssertionError("the request is not in the queue")

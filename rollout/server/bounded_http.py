@@ -11,11 +11,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from rollout.server.errors import ErrorResponse, TooManyConnectionsError
 
-_MOST_BYTES = 128 * 1024
+_MAX_BYTES = 128 * 1024
 _SECONDS = 30.0
 _REFUSED_SECONDS = 2.0  # for the head of a request that is refused, whatever it says
-_MOST_REFUSED = 256
-_MOST_WAITING = 64
+_MAX_REFUSED = 256
+_MAX_WAITING = 64
 _NO_HTTP = "Invalid HTTP request received."
 
 
@@ -37,14 +37,14 @@ class BoundedHttp(HttpToolsProtocol):
     Another protocol that a request offers to go on in is passed over, as HTTP allows.
     """
 
-    most_bytes = _MOST_BYTES  # of a head, or of what is between and after the chunks of a body
-    most_waiting = _MOST_WAITING  # requests behind the one that is being answered
+    max_bytes = _MAX_BYTES  # of a head, or of what is between and after the chunks of a body
+    max_waiting = _MAX_WAITING  # requests behind the one that is being answered
     seconds = _SECONDS  # for a head; and for the rest of a body, once it has been answered
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # uvicorn's own way would refuse requests over open connections too.
-        self._most_connections, self.limit_concurrency = self.limit_concurrency, None
+        self._max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._unparsed_bytes = 0  # that came since the parser last had something to tell
         self._in_message = False  # between the end of a head and that of the body
         self._deadline: asyncio.TimerHandle | None = None
@@ -53,9 +53,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._most_connections is not None:
-            excess = len(self.connections) - self._most_connections
-            if excess > _MOST_REFUSED:
+        if self._max_connections is not None:
+            excess = len(self.connections) - self._max_connections
+            if excess > _MAX_REFUSED:
                 transport.abort()
                 return
             if excess > 0:
@@ -78,12 +78,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._unparsed_bytes += len(data)
         if not self._reads_no_more:
             self._parse(data)
-        if self._unparsed_bytes <= self.most_bytes or self.transport.is_closing():
+        if self._unparsed_bytes <= self.max_bytes or self.transport.is_closing():
             return
         if self._in_message or self._answers:  # nothing may come between the parts of an answer
             self.transport.abort()
         else:
-            self.send_400_response(f"Request header of more than {self.most_bytes} bytes.")
+            self.send_400_response(f"Request header of more than {self.max_bytes} bytes.")
 
     def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -113,7 +113,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if self.pipeline:
             self.flow.resume_reading()
-        if len(self.pipeline) >= self.most_waiting:
+        if len(self.pipeline) >= self.max_waiting:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -128,7 +128,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unparsed_bytes, self._in_message = 0, False
         self._take_your_time()
         super().on_message_complete()
-        self._reads_no_more = len(self.pipeline) >= self.most_waiting
+        self._reads_no_more = len(self.pipeline) >= self.max_waiting
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

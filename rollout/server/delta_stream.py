@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Self
 
-from rollout.engine.loop import OnTokens, Ticket
+from rollout.engine.loop import OnTokens, RequestHandle
 from rollout.server.samples import Delta
 from rollout.types import Request, Rollout, TokenExtras
 
@@ -25,7 +25,7 @@ class DeltaStream(AsyncIterator[Delta]):
     def __init__(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
-        self._tickets: list[Ticket] = []
+        self._handles: list[RequestHandle] = []
         self._ended = 0  # samples whose rollout the reader has
         self._lock = threading.Lock()
         # Guarded by the lock, filled on the engine's thread:
@@ -38,9 +38,9 @@ class DeltaStream(AsyncIterator[Delta]):
 
         return on_tokens
 
-    def watch(self, index: int, ticket: Ticket) -> None:
-        self._tickets.append(ticket)
-        ticket.future.add_done_callback(lambda future: self._settled(index, future))
+    def watch(self, index: int, handle: RequestHandle) -> None:
+        self._handles.append(handle)
+        handle.future.add_done_callback(lambda future: self._settled(index, future))
 
     async def ready(self) -> None:
         """Wait for the next delta, and leave it there. Raises what the next `anext` would."""
@@ -48,7 +48,7 @@ class DeltaStream(AsyncIterator[Delta]):
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
-                if self._pending or self._ended == len(self._tickets):
+                if self._pending or self._ended == len(self._handles):
                     return
                 self._ready.clear()
             await self._ready.wait()
@@ -63,8 +63,8 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        for ticket in self._tickets:
-            ticket.future.cancel()  # which aborts it; does nothing to one that has ended
+        for handle in self._handles:
+            handle.future.cancel()  # which aborts it; does nothing to one that has ended
 
     async def __aenter__(self) -> Self:
         return self

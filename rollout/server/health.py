@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError
 from rollout.server.errors import DrainingError, QueueFullError
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.server.serving import Serving
 from rollout.types import SamplingParams
 
@@ -52,7 +52,7 @@ async def _until_token(serving: Serving) -> None:
     """Raises EngineStateError where the engine cannot run."""
     params = SamplingParams(temperature=0, max_new_tokens=1, ignore_eos=True)
     before = await serving.call(_tokens)
-    sample = asyncio.ensure_future(serving.generate([Sample(prompt_ids=[0], params=params)]))
+    sample = asyncio.ensure_future(serving.generate([SampleRequest(prompt_ids=[0], params=params)]))
     try:
         while not sample.done():
             await asyncio.wait({sample}, timeout=_POLL_SECONDS)

@@ -14,7 +14,7 @@ from json import JSONDecodeError
 from typing import Any
 
 _PIECE = 2**16  # characters
-_MOST_CONTAINERS = 2**18  # lists and objects
+_MAX_CONTAINERS = 2**18  # lists and objects
 _NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
@@ -56,7 +56,7 @@ def loads_in_pieces(data: bytes) -> Any:
     if len(data) <= _PIECE:
         return json.loads(data, object_pairs_hook=_members)
     text = data.decode(json.detect_encoding(data), "surrogatepass")
-    value, end = _value(text, _after_blanks(text, 0), iter(range(_MOST_CONTAINERS)))
+    value, end = _value(text, _after_blanks(text, 0), iter(range(_MAX_CONTAINERS)))
     if _after_blanks(text, end) != len(text):
         raise JSONDecodeError("Extra data", text, end)
     return value
@@ -71,7 +71,7 @@ def _value(text: str, place: int, left: Iterator[int]) -> tuple[Any, int]:
     if begin not in ("[", "{"):
         return _PARSER.raw_decode(text, place)
     if next(left, None) is None:
-        raise ValueError(f"it holds more than {_MOST_CONTAINERS} lists and objects")
+        raise ValueError(f"it holds more than {_MAX_CONTAINERS} lists and objects")
     inside = _after_blanks(text, place + 1)
     return _array(text, inside, left) if begin == "[" else _object(text, inside, left)
 

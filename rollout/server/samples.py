@@ -9,7 +9,7 @@ from rollout.types import Rollout, SamplingParams, TokenExtras
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SampleRequest:
     """One sample of one prompt."""
 
     prompt_ids: Sequence[int]

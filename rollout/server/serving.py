@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from rollout.engine.loop import EngineLoop, OnTokens, Ticket
+from rollout.engine.loop import EngineLoop, OnTokens, RequestHandle
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
@@ -19,7 +19,7 @@ from rollout.server.config import ServeConfig
 from rollout.server.delta_stream import DeltaStream, call_soon
 from rollout.server.errors import DrainingError, QueueFullError
 from rollout.server.http_metrics import HttpMetrics
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.server.sglang.open_update import OpenUpdate
 from rollout.server.status_cache import StatusCache
 from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras
@@ -27,9 +27,9 @@ from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.02  # of waits that nothing ends but looking again
-_MOST_STOPS = 64  # stop strings of a sample
+_MAX_STOPS = 64  # stop strings of a sample
 _LONGEST_STOP = 1024  # characters
-_MOST_STOP_TOKENS = 1024
+_MAX_STOP_TOKENS = 1024
 
 
 class Serving:
@@ -55,7 +55,7 @@ class Serving:
         self._is_hurried = False
         self._requests = count()  # that brought no seed
         self._scoring = 0
-        self._named: dict[str, set[Ticket]] = {}  # unfinished, by rid
+        self._named: dict[str, set[RequestHandle]] = {}  # unfinished, by rid
         if self.encoder.tokenizer is not None:  # prompts are encoded here, rollouts on its thread
             self.encoder.prepare_for_threads("tokenizer", config.model.tokenizer)
         self.http_metrics = HttpMetrics()
@@ -95,7 +95,7 @@ class Serving:
                 field, count, f"one call may ask for 1 to {self.config.max_batch} samples"
             )
 
-    def check(self, samples: Sequence[Sample]) -> None:
+    def check(self, samples: Sequence[SampleRequest]) -> None:
         """Raises InvalidInputError for what could never run; nothing is queued."""
         self.require_batch(len(samples))
         for sample in samples:
@@ -116,9 +116,9 @@ class Serving:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if len(params.stop_token_ids) > _MOST_STOP_TOKENS:  # every sample has a set of them
+        if len(params.stop_token_ids) > _MAX_STOP_TOKENS:  # every sample has a set of them
             raise InvalidInputError(
-                "len(stop_token_ids)", len(params.stop_token_ids), f"at most {_MOST_STOP_TOKENS}"
+                "len(stop_token_ids)", len(params.stop_token_ids), f"at most {_MAX_STOP_TOKENS}"
             )
         for name, ids in (
             ("logit_bias", params.logit_bias),
@@ -129,39 +129,39 @@ class Serving:
                     raise InvalidInputError(name, token, f"must be in [0, {self.vocab_size})")
         # They are looked for at every token, on the engine's thread.
         longest = max(map(len, params.stop), default=0)
-        if len(params.stop) > _MOST_STOPS or longest > _LONGEST_STOP:
+        if len(params.stop) > _MAX_STOPS or longest > _LONGEST_STOP:
             raise InvalidInputError(
                 "stop",
                 f"{len(params.stop)} of up to {longest} characters",
-                f"at most {_MOST_STOPS} stop strings of {_LONGEST_STOP} characters",
+                f"at most {_MAX_STOPS} stop strings of {_LONGEST_STOP} characters",
             )
         if params.stop and self.encoder.tokenizer is None:
             raise InvalidInputError("stop", params.stop, "stop strings need a tokenizer")
 
     # Generating
 
-    async def generate(self, samples: Sequence[Sample]) -> list[Rollout]:
+    async def generate(self, samples: Sequence[SampleRequest]) -> list[Rollout]:
         """The samples' rollouts, in order. Cancelled, it aborts those that are unfinished.
 
         Raises InvalidInputError, QueueFullError or DrainingError before anything is queued,
         EngineStateError when the engine has failed.
         """
-        tickets = self._submit(samples, [None] * len(samples))
+        handles = self._submit(samples, [None] * len(samples))
         try:
-            return await asyncio.gather(*(asyncio.wrap_future(t.future) for t in tickets))
+            return await asyncio.gather(*(asyncio.wrap_future(t.future) for t in handles))
         finally:
-            for ticket in tickets:
-                ticket.future.cancel()  # which aborts it; does nothing to one that has ended
+            for handle in handles:
+                handle.future.cancel()  # which aborts it; does nothing to one that has ended
 
-    def stream(self, samples: Sequence[Sample]) -> DeltaStream:
+    def stream(self, samples: Sequence[SampleRequest]) -> DeltaStream:
         """The samples' tokens as they come. Closed early, it aborts those that are unfinished.
 
         Queued, or refused as `generate` does, when this returns.
         """
         stream = DeltaStream()
-        tickets = self._submit(samples, [stream.listener(i) for i in range(len(samples))])
-        for index, ticket in enumerate(tickets):
-            stream.watch(index, ticket)
+        handles = self._submit(samples, [stream.listener(i) for i in range(len(samples))])
+        for index, handle in enumerate(handles):
+            stream.watch(index, handle)
         return stream
 
     async def score(
@@ -199,15 +199,15 @@ class Serving:
 
         It answers with what it has. Returns how many samples that were.
         """
-        tickets = [
-            ticket
+        handles = [
+            handle
             for name, named in self._named.items()
             if name == rid or name.startswith(f"{rid}_")
-            for ticket in named
+            for handle in named
         ]
-        for ticket in tickets:
-            ticket.abort()
-        return len(tickets)
+        for handle in handles:
+            handle.abort()
+        return len(handles)
 
     @property
     def uptime(self) -> float:
@@ -224,8 +224,8 @@ class Serving:
         return await asyncio.wrap_future(self.loop.call(function))
 
     def _submit(
-        self, samples: Sequence[Sample], listeners: Sequence[OnTokens | None]
-    ) -> list[Ticket]:
+        self, samples: Sequence[SampleRequest], listeners: Sequence[OnTokens | None]
+    ) -> list[RequestHandle]:
         """All of them, or none and an error."""
         self._admit(len(samples))
         self.check(samples)
@@ -243,8 +243,8 @@ class Serving:
                 f"server.max_queue={self.config.max_queue} may: try again later"
             )
 
-    def _submit_one(self, sample: Sample, listener: OnTokens | None) -> Ticket:
-        ticket = self.loop.submit(
+    def _submit_one(self, sample: SampleRequest, listener: OnTokens | None) -> RequestHandle:
+        handle = self.loop.submit(
             sample.prompt_ids,
             sample.params,
             request_seed=sample.request_seed,
@@ -253,21 +253,21 @@ class Serving:
             sample_index=sample.sample_index,
             on_tokens=listener,
         )
-        self.http_metrics.watch(ticket.future)
+        self.http_metrics.watch(handle.future)
         if sample.rid is not None:
-            self._name(sample.rid, ticket)
-        return ticket
+            self._name(sample.rid, handle)
+        return handle
 
-    def _name(self, rid: str, ticket: Ticket) -> None:
+    def _name(self, rid: str, handle: RequestHandle) -> None:
         event_loop = asyncio.get_running_loop()
-        self._named.setdefault(rid, set()).add(ticket)
+        self._named.setdefault(rid, set()).add(handle)
 
         def forget() -> None:
-            self._named[rid].discard(ticket)
+            self._named[rid].discard(handle)
             if not self._named[rid]:
                 del self._named[rid]
 
-        ticket.future.add_done_callback(lambda _: call_soon(event_loop, forget))
+        handle.future.add_done_callback(lambda _: call_soon(event_loop, forget))
 
     # Ending
 

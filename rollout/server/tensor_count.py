@@ -12,16 +12,16 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-MOST_TENSORS = 2**16
+MAX_TENSORS = 2**16
 
 T = TypeVar("T")
 
 
 def too_many(count: int) -> str:
     """Why so many are refused; empty: they are not."""
-    if count <= MOST_TENSORS:
+    if count <= MAX_TENSORS:
         return ""
-    return f"one call names at most {MOST_TENSORS} tensors, not {count}: make it several calls"
+    return f"one call names at most {MAX_TENSORS} tensors, not {count}: make it several calls"
 
 
 def _checked(value: Any) -> Any:

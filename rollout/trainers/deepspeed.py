@@ -49,16 +49,16 @@ class DeepSpeedSource(ParameterSource):
         super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
         self.ranks = Ranks((self._group(),))
         self._unsharded = _unsharded_masters(self.engine)
-        for slot in self.slots():
-            if self._wants_master(slot.parameter) and not self._has_master(slot.parameter):
+        for ref in self.refs():
+            if self._wants_master(ref.parameter) and not self._has_master(ref.parameter):
                 raise InvalidInputError(
                     "dtype", "float32",
-                    f"the optimizer's copy of {slot.name} is out of reach; ask for the model's own",
+                    f"the optimizer's copy of {ref.name} is out of reach; ask for the model's own",
                 )  # fmt: skip
 
     @contextmanager
-    def gathered(self, slots: Sequence[ParamRef]) -> Iterator[list[torch.Tensor]]:
-        parameters = [slot.parameter for slot in slots]
+    def gathered(self, refs: Sequence[ParamRef]) -> Iterator[list[torch.Tensor]]:
+        parameters = [ref.parameter for ref in refs]
         masters = [
             self._master(parameter) if self._wants_master(parameter) else None
             for parameter in parameters
@@ -75,9 +75,9 @@ class DeepSpeedSource(ParameterSource):
                 for parameter, master in zip(parameters, masters, strict=True)
             ]
 
-    def piece(self, slot: ParamRef) -> tuple[Hashable, int]:
-        piece, size = super().piece(slot)
-        return piece, slot.numel * 4 if self._wants_master(slot.parameter) else size
+    def piece(self, ref: ParamRef) -> tuple[Hashable, int]:
+        piece, size = super().piece(ref)
+        return piece, ref.numel * 4 if self._wants_master(ref.parameter) else size
 
     @property
     def step_applied(self) -> bool:
@@ -86,10 +86,10 @@ class DeepSpeedSource(ParameterSource):
     def _group(self) -> torch.distributed.ProcessGroup:
         if self.engine is not None:
             return self.engine.seq_data_parallel_group
-        for slot in self.slots():
+        for ref in self.refs():
             for attribute in ("ds_process_group", "_dp_group"):
-                if hasattr(slot.parameter, attribute):
-                    return getattr(slot.parameter, attribute)
+                if hasattr(ref.parameter, attribute):
+                    return getattr(ref.parameter, attribute)
         raise InvalidInputError("model", type(self.model).__name__, "no parameter of it is ZeRO's")
 
     def _wants_master(self, parameter: torch.Tensor) -> bool:

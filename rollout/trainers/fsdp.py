@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from rollout.trainers.param_ref import ParamRef, Weight, slots_of
+from rollout.trainers.param_ref import ParamRef, Weight, param_refs
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
 
@@ -34,14 +34,14 @@ class FSDP2Source(ParameterSource):
         mesh = max(meshes, key=lambda mesh: mesh.ndim)
         self.ranks = Ranks(mesh.get_all_groups())
 
-    def slots(self) -> list[ParamRef]:
+    def refs(self) -> list[ParamRef]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward leaves parameters unsharded
-        return slots_of(self.model)
+        return param_refs(self.model)
 
-    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
-        return nullcontext([_whole(slot.parameter.detach()) for slot in slots])
+    def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
+        return nullcontext([_whole(ref.parameter.detach()) for ref in refs])
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -77,9 +77,9 @@ class FSDP1Source(ParameterSource):
             with _summoned(root):
                 pass
 
-    def slots(self) -> list[ParamRef]:
+    def refs(self) -> list[ParamRef]:
         """By unit. Shapes and places come from the flat parameters: nothing is gathered."""
-        slots: list[ParamRef] = []
+        refs: list[ParamRef] = []
         taken: set[tuple[int, str]] = set()
         self._units.clear()
         for prefix, module in self.model.named_modules():
@@ -94,34 +94,34 @@ class FSDP1Source(ParameterSource):
                 taken.add(place)
                 self._units[place] = module
                 full_name = f"{prefix}.{name}" if prefix else name
-                slots.append(
+                refs.append(
                     ParamRef(full_name, info.module, info.param_name, tuple(shape), flat.dtype)
                 )
         unmanaged = [
-            slot
-            for slot in slots_of(self.model)
-            if (id(slot.module), slot.attribute) not in taken and slot.attribute != "_flat_param"
+            ref
+            for ref in param_refs(self.model)
+            if (id(ref.module), ref.attribute) not in taken and ref.attribute != "_flat_param"
         ]
-        return slots + unmanaged
+        return refs + unmanaged
 
-    def piece(self, slot: ParamRef) -> tuple[Hashable, int]:
-        unit = self._units.get((id(slot.module), slot.attribute))
+    def piece(self, ref: ParamRef) -> tuple[Hashable, int]:
+        unit = self._units.get((id(ref.module), ref.attribute))
         if unit is None or unit._handle is None:
-            return super().piece(slot)
+            return super().piece(ref)
         flat = unit._handle.flat_param
         return id(unit), flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize
 
     @contextmanager
-    def gathered(self, slots: Sequence[ParamRef]) -> Iterator[list[torch.Tensor]]:
+    def gathered(self, refs: Sequence[ParamRef]) -> Iterator[list[torch.Tensor]]:
         units = {
             id(unit): unit
-            for slot in slots
-            if (unit := self._units.get((id(slot.module), slot.attribute))) is not None
+            for ref in refs
+            if (unit := self._units.get((id(ref.module), ref.attribute))) is not None
         }
         with ExitStack() as stack:
             for unit in units.values():
                 stack.enter_context(_summoned(unit))
-            yield [slot.parameter.detach() for slot in slots]
+            yield [ref.parameter.detach() for ref in refs]
 
     def value(self, weight: Weight, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         value = super().value(weight, inputs)

@@ -33,5 +33,5 @@ class HFSource(ParameterSource):
             if isinstance(module, DistributedDataParallel):
                 self.ranks = Ranks((module.process_group,))
 
-    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
-        return nullcontext([slot.parameter.detach() for slot in slots])
+    def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
+        return nullcontext([ref.parameter.detach() for ref in refs])

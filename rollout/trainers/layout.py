@@ -12,7 +12,7 @@ from rollout.trainers.names import checkpoint_name
 from rollout.trainers.param_ref import ParamRef, Weight
 
 
-def weights_of(model: nn.Module, slots: Sequence[ParamRef]) -> list[Weight]:
+def weights_of(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
     """What to stream of ``model``, adapters merged.
 
     Raises InvalidInputError for parameters that cannot be streamed, by name.
@@ -20,13 +20,13 @@ def weights_of(model: nn.Module, slots: Sequence[ParamRef]) -> list[Weight]:
     if (peft := sys.modules.get("peft")) is not None and _has_adapters(peft, model):
         from rollout.trainers.peft import merged_weights
 
-        weights = merged_weights(model, slots)
+        weights = merged_weights(model, refs)
     else:
-        weights = [Weight(checkpoint_name(slot.name), (slot,)) for slot in slots]
+        weights = [Weight(checkpoint_name(ref.name), (ref,)) for ref in refs]
     names: set[str] = set()
     for weight in weights:
-        for slot in weight.inputs:
-            _require_streamable(slot)
+        for ref in weight.inputs:
+            _require_streamable(ref)
         if weight.name in names:
             raise InvalidInputError("model", weight.name, "two parameters have this name")
         names.add(weight.name)
@@ -38,12 +38,12 @@ def _has_adapters(peft: object, model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def _require_streamable(slot: ParamRef) -> None:
-    if not slot.dtype.is_floating_point:
+def _require_streamable(ref: ParamRef) -> None:
+    if not ref.dtype.is_floating_point:
         raise InvalidInputError(
-            f"model.{slot.name}.dtype", slot.dtype, "quantized weights cannot be streamed"
+            f"model.{ref.name}.dtype", ref.dtype, "quantized weights cannot be streamed"
         )
-    if slot.parameter.is_meta:
+    if ref.parameter.is_meta:
         raise InvalidInputError(
-            f"model.{slot.name}.device", "meta", "offloaded or unmaterialized: load it first"
+            f"model.{ref.name}.device", "meta", "offloaded or unmaterialized: load it first"
         )

@@ -43,12 +43,12 @@ class Weight:
     combine: Combine | None = None
 
 
-def slots_of(model: nn.Module) -> list[ParamRef]:
+def param_refs(model: nn.Module) -> list[ParamRef]:
     """The model's parameters in its own order, tied ones once. Buffers are no weights."""
-    return list(_slots(model))
+    return list(_refs(model))
 
 
-def _slots(model: nn.Module) -> Iterator[ParamRef]:
+def _refs(model: nn.Module) -> Iterator[ParamRef]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

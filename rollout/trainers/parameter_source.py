@@ -11,7 +11,7 @@ from torch import nn
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.layout import weights_of
-from rollout.trainers.param_ref import ParamRef, Weight, slots_of
+from rollout.trainers.param_ref import ParamRef, Weight, param_refs
 from rollout.trainers.ranks import Ranks
 from rollout.trainers.stream import WeightStream
 from rollout.weights.manifest import Manifest, TensorSpec
@@ -64,22 +64,22 @@ class ParameterSource(ABC):
         return True
 
     @abstractmethod
-    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
+    def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
         """The whole parameters of one bucket, detached, valid inside.
 
         All collectives happen on entering, or in the same order on every rank on leaving.
         """
         ...
 
-    def slots(self) -> list[ParamRef]:
-        return slots_of(self.model)
+    def refs(self) -> list[ParamRef]:
+        return param_refs(self.model)
 
-    def piece(self, slot: ParamRef) -> tuple[Hashable, int]:
-        """What is gathered for a slot, by any name that tells it from others, and its bytes."""
-        return (id(slot.module), slot.attribute), slot.numel * slot.dtype.itemsize
+    def piece(self, ref: ParamRef) -> tuple[Hashable, int]:
+        """What is gathered for a ref, by any name that tells it from others, and its bytes."""
+        return (id(ref.module), ref.attribute), ref.numel * ref.dtype.itemsize
 
     def weights(self) -> list[Weight]:
-        return weights_of(self.model, self.slots())
+        return weights_of(self.model, self.refs())
 
     def manifest(self) -> Manifest:
         return self.manifest_of(self.weights())
@@ -95,7 +95,7 @@ class ParameterSource(ABC):
         bucket: list[Weight] = []
         held: dict[Hashable, int] = {}
         for weight in weights:
-            pieces = dict(self.piece(slot) for slot in weight.inputs)
+            pieces = dict(self.piece(ref) for ref in weight.inputs)
             own, *_ = pieces
             if bucket and own not in held and sum((held | pieces).values()) > self.bucket_bytes:
                 yield bucket

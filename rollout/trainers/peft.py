@@ -42,14 +42,14 @@ class Adapter:
         value += delta.to(value.dtype) if self.is_embedding else delta
 
 
-def merged_weights(model: nn.Module, slots: Sequence[ParamRef]) -> list[Weight]:
+def merged_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
     """The base model's weights under its own names, active adapters merged.
 
     Raises InvalidInputError for tuners other than LoRA and variants of it (DoRA, ...), for prompt
     tuning, disabled adapters, and LoRA on tied tensors.
     """
     _refuse_prompt_learning(model)
-    places = {(id(slot.module), slot.attribute): slot for slot in slots}
+    places = {(id(ref.module), ref.attribute): ref for ref in refs}
     tied = _tied(model)
     merges: dict[tuple[int, str], tuple[list[ParamRef], Combine]] = {}
     hidden: set[int] = set()  # modules that hold no weight of the merged model
@@ -78,22 +78,22 @@ def merged_weights(model: nn.Module, slots: Sequence[ParamRef]) -> list[Weight]:
                         "LoRA on a tensor tied to another cannot be merged: untie them first",
                     )  # fmt: skip
                 merges[id(base), attribute] = (inputs, combine)
-    return list(_weights(slots, hidden, renamed, merges))
+    return list(_weights(refs, hidden, renamed, merges))
 
 
 def _weights(
-    slots: Sequence[ParamRef],
+    refs: Sequence[ParamRef],
     hidden: set[int],
     renamed: dict[int, tuple[str, str]],
     merges: dict[tuple[int, str], tuple[list[ParamRef], Combine]],
 ) -> Iterator[Weight]:
-    for slot in slots:
-        if id(slot.module) in hidden:
+    for ref in refs:
+        if id(ref.module) in hidden:
             continue
-        old, new = renamed.get(id(slot.module), ("", ""))
-        name = new + checkpoint_name(slot.name).removeprefix(old)
-        inputs, combine = merges.get((id(slot.module), slot.attribute), ([], None))
-        yield Weight(name, (slot, *inputs), combine)
+        old, new = renamed.get(id(ref.module), ("", ""))
+        name = new + checkpoint_name(ref.name).removeprefix(old)
+        inputs, combine = merges.get((id(ref.module), ref.attribute), ([], None))
+        yield Weight(name, (ref, *inputs), combine)
 
 
 def _kept(wrapper: ModulesToSaveWrapper, name: str) -> tuple[nn.Module, str]:

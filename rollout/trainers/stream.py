@@ -31,7 +31,7 @@ class Gathering(Protocol):
 
     def buckets(self, weights: Iterable[Weight]) -> Iterator[list[Weight]]: ...
 
-    def gathered(self, slots: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]: ...
+    def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]: ...
 
     def value(self, weight: Weight, inputs: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
@@ -72,7 +72,7 @@ class WeightStream:
             self._agree()
             # A rank that fails inside the gather's own collectives cannot tell the others.
             self._awaited = False
-            with source.gathered([slot for weight in bucket for slot in weight.inputs]) as tensors:
+            with source.gathered([ref for weight in bucket for ref in weight.inputs]) as tensors:
                 self._awaited = True
                 given = iter(tensors)
                 for weight in bucket:

@@ -126,7 +126,7 @@ def manifest_of_layouts(found: Iterable[BucketLayout]) -> Manifest:
 
 
 def checked_bucket_bytes(value: object) -> int:
-    return checked_int(value, "bucket_bytes", least=ALIGNMENT)
+    return checked_int(value, "bucket_bytes", minimum=ALIGNMENT)
 
 
 def _entry(value: object, field: str) -> BucketEntry:

@@ -60,8 +60,8 @@ class BroadcastGroup:
     ) -> None:
         """Raises InvalidInputError."""
         self.name = checked_name(group_name, "group_name")
-        self.world_size = checked_int(world_size, "world_size", least=2, most=2**16)
-        self.rank = checked_int(rank, "rank", most=world_size - 1)
+        self.world_size = checked_int(world_size, "world_size", minimum=2, maximum=2**16)
+        self.rank = checked_int(rank, "rank", maximum=world_size - 1)
         self.backend = _checked_backend(backend)
         self.device = _device(self.backend, device)
         """Where tensors that are broadcast must be."""
@@ -155,7 +155,7 @@ class WeightGroup(BroadcastGroup):
             device=device,
             timeout=timeout,
         )
-        checked_int(master_port, "master_port", least=1, most=65535)
+        checked_int(master_port, "master_port", minimum=1, maximum=65535)
         started = time.monotonic()
         store = store or self._connect(master_address, master_port)
         self.notes = GroupStore(store, self.name)

@@ -73,7 +73,7 @@ class SharedMemorySender:
     """
 
     def __init__(self, bucket_bytes: int = CACHED_BUCKET_BYTES, *, num_segments: int = 2) -> None:
-        count = checked_int(num_segments, "num_segments", least=1, most=64)
+        count = checked_int(num_segments, "num_segments", minimum=1, maximum=64)
         self._segment_bytes = checked_bucket_bytes(checked_bucket_bytes(bucket_bytes) // count)
         self._segments: list[OwnedSegment | None] = [None] * count
         self._filled = -1  # index of the segment filled last

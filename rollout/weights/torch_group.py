@@ -54,7 +54,7 @@ class TorchGroup(BroadcastGroup):
             device=device,
             timeout=timeout,
         )
-        checked_int(master_port, "master_port", least=1, most=65535)
+        checked_int(master_port, "master_port", minimum=1, maximum=65535)
 
         def connect() -> TCPStore:
             # With the size, so that this member is counted: rank 0 waits for all of them.

@@ -28,7 +28,7 @@ _SCALE_DRIFT = 0.015  # a step: machines get busy, clocks change
 _SHAPE_DRIFT = 0.002
 _CLIP = 2.0  # standard deviations of surprise that one step is believed
 
-_LEAST_MS = 1e-6  # as it is written
+_MIN_MS = 1e-6  # as it is written
 _MAX_KNOTS = 1024  # that are read: of a row each, where many are captured
 
 _ROWS_RANGE = 3.0  # octaves over which the shape is alike
@@ -152,15 +152,15 @@ class CostCurve:
         place = np.searchsorted(self._buckets, rows)
         return np.where(rows > self._buckets[-1], rows, self._buckets.take(place, mode="clip"))
 
-    def _heights(self, most_contexts: int) -> NDArray[np.float64]:
-        """Log milliseconds [most_contexts, H], monotone.
+    def _heights(self, max_contexts: int) -> NDArray[np.float64]:
+        """Log milliseconds [max_contexts, H], monotone.
 
         In rows the nearest such to the knots, the surer ones moved least; in contexts no longer one
         is quicker than a shorter one.
         """
         size = self.rows_H.size
-        means = self._mean_K.reshape(-1, size)[:most_contexts]
-        variances = self._covariance_KK.diagonal().reshape(-1, size)[:most_contexts]
+        means = self._mean_K.reshape(-1, size)[:max_contexts]
+        variances = self._covariance_KK.diagonal().reshape(-1, size)[:max_contexts]
         heights = [
             isotonic(mean_H, weight_H)
             for mean_H, weight_H in zip(means.tolist(), (1.0 / variances).tolist(), strict=True)
@@ -198,7 +198,7 @@ def checked_curve(learned: Mapping[str, Any]) -> tuple[NDArray[np.float64], ...]
     """
     rows, contexts = _loaded_knots(learned, "rows"), _loaded_knots(learned, "contexts")
     shape = (contexts.size, rows.size)
-    times = table(learned, "milliseconds", shape, least=_LEAST_MS)
+    times = table(learned, "milliseconds", shape, minimum=_MIN_MS)
     return rows, contexts, times, table(learned, "observations", shape)
 
 
@@ -207,7 +207,7 @@ def _loaded_knots(learned: Mapping[str, Any], name: str) -> NDArray[np.float64]:
     listed = learned.get(name)
     if not isinstance(listed, list) or not 0 < len(listed) <= _MAX_KNOTS:
         raise ValueError(f"{name}: must be a list of 1 to {_MAX_KNOTS} numbers")
-    knots = table(learned, name, (len(listed),), least=1.0)
+    knots = table(learned, name, (len(listed),), minimum=1.0)
     if (np.diff(knots) <= 0).any():
         raise ValueError(f"{name}: must ascend")
     return knots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 _HORIZON = 48.0  # steps that weigh in what was gained
-_LEAST_STEPS = 24  # drafted before they are judged
+_MIN_STEPS = 24  # drafted before they are judged
 _FEWEST_STEPS = 6  # where it is beyond doubt
 _DOUBT = 2.0  # standard deviations of the sum
 _PROBE_STEPS = 4
@@ -91,7 +91,7 @@ class Gate:
         """Whether a loss is to be believed: of many steps, or of a few that agree."""
         if self._steps < _FEWEST_STEPS:
             return False
-        return self._steps >= _LEAST_STEPS or self._gained < -_DOUBT * math.sqrt(self._squares)
+        return self._steps >= _MIN_STEPS or self._gained < -_DOUBT * math.sqrt(self._squares)
 
     def _judge_probe(self, width: int, temperature: float) -> None:
         self._probing = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from spec_workers.budget.loaded import MOST, table
+from spec_workers.budget.loaded import MAX_VALUE, table
 
 _NOISE = 0.1  # milliseconds, of one step
 _FIRST_STEP, _FIRST_EACH = 1.0, 0.03  # milliseconds that either may cost
@@ -61,5 +61,5 @@ class LinearCost:
         if set(learned) != {"step", "each"}:
             raise ValueError("must give milliseconds for step and each")
         self._weights = np.array(
-            [table(learned, name, (), least=-MOST) for name in ("step", "each")]
+            [table(learned, name, (), minimum=-MAX_VALUE) for name in ("step", "each")]
         )

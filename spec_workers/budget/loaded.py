@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST = 1e12
+MAX_VALUE = 1e12
 """Milliseconds, or times something was seen. More is damage, and what is made of it overflows."""
 
 
@@ -21,9 +21,9 @@ def mapping(learned: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def table(
-    learned: Mapping[str, Any], name: str, shape: tuple[int, ...], *, least: float = 0.0
+    learned: Mapping[str, Any], name: str, shape: tuple[int, ...], *, minimum: float = 0.0
 ) -> NDArray[np.float64]:
-    """Numbers in [``least``, `MOST`]. Raises ValueError for what is none."""
+    """Numbers in [``minimum``, `MAX_VALUE`]. Raises ValueError for what is none."""
     value = learned.get(name)
     if not _has_shape(value, shape):
         raise ValueError(f"{name}: must be numbers of shape {shape}")
@@ -31,8 +31,8 @@ def table(
         numbers = np.array(value, dtype=np.float64)
     except OverflowError:  # an integer beyond all floats
         numbers = np.full(shape, np.inf)
-    if not ((numbers >= least) & (numbers <= MOST)).all():
-        raise ValueError(f"{name}: must be in [{least:g}, {MOST:g}]")
+    if not ((numbers >= minimum) & (numbers <= MAX_VALUE)).all():
+        raise ValueError(f"{name}: must be in [{minimum:g}, {MAX_VALUE:g}]")
     return numbers
 
 

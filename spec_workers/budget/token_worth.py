@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 _LEAST = np.finfo(np.float64).tiny
 """Where thousands are equal and all but the last cost nothing, closeness to it rounds to 0."""
 
-_MOST_EXACT = 64
+_MAX_EXACT = 64
 _BY_RANK, _BY_LENGTH = 48, 16  # lengths worked out for larger batches
 _TOWARDS_LONGEST = 3  # power of even steps in rank: there the worth changes most
 
@@ -40,7 +40,7 @@ def token_worth(
     if not ends or size == 1:
         return np.full(size, share)
     spared_K = np.diff(decode_ms_B, prepend=0.0)
-    if size <= _MOST_EXACT:
+    if size <= _MAX_EXACT:
         worth_B = _spared(remaining_B, remaining_B, spared_K)
     else:
         remaining_S = _some_lengths(remaining_B)

@@ -18,7 +18,7 @@ class CoTrainingConfig:
     max_len: int = 2048  # tokens of a sequence; longer ones are cut up
     max_bytes: int = 1 << 30  # of the features of recent rollouts, held-out ones included
     held_out_every: int = 6  # one prompt in so many is never trained on
-    most_held_out: int = 48  # sequences to judge by, the newest ones
+    max_held_out: int = 48  # sequences to judge by, the newest ones
     min_gain: float = 0.0  # accept length that a new draft must have gained
     max_refusals: int = 8  # in a row; then training goes on from the draft in use
     seconds: float | None = 5.0  # of training in a round
@@ -29,7 +29,7 @@ class CoTrainingConfig:
     def __post_init__(self) -> None:
         for name, least in (
             ("batch_rows", 1), ("max_len", 8), ("max_bytes", 1), ("held_out_every", 2),
-            ("most_held_out", 1), ("max_refusals", 1), ("steps", 1),
+            ("max_held_out", 1), ("max_refusals", 1), ("steps", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name == "steps":

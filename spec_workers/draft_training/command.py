@@ -41,7 +41,7 @@ from spec_workers.draft_training.vocabulary import DraftVocabulary
 
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
-_MOST_HELD_OUT = 32  # rollouts: enough to tell drafts apart, and soon measured
+_MAX_HELD_OUT = 32  # rollouts: enough to tell drafts apart, and soon measured
 _HELD_OUT_SHARE = 0.05
 
 
@@ -120,7 +120,7 @@ def _rollouts(
         train = [each for each in found if each.prompt not in prompts]
     else:
         train, held_out = split_by_prompt(
-            found, min(_MOST_HELD_OUT, max(1, int(_HELD_OUT_SHARE * len(found)))), given.seed
+            found, min(_MAX_HELD_OUT, max(1, int(_HELD_OUT_SHARE * len(found)))), given.seed
         )
     if not train:
         if given.held_out is not None:

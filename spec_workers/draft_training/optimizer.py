@@ -10,7 +10,7 @@ import torch
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft import TrainableDraft
 
-_MOST_NORM = 10.0  # of the gradient; far above the usual, so that only outliers are cut
+_MAX_NORM = 10.0  # of the gradient; far above the usual, so that only outliers are cut
 
 
 class DraftOptimizer:
@@ -25,7 +25,7 @@ class DraftOptimizer:
 
     def step(self, rate_scale: float) -> None:
         """Use the gradients, and forget them. ``rate_scale``: of the rate, beside warmup."""
-        torch.nn.utils.clip_grad_norm_(self._parameters, _MOST_NORM)
+        torch.nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
         warmup = min(1.0, (self.steps + 1) / self._warmup_steps)
         for group in self._adamw.param_groups:
             group["lr"] = self._rate * rate_scale * warmup

@@ -38,7 +38,7 @@ class RecentRollouts:
         self._donors: deque[FeatureSequence] = deque(maxlen=_DONORS)
         self.features = reader.features
         self.training: deque[TrainingSequence] = deque()
-        self.held_out: deque[TrainingSequence] = deque(maxlen=config.most_held_out)
+        self.held_out: deque[TrainingSequence] = deque(maxlen=config.max_held_out)
         self.num_taken = 0  # sequences, ever
         self.num_rows = 0  # that came to be trained on, ever
         self.newest_version = 0  # of the target's weights, among what came
@@ -106,9 +106,9 @@ def _num_bytes(kept: _Kept) -> int:
     return sum(each.features_NF.nbytes for each in kept)
 
 
-def _keep_newest(kept: _Kept, most_bytes: int) -> None:
+def _keep_newest(kept: _Kept, max_bytes: int) -> None:
     num_bytes = _num_bytes(kept)
-    while num_bytes > most_bytes:
+    while num_bytes > max_bytes:
         num_bytes -= kept.popleft().features_NF.nbytes
 
 

@@ -50,7 +50,7 @@ class FeatureRecorder:
             raise InvalidInputError("every", every, "must be an integer >= 1")
         self.ring = ring
         self.num_rows = 0  # ever kept
-        self._least_every = self._every = every
+        self._min_every = self._every = every
         self._num_seen = 0
         self._followed: dict[Request, _Unwritten | None] = {}  # None: nothing is kept yet
         self._ignored: set[Request] = set()
@@ -117,7 +117,7 @@ class FeatureRecorder:
         needed = -(-self._ended_bytes // self.ring.capacity)
         if self.ring.times_taken != self._times_taken:
             self._times_taken, self._ended_bytes = self.ring.times_taken, 0
-            self._every = max(self._least_every, needed)
+            self._every = max(self._min_every, needed)
         self._every = max(self._every, needed)
 
     def _keep(self, entry: Scheduled, block: torch.Tensor, weight_version: int) -> None:
@@ -129,7 +129,7 @@ class FeatureRecorder:
                 self._forget(request)
             else:
                 position, block = position + again, block[again:]
-        most = self.ring.most_rows(len(request.tokens) + len(block))
+        most = self.ring.max_rows(len(request.tokens) + len(block))
         if len(block) > most:
             position, block = position + len(block) - most, block[-most:]
         kept = self._followed[request]

@@ -34,7 +34,7 @@ LARGEST_SHARE = 8
 
 _MAGIC = b"SPECRING"
 _LAYOUT_VERSION = 1
-_MOST_LAYERS = 16
+_MAX_LAYERS = 16
 _HEADER_BYTES = 256
 _HEADER = np.dtype(
     [
@@ -43,7 +43,7 @@ _HEADER = np.dtype(
         ("dtype", "S12"),
         ("num_columns", "<u4"),
         ("num_layers", "<u4"),
-        ("layers", "<u4", _MOST_LAYERS),
+        ("layers", "<u4", _MAX_LAYERS),
         ("final", "<u4"),
         ("capacity", "<u8"),
         ("oldest", "<u8"),
@@ -108,7 +108,7 @@ class FeatureRing:
         *,
         field: str = "num_bytes",
     ) -> None:
-        assert len(features.layers) <= _MOST_LAYERS
+        assert len(features.layers) <= _MAX_LAYERS
         self.features = features
         self.dtype = dtype
         self.num_columns = features.count * hidden_size
@@ -149,7 +149,7 @@ class FeatureRing:
         """How often a reader has come to the end of what there is."""
         return int(self._header["taken"][0])
 
-    def most_rows(self, num_tokens: int) -> int:
+    def max_rows(self, num_tokens: int) -> int:
         """Rows of the longest sequence of so many tokens that it takes."""
         return (self.capacity // LARGEST_SHARE - 4 * num_tokens - 3 * _ALIGNMENT) // self.row_bytes
 
@@ -165,10 +165,10 @@ class FeatureRing:
         """Add a sequence, over the oldest ones.
 
         ``rows``: the features [n, F] of consecutive positions, in blocks; on the CPU. They are
-        copied once, into the ring. At most `most_rows` in all.
+        copied once, into the ring. At most `max_rows` in all.
         """
         num_rows = sum(len(block) for block in rows)
-        assert num_rows <= self.most_rows(len(token_ids)), "longer than the ring takes"
+        assert num_rows <= self.max_rows(len(token_ids)), "longer than the ring takes"
         assert first_position + num_rows <= len(token_ids)
         rows_at = _aligned(_RECORD.itemsize + 4 * len(token_ids))
         num_bytes = _aligned(rows_at + num_rows * self.row_bytes)
@@ -237,7 +237,7 @@ class FeatureReader:
             header["magic"][0] != _MAGIC
             or header["layout_version"] != _LAYOUT_VERSION
             or dtype is None
-            or num_layers > _MOST_LAYERS
+            or num_layers > _MAX_LAYERS
             or not 0 < capacity <= len(payload) - _HEADER_BYTES
             or not header["num_columns"]
         ):

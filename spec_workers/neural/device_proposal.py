@@ -83,7 +83,7 @@ class Levels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TreesToGrow:
     """The trees to grow, on the host."""
 
     batch: Batch
@@ -126,7 +126,7 @@ class DeviceProposer:
         self._device_guesser = DeviceGuesser(topk, guesser.token_ids_D, device)
 
     @torch.inference_mode()
-    def propose(self, wanted: Wanted) -> ReadProposal:
+    def propose(self, wanted: TreesToGrow) -> ReadProposal:
         """The grown trees. One copy to the device, one from it, and nothing else waits."""
         shape = self._shape(wanted)
         self.is_warm = shape in self._shapes
@@ -156,7 +156,7 @@ class DeviceProposer:
         self._guesser.remember(proposal)
         return proposal
 
-    def _shape(self, wanted: Wanted) -> Shape:
+    def _shape(self, wanted: TreesToGrow) -> Shape:
         entries = [wanted.batch.entries[b] for b in wanted.entries_G]
         deepest = int(wanted.depths_G.max(initial=1))
         longest = _FIRST_LONGEST
@@ -169,7 +169,7 @@ class DeviceProposer:
             truncates=any(entry.request.params.truncates for entry in entries),
         )
 
-    def _inputs(self, wanted: Wanted, padding: int) -> dict[str, NDArray]:
+    def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
         requests = [wanted.batch.entries[b].request for b in wanted.entries_G]
         least = float(np.finfo(np.float32).tiny)
         arrays: dict[str, NDArray] = {

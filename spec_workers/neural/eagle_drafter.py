@@ -20,7 +20,7 @@ from rollout.ops import gpu
 from rollout.runner.graphs.captured_runs import CapturedRuns
 from rollout.runner.transfers import upload
 from rollout.types import Batch, Request, Scheduled
-from spec_workers.neural.device_proposal import Wanted
+from spec_workers.neural.device_proposal import TreesToGrow
 from spec_workers.neural.draft_extend import Extension
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_roots import DraftRoots
@@ -89,7 +89,7 @@ class EagleDrafter(TreeDrafter):
         # Below its first level a tree needs something to attend to.
         return np.where(kv.lens_Q[rows_G] > 0, self._num_steps, 1)
 
-    def _grow(self, growth: TreeGrowth, wanted: Wanted) -> None:
+    def _grow(self, growth: TreeGrowth, wanted: TreesToGrow) -> None:
         rows_G, count = wanted.rows_G, len(wanted.rows_G)
         guesses = self._guesser.begin(wanted.batch, wanted.entries_G)
         hidden_FE = self._roots.hidden(self._sent(rows_G))

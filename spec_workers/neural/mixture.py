@@ -17,7 +17,7 @@ _FIRST_GUESS_K = np.array([5.0, 1.0, 0.6, 0.4, 0.2, 0.8])
 
 _MEMORY = 400.0  # observations
 _LEAST = 1e-6
-_LEAST_COUNT = 0.01
+_MIN_COUNT = 0.01
 """Each component is left as much: from nothing no observation could bring it back."""
 
 
@@ -73,4 +73,4 @@ class LearnedMixture:
         np.add.at(self._counts_XK, contexts_R, share_RK)
         totals_X = self._counts_XK.sum(axis=1, keepdims=True)
         self._counts_XK *= np.minimum(1.0, _MEMORY / totals_X)
-        np.maximum(self._counts_XK, _LEAST_COUNT, out=self._counts_XK)
+        np.maximum(self._counts_XK, _MIN_COUNT, out=self._counts_XK)

@@ -31,7 +31,7 @@ from spec_workers.neural.chain_extend import ChainExtension
 from spec_workers.neural.chain_levels import ChainLevels
 from spec_workers.neural.chain_nodes import ChainNodes, NodeLevel
 from spec_workers.neural.chain_state import ChainState
-from spec_workers.neural.device_proposal import Wanted
+from spec_workers.neural.device_proposal import TreesToGrow
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
 from spec_workers.neural.guesses import HostGuesses
@@ -116,7 +116,7 @@ class MultiLayerEagleDrafter(TreeDrafter):
             reach_G += goes_on_G
         return reach_G
 
-    def _grow(self, growth: TreeGrowth, wanted: Wanted) -> None:
+    def _grow(self, growth: TreeGrowth, wanted: TreesToGrow) -> None:
         rows_G, count = wanted.rows_G, len(wanted.rows_G)
         guesses = self._guesser.begin(wanted.batch, wanted.entries_G)
         trees_F, depths_F = np.arange(count), np.zeros(count, dtype=np.int64)

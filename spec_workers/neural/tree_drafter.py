@@ -18,7 +18,7 @@ from rollout.runner.graphs.captured_runs import CapturedRuns
 from rollout.runner.transfers import upload
 from rollout.types import Batch, DraftTrees, Scheduled
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.neural.device_proposal import DeviceProposer, Levels, Wanted
+from spec_workers.neural.device_proposal import DeviceProposer, Levels, TreesToGrow
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_growth import TreeGrowth
 from spec_workers.target import TargetWorker
@@ -79,7 +79,7 @@ class TreeDrafter(ABC):
         """Levels that each of their trees can have; their rows are followed from now on."""
 
     @abstractmethod
-    def _grow(self, growth: TreeGrowth, wanted: Wanted) -> None:
+    def _grow(self, growth: TreeGrowth, wanted: TreesToGrow) -> None:
         """Level by level, each read when it has run."""
 
     def propose(
@@ -97,7 +97,7 @@ class TreeDrafter(ABC):
         ]
         if not growing and not self.lockstep:
             return only_roots(len(batch.entries))
-        wanted = self._wanted(batch, growing, floor)
+        wanted = self._trees_to_grow(batch, growing, floor)
         self._counters["trees"] += len(growing)
         if self._proposer is None:
             trees = self._grown(wanted)
@@ -113,12 +113,12 @@ class TreeDrafter(ABC):
         """Positions extended; trees grown, levels and nodes run for them. Over its life."""
         return {f"draft/{name}": float(count) for name, count in self._counters.items()}
 
-    def _wanted(self, batch: Batch, growing: list[int], floor: float) -> Wanted:
+    def _trees_to_grow(self, batch: Batch, growing: list[int], floor: float) -> TreesToGrow:
         entries = [batch.entries[b] for b in growing]
         rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
-        return Wanted(
+        return TreesToGrow(
             batch=batch,
             entries_G=growing,
             rows_G=rows_G,
@@ -128,7 +128,7 @@ class TreeDrafter(ABC):
             floor=floor,
         )
 
-    def _grown(self, wanted: Wanted) -> DraftTrees:
+    def _grown(self, wanted: TreesToGrow) -> DraftTrees:
         growth = TreeGrowth(
             wanted.sizes_G,
             wanted.depths_G,

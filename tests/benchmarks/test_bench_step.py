@@ -126,7 +126,7 @@ def test_a_profile_tells_operators_and_keeps_a_trace_that_fits(tmp_path, monkeyp
         def export_chrome_trace(self, path: str) -> None:
             Path(path).write_bytes(bytes(100))
 
-    monkeypatch.setattr(profile_step, "MOST_TRACE_BYTES", 50)
+    monkeypatch.setattr(profile_step, "MAX_TRACE_BYTES", 50)
     profile_step.write_trace(Large(), trace)
     assert not trace.exists()
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import row_file
 import table
-from gpu_session import MOST_BYTES, ROOT, Outcome, failures_row, run, trim
+from gpu_session import MAX_BYTES, ROOT, Outcome, failures_row, run, trim
 from gpu_stages import Stage, stages
 
 ROWS = (
@@ -178,7 +178,7 @@ def test_a_long_log_loses_its_middle(tmp_path: Path) -> None:
     assert log.read_text().startswith("firstx")
     assert log.read_text().endswith("xlast")
     assert "bytes are left out" in log.read_text()
-    assert MOST_BYTES == 16 << 20
+    assert MAX_BYTES == 16 << 20
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -197,7 +197,7 @@ def test_stages_name_files_that_are_there_and_options_that_are_known(on_gpu: boo
     assert sum(each.seconds for each in by_default[:4]) <= 3 * 540
     # rows, log, compiled kernels, a trace for each case
     traces = sum(part == "--case" for stage in listed for part in stage.command)
-    assert 3 + traces <= gpu_session.MOST_FILES
+    assert 3 + traces <= gpu_session.MAX_FILES
 
 
 def test_the_three_commands_of_the_documentation_name_stages() -> None:

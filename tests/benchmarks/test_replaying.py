@@ -32,7 +32,7 @@ class Scripted:
         self.tree = tree
         self.seen = {}
         self.open_ids = set()
-        self.most_open = 0
+        self.max_open = 0
         self.versions = []
 
     def set_weight_version(self, version):
@@ -42,7 +42,7 @@ class Scripted:
     def open(self, sequence_id, group, prompt):
         assert sequence_id not in self.seen
         self.open_ids.add(sequence_id)
-        self.most_open = max(self.most_open, len(self.open_ids))
+        self.max_open = max(self.max_open, len(self.open_ids))
         self.seen[sequence_id] = []
 
     def propose(self, sequence_ids_B, budget):
@@ -82,7 +82,7 @@ def test_oracle_of_three_tokens_emits_four():
     )
     result = replay(trace, drafter, budget=3, active=2)
     assert drafter.seen == dict(enumerate(responses))  # every token once
-    assert drafter.most_open == 2
+    assert drafter.max_open == 2
     assert drafter.versions == [0, 1]
     assert not drafter.open_ids
     assert result.forwards_R.tolist() == [2, 3, 4, 5, 6]

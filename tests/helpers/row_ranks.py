@@ -25,7 +25,7 @@ from tests.helpers.tensor_cases import changed, stored
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY = 11
-MOST_TOKENS = 96
+MAX_TOKENS = 96
 
 
 def engine_of(case: dict, size: int) -> RolloutEngine:
@@ -33,7 +33,7 @@ def engine_of(case: dict, size: int) -> RolloutEngine:
         case["target"],
         case["spec"],
         spec_options=case["options"],
-        max_kv_tokens=MOST_TOKENS,
+        max_kv_tokens=MAX_TOKENS,
         chunk_len=8,
         max_running=3,
         dtype=case["dtype"],
@@ -88,11 +88,11 @@ def whole_calls(engine: RolloutEngine) -> list:
     params = SamplingParams(max_new_tokens=3 + 2 * RANK, temperature=0.8, ignore_eos=True, seed=4)
     prompts = [[1, 2, 3], [5] * 12, [7]][: (RANK + 2) % 4]
     found = [[each.token_ids, each.logprobs] for each in engine.generate(prompts, params)]
-    for bad in ([10**9], [1] * (MOST_TOKENS + 1)):
+    for bad in ([10**9], [1] * (MAX_TOKENS + 1)):
         prompt = bad if RANK == 1 else [4, 5]
         found.append(outcome(engine.generate, [prompt], params))
         found.append(outcome(engine.score, prompt, [4] * 9, params))
-    length = 2 * MOST_TOKENS // 3
+    length = 2 * MAX_TOKENS // 3
     found.append(outcome(engine.score, [4] * length, [5] * (length if RANK == 1 else 3), params))
     for each in engine.stream([[6], [8, 9], [2]], params):
         found.append(len(each.token_ids))

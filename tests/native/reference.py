@@ -20,7 +20,7 @@ JUDGED_NODES = 8  # a tree is grown to at least this size and judged in full, wh
 ORDERS = {"group": (4, 1), "live": (5, 2), "gap": (4,)}  # contexts searched, longest first
 PLENTY = 8  # long contexts of the group that leave other rollouts nothing to say
 MIN_WIDER = 6  # occurrences of wider scopes looked at in any case
-MOST_GAPS = 8
+MAX_GAPS = 8
 MIN_EXTERNAL_MATCH = 2
 
 
@@ -262,7 +262,7 @@ class ReferenceCorpus:
             found = found + self.search(group, text, "live", most, steps)
         if num_long == 0 and len(text) > ORDERS["gap"][0]:
             before = text[-MAX_MATCH:-1]  # of a sequence no more tokens are kept than are compared
-            across = self.search(group, before, "gap", MOST_GAPS, self.max_steps)
+            across = self.search(group, before, "gap", MAX_GAPS, self.max_steps)
             found = found + [
                 candidate._replace(occurrence=following)
                 for candidate in across

@@ -8,7 +8,7 @@ import torch
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import (
     CHUNK,
-    LEAST_ROWS,
+    MIN_ROWS,
     ChunkedPlan,
     chunked_pieces,
     chunked_plan,
@@ -18,7 +18,7 @@ from tests.helpers.state_cases import Step, make_plan
 
 CPU = torch.device("cpu")
 SHAPES = ((2, 24), (2, 24), (4, 40))  # of q, k and v
-LONG = LEAST_ROWS + CHUNK
+LONG = MIN_ROWS + CHUNK
 
 
 def plan_of(steps: list[Step]) -> ChunkedPlan | None:
@@ -28,7 +28,7 @@ def plan_of(steps: list[Step]) -> ChunkedPlan | None:
 @pytest.mark.parametrize(
     "steps",
     [
-        [Step(run_len=LEAST_ROWS, source=1)],
+        [Step(run_len=MIN_ROWS, source=1)],
         [Step(run_len=LONG + 5, source=1, checkpoints=[99, 120, LONG + 3])],
         [Step(run_len=3, source=1), Step(run_len=LONG, nodes=[0, 0, 1, 2]), Step(run_len=1)],
         [Step(run_len=LONG - 1, nodes=list(range(8))), Step(run_len=2 * LONG, checkpoints=[LONG])],
@@ -54,7 +54,7 @@ def test_chunks_are_the_recurrence(dtype: torch.dtype, steps: list[Step]) -> Non
 
 
 def test_short_runs_and_draft_nodes_are_left_out() -> None:
-    assert plan_of([Step(run_len=LEAST_ROWS - 1), Step(run_len=1, nodes=list(range(63)))]) is None
+    assert plan_of([Step(run_len=MIN_ROWS - 1), Step(run_len=1, nodes=list(range(63)))]) is None
     steps = [Step(run_len=LONG, nodes=list(range(70)), checkpoints=[LONG - 2]), Step(run_len=2)]
     plan = plan_of(steps)
     assert plan is not None

@@ -41,12 +41,12 @@ def test_steps_of_any_size_run_kernels_that_are_warm(tmp_path, save) -> None:
         warm_up(DummyRun(runner.model), rows=1000, sampled=800)
         first = num_variants(launches)
         for entries in (1, 16, 130):
-            for most_nodes in (0, 5):
+            for max_nodes in (0, 5):
                 parts = [
                     (
                         rng.randrange(90),
                         rng.choice([1, 1, 1, 16, 30]),
-                        rng.randrange(most_nodes + 1),
+                        rng.randrange(max_nodes + 1),
                     )
                     for _ in range(entries)
                 ]
@@ -136,8 +136,8 @@ def test_any_number_of_rows_runs_the_same_kernels(run) -> None:
     assert num_variants(launches) == first
 
 
-@pytest.mark.parametrize("most_rows", [1, 20, 300, 8192])
-def test_warm_rows_run_every_tile_of_products(monkeypatch, most_rows) -> None:
+@pytest.mark.parametrize("max_rows", [1, 20, 300, 8192])
+def test_warm_rows_run_every_tile_of_products(monkeypatch, max_rows) -> None:
     """Whatever is left out of them."""
     monkeypatch.setattr("rollout.ops.gpu.multiprocessors", lambda device: 132)
     linears = [
@@ -146,17 +146,17 @@ def test_warm_rows_run_every_tile_of_products(monkeypatch, most_rows) -> None:
     ]
     for linear in linears:
         linear.row_invariant = True
-    linears[2].left_out_tiles = frozenset({tile_for(torch.bfloat16, most_rows, 2560, 132)})
-    warm = warm_rows(most_rows, linears)
+    linears[2].left_out_tiles = frozenset({tile_for(torch.bfloat16, max_rows, 2560, 132)})
+    warm = warm_rows(max_rows, linears)
     assert min(warm) == 1
-    assert max(warm) == most_rows
+    assert max(warm) == max_rows
     assert warm[1], "with draft nodes too"
-    assert warm[most_rows]
+    assert warm[max_rows]
     for linear in linears:
         outputs, left_out = linear.out_features, linear.left_out_tiles
         ran, wanted = (
             {tile_for(torch.bfloat16, rows, outputs, 132, left_out) for rows in some}
-            for some in (warm, range(1, most_rows + 1))
+            for some in (warm, range(1, max_rows + 1))
         )
         assert ran == wanted, outputs
 

@@ -11,7 +11,7 @@ from rollout.runner.graphs import Buckets
 
 PRODUCTS = {"qkv": 6144, "o": 4096, "gate_up": 28_672, "down": 4096, "head": 128_256}  # of 8B
 PROCESSORS = 132
-MOST_PADDING = 1.35
+MAX_PADDING = 1.35
 BF16 = torch.bfloat16
 
 
@@ -27,7 +27,7 @@ def test_little_more_is_computed_than_there_is(name: str, captured: bool) -> Non
         tile = tile_for(BF16, padded, outputs, PROCESSORS)
         computed = tile.padding(padded, outputs, PROCESSORS) * padded / rows
         table[rows] = f"{computed:.3f} with {tile.height} x {tile.outputs}"
-        if rows > 64 and computed > MOST_PADDING:
+        if rows > 64 and computed > MAX_PADDING:
             pytest.fail("\n".join(f"{rows} rows: {entry}" for rows, entry in table.items()))
 
 

@@ -133,7 +133,7 @@ def test_parts_are_on_their_way_while_others_are_folded() -> None:
 def test_truncation_needs_no_stack(name: str) -> None:
     kernel = getattr(truncation, f"_{name}_kernel")
     block = 1024 if name == "threshold" else 4096
-    constants = {"BLOCKS": 32, "BINS": 32, "BLOCK": block, "MOST": 16384}
+    constants = {"BLOCKS": 32, "BINS": 32, "BLOCK": block, "MAX_FOUND": 16384}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types = {"counts_ptr": "*i32", "top_k_ptr": "*i64"}
     compiled = compile_for_hopper(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.ops.gated_delta_rule.chunked import LEAST_ROWS, chunked_pieces
+from rollout.ops.gated_delta_rule.chunked import MIN_ROWS, chunked_pieces
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
@@ -15,9 +15,9 @@ PARAMS = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
 def test_long_prompts_in_chunks(tmp_path, monkeypatch) -> None:
     target = save_tiny_hybrid(tmp_path, max_positions=1024)
     random = np.random.default_rng(0)
-    lengths = (5, LEAST_ROWS + 70, 2 * LEAST_ROWS + 3)
+    lengths = (5, MIN_ROWS + 70, 2 * MIN_ROWS + 3)
     prompts = [random.integers(3, 97, length).tolist() for length in lengths]
-    options = {"chunk_len": LEAST_ROWS + 60, "max_step_tokens": 600}
+    options = {"chunk_len": MIN_ROWS + 60, "max_step_tokens": 600}
     expected = RolloutEngine.from_pretrained(target, "ngram", **options).generate(prompts, PARAMS)
 
     seen: list[int] = []
@@ -35,5 +35,5 @@ def test_long_prompts_in_chunks(tmp_path, monkeypatch) -> None:
                 torch.tensor(found.logprobs), torch.tensor(plain.logprobs), rtol=1e-3, atol=1e-3
             )
         engine.check_integrity()
-    assert max(seen) >= LEAST_ROWS
+    assert max(seen) >= MIN_ROWS
     assert not [length for length in seen if length > options["chunk_len"]]

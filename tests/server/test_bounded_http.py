@@ -23,8 +23,8 @@ ANSWER = b"hello"
 
 
 class Hurried(BoundedHttp):
-    most_bytes = 1000
-    most_waiting = 8
+    max_bytes = 1000
+    max_waiting = 8
     seconds = 0.5
 
 
@@ -116,7 +116,7 @@ def test_empty_lines_are_no_request(url):
 @pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-Long: "])
 def test_a_head_that_is_too_long(url, head):
     with connect(url) as connection:
-        connection.sendall(head + b"a" * 2 * Hurried.most_bytes)
+        connection.sendall(head + b"a" * 2 * Hurried.max_bytes)
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
         assert is_let_go(connection, b"")
 
@@ -211,12 +211,12 @@ def test_requests_that_wait_for_others_are_bounded(url):
             pytest.fail("it was not read to the end")
         wait_for(lambda: len(asked) == 1)
         assert is_let_go(connection, b"")
-    assert len(asked) <= 1 + Hurried.most_waiting
+    assert len(asked) <= 1 + Hurried.max_waiting
     with connect(url) as connection:
-        few = [str(number).encode() for number in range(Hurried.most_waiting + 5)]
+        few = [str(number).encode() for number in range(Hurried.max_waiting + 5)]
         connection.sendall(request("/reads") + b"".join(request("/echo", each) for each in few))
         answers = list(bodies_of(connection))
-    assert answers == [ANSWER, *few[: Hurried.most_waiting]]
+    assert answers == [ANSWER, *few[: Hurried.max_waiting]]
 
 
 def test_connections_are_used_again_and_bodies_may_be_long(url):

@@ -95,7 +95,7 @@ def test_arrays_of_integers_are_known_and_no_others() -> None:
 
 def test_lists_and_objects_are_bounded(monkeypatch) -> None:
     """Each takes longer to make, and more memory, than the bytes that say it."""
-    monkeypatch.setattr(json_pieces, "_MOST_CONTAINERS", 10)
+    monkeypatch.setattr(json_pieces, "_MAX_CONTAINERS", 10)
     for few in (b"[" + b"[]," * 8 + b"{}]", b'{"a":[[1,2],[3]],"b":[{},{},{},{},{}]}'):
         assert loads_in_pieces(few) == json.loads(few)
     for many in (b"[" + b"[]," * 9 + b"{}]", b'{"a":' * 10 + b"[]" + b"}" * 10):

@@ -15,7 +15,7 @@ from rollout.errors import EngineStateError
 from rollout.server import bounded_http
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.sglang.generate_body import GenerateBody, generate_items
-from rollout.server.sglang.sampling_body import SamplingBody
+from rollout.server.sglang.sampling_body import SglangSamplingBody
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request, read_status
@@ -110,7 +110,7 @@ def test_prompts_that_ask_for_the_same_share_their_parameters(live):
     async def ask():
         body = GenerateBody(
             input_ids=[[5], [6], [7]],
-            sampling_params=SamplingBody(seed=3),
+            sampling_params=SglangSamplingBody(seed=3),
             return_logprob=True,
             top_logprobs_num=[0, 0, 2],
         )

@@ -12,7 +12,7 @@ from rollout.config import ModelConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.errors import DrainingError
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.server.serving import Serving
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
@@ -46,8 +46,10 @@ def run(text_model_path):
     return run
 
 
-def samples(params: SamplingParams, count: int = 2) -> list[Sample]:
-    return [Sample(prompt_ids=[5, 6, 7], params=params, sample_index=i) for i in range(count)]
+def samples(params: SamplingParams, count: int = 2) -> list[SampleRequest]:
+    return [
+        SampleRequest(prompt_ids=[5, 6, 7], params=params, sample_index=i) for i in range(count)
+    ]
 
 
 async def pause(serving: Serving) -> None:
@@ -165,7 +167,7 @@ def test_scores_wait_for_room_and_fail_alone_where_there_is_never_any(run):
 
 def test_one_sample_that_is_refused_takes_the_others_along(run):
     async def scenario(serving):
-        wrong = Sample(prompt_ids=[5], params=LONG, request_seed=-1)
+        wrong = SampleRequest(prompt_ids=[5], params=LONG, request_seed=-1)
         with pytest.raises(InvalidInputError, match="request_seed"):
             await serving.generate([*samples(LONG), wrong])
         async with serving.stream([*samples(LONG), wrong]) as deltas:

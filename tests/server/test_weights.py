@@ -281,7 +281,7 @@ def test_a_value_that_is_no_number_is_found_before_anything_is_written(client, f
 
 def test_one_call_names_so_many_tensors_and_no_more(client, first, monkeypatch):
     """A million names would hold up generation for as long as they are looked at."""
-    monkeypatch.setattr(tensor_count, "MOST_TENSORS", 20)
+    monkeypatch.setattr(tensor_count, "MAX_TENSORS", 20)
     names = [f"layer.{index}" for index in range(21)]
     entry = {"dtype": "float32", "shape": [4]}
     packed = [entry | {"name": name, "start": 0, "end": 16} for name in names]

@@ -13,7 +13,7 @@ import httpx
 from tests.soak.gate import Gate
 from tests.soak.ledger import Event, Ledger
 
-_MOST = 4  # at a time
+_MAX_CORPORA = 4  # at a time
 
 
 class Corpora:
@@ -77,9 +77,9 @@ class Corpora:
 
     async def _add(self, event: Event, source: dict[str, Any]) -> None:
         """Under a name that may be taken; where there are many, one is removed first."""
-        if len(self._names) >= _MOST:
+        if len(self._names) >= _MAX_CORPORA:
             await self.remove(event)
-        name = f"corpus{self._rng.randrange(2 * _MOST)}"
+        name = f"corpus{self._rng.randrange(2 * _MAX_CORPORA)}"
         expected = {409} if name in self._names else {200}
         await self._post(event, "/add_external_corpus", {"corpus_id": name} | source, expected)
         self._names.add(name)

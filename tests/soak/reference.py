@@ -13,7 +13,7 @@ from tests.soak.asks import Ask
 from tests.soak.ledger import Event, Ledger
 from tests.soak.policies import History, Moment
 
-_MOST_KEPT = 20_000  # rollouts
+_MAX_KEPT = 20_000  # rollouts
 Answer = dict[str, Any]
 _Key = tuple[Ask, int, int, int, tuple[int, ...]]
 
@@ -42,7 +42,7 @@ class References:
         """The rollout after ``done``. ``indices``: of prompt and sample in their call."""
         key = (ask, policy, *indices, tuple(done))
         if key not in self._known:
-            if len(self._known) >= _MOST_KEPT:
+            if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
             loop = asyncio.get_running_loop()
             self._known[key] = await loop.run_in_executor(self._thread, self._generate, *key)

@@ -10,7 +10,7 @@ pytest.importorskip("trl")
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.sampling import sampling_params
-from rollout.trainers.trl.seeds import SampleSeeds
+from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import SamplingParams
 
 OPTIONS: dict[str, Any] = {
@@ -84,8 +84,8 @@ def test_greedy_is_refused() -> None:
 
 
 def test_seeds_do_not_depend_on_the_number_of_processes() -> None:
-    alone = SampleSeeds(7, 0)
-    pair = [SampleSeeds(7, rank) for rank in range(2)]
+    alone = TrlSampleSeeds(7, 0)
+    pair = [TrlSampleSeeds(7, rank) for rank in range(2)]
     for step, training in ((0, True), (0, True), (0, False), (1, True)):
         whole = alone.next_batch(8, 4, step=step, training=training)
         halves = [seeds.next_batch(4, 4, step=step, training=training) for seeds in pair]
@@ -95,7 +95,7 @@ def test_seeds_do_not_depend_on_the_number_of_processes() -> None:
 def test_no_two_samples_share_a_seed() -> None:
     """Later turns of a conversation come in numbers that differ from process to process."""
     seen: list[int] = []
-    ranks = [SampleSeeds(7, rank) for rank in range(3)]
+    ranks = [TrlSampleSeeds(7, rank) for rank in range(3)]
     for step in range(3):
         for training in (True, False):
             for sizes in ((4, 4, 4), (3, 1, 2), (1, 3, 1)):
@@ -105,7 +105,7 @@ def test_no_two_samples_share_a_seed() -> None:
 
 
 def test_a_resumed_run_goes_on_with_the_seeds_it_would_have_had() -> None:
-    whole, resumed = SampleSeeds(7, 0), SampleSeeds(7, 0)
+    whole, resumed = TrlSampleSeeds(7, 0), TrlSampleSeeds(7, 0)
     for step in range(3):
         expected = whole.next_batch(4, 2, step=step, training=True)
         whole.next_batch(6, 2, step=step, training=False)

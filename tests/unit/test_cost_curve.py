@@ -21,9 +21,9 @@ def stairs(rows):
     return 10.0 + 3.0 * np.ceil(np.log2(np.maximum(rows, 4) / 4))
 
 
-def show(curve, machine, rng, *, steps, most_rows, context=300, outliers=0.0):
+def show(curve, machine, rng, *, steps, max_rows, context=300, outliers=0.0):
     for _ in range(steps):
-        rows = int(rng.integers(1, most_rows + 1))
+        rows = int(rng.integers(1, max_rows + 1))
         milliseconds = float(machine(rows)) * rng.lognormal(0, 0.03)
         if rng.random() < outliers:
             milliseconds *= rng.uniform(5, 10)
@@ -51,7 +51,7 @@ def made():
 @pytest.mark.parametrize(("machine", "mean", "most"), [(ramp, 0.03, 0.08), (stairs, 0.08, 0.25)])
 def test_a_machine_is_learned_in_spite_of_hiccups(machine, mean, most):
     curve = made()
-    show(curve, machine, np.random.default_rng(1), steps=600, most_rows=64, outliers=0.05)
+    show(curve, machine, np.random.default_rng(1), steps=600, max_rows=64, outliers=0.05)
     error = errors(curve, machine, range(1, 65))
     assert error.mean() < mean
     assert error.max() < most
@@ -72,8 +72,8 @@ def test_what_was_not_seen_lies_between():
 
 def test_a_machine_that_slows_down_is_followed_everywhere():
     curve, rng = made(), np.random.default_rng(3)
-    show(curve, ramp, rng, steps=400, most_rows=64)
-    show(curve, lambda rows: 1.5 * ramp(rows), rng, steps=40, most_rows=8)
+    show(curve, ramp, rng, steps=400, max_rows=64)
+    show(curve, lambda rows: 1.5 * ramp(rows), rng, steps=40, max_rows=8)
     slower = curve.milliseconds(np.array([4, 8, 32, 64]), 300) / ramp([4, 8, 32, 64])
     assert (slower > 1.35).all()
     assert (slower < 1.6).all()
@@ -82,7 +82,7 @@ def test_a_machine_that_slows_down_is_followed_everywhere():
 
 def test_a_hiccup_moves_it_little():
     curve, rng = made(), np.random.default_rng(4)
-    show(curve, ramp, rng, steps=200, most_rows=32)
+    show(curve, ramp, rng, steps=200, max_rows=32)
     before = curve.milliseconds(np.arange(1, 65), 300)
     curve.observe(16, 300, 1e6)
     curve.observe(16, 300, 1e-3)
@@ -93,7 +93,7 @@ def test_steps_that_went_by_unseen_make_it_less_sure():
     """So that what changed meanwhile is believed at once."""
     skipping, every = made(), made()
     for curve, between in ((skipping, 32), (every, 1)):
-        show(curve, ramp, np.random.default_rng(4), steps=200, most_rows=32)
+        show(curve, ramp, np.random.default_rng(4), steps=200, max_rows=32)
         curve.observe(8, 300, 2 * 14.4, between)
     times = [float(curve.milliseconds(np.array([8]), 300)[0]) for curve in (every, skipping)]
     assert times[0] < times[1] < 2 * 14.4 * 1.05
@@ -156,16 +156,16 @@ def test_few_rows_cost_as_much_as_the_fewest_unless_they_do_not():
     curve = made()
     few = np.array([0, 1, 2, 3, 4])
     assert np.ptp(curve.milliseconds(few, 300)) == 0
-    show(curve, ramp, np.random.default_rng(6), steps=50, most_rows=16)
+    show(curve, ramp, np.random.default_rng(6), steps=50, max_rows=16)
     np.testing.assert_allclose(curve.milliseconds(few, 300), 14.0, rtol=0.05)
     curve = made()
-    show(curve, lambda rows: 8.0 + 2.0 * rows, np.random.default_rng(7), steps=400, most_rows=8)
+    show(curve, lambda rows: 8.0 + 2.0 * rows, np.random.default_rng(7), steps=400, max_rows=8)
     assert errors(curve, lambda rows: 8.0 + 2.0 * rows, few[1:]).max() < 0.1
 
 
 def test_past_the_last_knot_it_is_in_proportion():
     curve = made()
-    show(curve, ramp, np.random.default_rng(6), steps=50, most_rows=16)
+    show(curve, ramp, np.random.default_rng(6), steps=50, max_rows=16)
     last = int(curve.rows_H[-1])
     times = curve.milliseconds(np.array([last, 2 * last]), 300)
     assert times[1] == pytest.approx(2 * times[0])
@@ -200,7 +200,7 @@ def test_row_knots(fewest, most):
 
 def test_restored_it_is_the_same():
     curve = made()
-    show(curve, stairs, np.random.default_rng(7), steps=300, most_rows=200)
+    show(curve, stairs, np.random.default_rng(7), steps=300, max_rows=200)
     other = made()
     other.restore(json.loads(json.dumps(curve.learned())))
     rows = np.arange(1, 3000, 7)
@@ -212,13 +212,13 @@ def test_restored_it_is_the_same():
     assert other.learned()["observations"] == curve.learned()["observations"]
 
 
-@pytest.mark.parametrize("most_rows", [3, 48, 96, 200, 4096])
+@pytest.mark.parametrize("max_rows", [3, 48, 96, 200, 4096])
 @pytest.mark.parametrize("max_context_len", [200, 1000, 2048, 9000])
-def test_restored_onto_other_knots_it_tells_the_same_times(most_rows, max_context_len):
+def test_restored_onto_other_knots_it_tells_the_same_times(max_rows, max_context_len):
     curve, rng = CostCurve(4, 150, 2048), np.random.default_rng(10)
     for context in (100, 300, 1000, 2000):
-        show(curve, ramp, rng, steps=150, most_rows=100, context=context)
-    other = CostCurve(1, most_rows, max_context_len)
+        show(curve, ramp, rng, steps=150, max_rows=100, context=context)
+    other = CostCurve(1, max_rows, max_context_len)
     other.restore(json.loads(json.dumps(curve.learned())))
     rows = other.rows_H
     for context in other.contexts:
@@ -228,8 +228,8 @@ def test_restored_onto_other_knots_it_tells_the_same_times(most_rows, max_contex
         )
     assert other.observations_K.sum() == pytest.approx(curve.observations_K.sum(), rel=0.01)
     check_monotone(other)
-    show(other, lambda rows: 1.2 * ramp(rows), rng, steps=40, most_rows=most_rows)
-    rows = np.arange(1, min(most_rows, 64))
+    show(other, lambda rows: 1.2 * ramp(rows), rng, steps=40, max_rows=max_rows)
+    rows = np.arange(1, min(max_rows, 64))
     assert errors(other, lambda rows: 1.2 * ramp(rows), rows).max() < 0.15  # it goes on learning
 
 
@@ -294,8 +294,8 @@ def with_first(rows, value):
 )
 def test_what_is_damaged_is_refused(damage):
     curve, other = made(), made()
-    show(curve, ramp, np.random.default_rng(8), steps=20, most_rows=32)
-    show(other, stairs, np.random.default_rng(9), steps=20, most_rows=32)
+    show(curve, ramp, np.random.default_rng(8), steps=20, max_rows=32)
+    show(other, stairs, np.random.default_rng(9), steps=20, max_rows=32)
     before = copy.deepcopy(other)
     with pytest.raises(ValueError, match=r"rows|contexts|milliseconds|observations"):
         other.restore(damage(curve.learned()))

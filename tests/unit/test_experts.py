@@ -159,7 +159,7 @@ def test_a_row_is_the_same_alone_and_in_any_company(dtype, packing) -> None:
 def test_experts_are_padded_to_the_least_that_holds(monkeypatch) -> None:
     experts = block(tensors(shared=False))
     for linear in experts.linears():
-        linear.least_rows = 5
+        linear.min_rows = 5
     counts = []
     call = Linear.__call__
     monkeypatch.setattr(Linear, "__call__", lambda self, x: counts.append(len(x)) or call(self, x))

@@ -90,7 +90,7 @@ def test_the_ring_knows_when_it_was_read(ring):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_oldest_are_overwritten_whole(ring, seed):
     chance, reader, got = random.Random(seed), ring.reader(), []
-    longest = ring.most_rows(100)
+    longest = ring.max_rows(100)
     for number in range(300):
         write(ring, number, chance.randint(2, min(longest, 60)), chance.randint(0, 9))
         if chance.random() < 0.06:
@@ -109,7 +109,7 @@ def test_the_oldest_are_overwritten_whole(ring, seed):
 
 def test_the_longest_sequence_fits(ring):
     for number in range(20):
-        write(ring, number, ring.most_rows(500), extra=500 - ring.most_rows(500))
+        write(ring, number, ring.max_rows(500), extra=500 - ring.max_rows(500))
     assert len(ring.reader().take()) >= 7
 
 

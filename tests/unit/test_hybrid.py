@@ -25,7 +25,7 @@ class WatchedWorker(HybridWorker):
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.sources: set[str] = set()
-        self.most_nodes = 0
+        self.max_nodes = 0
         self.noted = 0
 
     def propose(self, batch, floor):
@@ -38,7 +38,7 @@ class WatchedWorker(HybridWorker):
         assert falls.all()
         assert (trees.probs_N >= np.float32(floor)).all()
         self.sources |= {SOURCES[source] for source in trees.sources_N}
-        self.most_nodes = max(self.most_nodes, int(np.diff(trees.offsets_B1).max()))
+        self.max_nodes = max(self.max_nodes, int(np.diff(trees.offsets_B1).max()))
         return trees
 
     def corpus_trees(self, batch, floor):
@@ -101,7 +101,7 @@ def test_epochs_of_the_same_prompts(tiny_model_path, plain, learned, overrides):
     for _ in range(3):
         assert numbers(engine.generate(PROMPTS, PARAMS)) == numbers(plain)
     worker = engine.worker
-    assert worker.most_nodes <= 8
+    assert worker.max_nodes <= 8
     assert {"group", "oracle", "ngram+oracle"} <= worker.sources
     assert worker.noted > 0
     assert drafter.num_observed > 0

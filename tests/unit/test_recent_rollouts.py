@@ -121,7 +121,7 @@ def test_what_has_nothing_to_guess_is_left_out(ring):
 
 
 def test_one_prompt_in_so_many_is_held_out_whole(ring):
-    rollouts = rollouts_of(ring, held_out_every=3, most_held_out=1000)
+    rollouts = rollouts_of(ring, held_out_every=3, max_held_out=1000)
     for prompt in range(40):
         for sample in range(3):
             write(ring, [prompt, prompt + 1, 7, sample, 9, 4], prompt_len=3)
@@ -131,13 +131,13 @@ def test_one_prompt_in_so_many_is_held_out_whole(ring):
     assert kept[0].isdisjoint(kept[1])
     assert len(kept[0] | kept[1]) == 40
     assert 5 < len(kept[1]) < 25
-    again = rollouts_of(ring, held_out_every=3, most_held_out=1000)  # as after a restart
+    again = rollouts_of(ring, held_out_every=3, max_held_out=1000)  # as after a restart
     again.refresh()
     assert kept[1] >= {int(each.tokens.token_ids_L[0]) for each in again.held_out}
 
 
 def test_the_newest_are_kept(ring):
-    rollouts = rollouts_of(ring, max_bytes=2000, most_held_out=2, held_out_every=2)
+    rollouts = rollouts_of(ring, max_bytes=2000, max_held_out=2, held_out_every=2)
     for number in range(60):
         write(ring, [number, 1, 2, 3, 4, 5, 6, 7], prompt_len=2, version=number)
         rollouts.refresh()
@@ -151,7 +151,7 @@ def test_the_newest_are_kept(ring):
 
 def test_held_out_stretches_and_donors_leave_most_of_the_memory_to_training(ring):
     """However many may be held out, and however long the sequences that prefixes come from."""
-    rollouts = rollouts_of(ring, max_bytes=40_000, most_held_out=1000, held_out_every=2)
+    rollouts = rollouts_of(ring, max_bytes=40_000, max_held_out=1000, held_out_every=2)
     for number in range(200):
         write(ring, [number, *range(40)], prompt_len=2)
         rollouts.refresh()

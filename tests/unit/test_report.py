@@ -16,7 +16,7 @@ import pytest
 
 from rollout.errors import InvalidInputError
 from rollout.report import write_report
-from rollout.report.binning import MOST_BINS, Bins
+from rollout.report.binning import MAX_BINS, Bins
 from rollout.report.figures import figures
 from rollout.report.learned import calibration, cost_curve, node_values
 from rollout.report.page import page
@@ -24,7 +24,7 @@ from rollout.report.plots import PLOTS, Picture, draw_all
 from rollout.report.plots.canvas import LIGHT, render
 from rollout.report.reading import read_log
 from rollout.report.run import Log
-from rollout.report.tables import MOST_ROWS, groups, slowest_rollouts
+from rollout.report.tables import MAX_ROWS, groups, slowest_rollouts
 from tests.helpers.run_logs import (
     STARTED,
     learned_line,
@@ -205,8 +205,8 @@ def test_of_a_thinned_log_without_totals_rollouts_are_counted(tmp_path: Path) ->
 def test_tables_have_the_slowest_first_and_say_what_they_leave_out(tmp_path: Path) -> None:
     log = log_of(tmp_path, run_lines(num_steps=100, num_groups=70))
     slowest = slowest_rollouts(log)
-    assert len(slowest.rows) == MOST_ROWS
-    assert slowest.num_left_out == 280 - MOST_ROWS
+    assert len(slowest.rows) == MAX_ROWS
+    assert slowest.num_left_out == 280 - MAX_ROWS
     taken = [row[slowest.columns.index("seconds")].sort_by for row in slowest.rows]
     assert taken == sorted(taken, reverse=True)
     assert max(log.runs[0].ended_seconds) == pytest.approx(taken[0])
@@ -235,14 +235,14 @@ def test_learned_parts_may_be_missing_or_odd() -> None:
                 assert read({"budget": {**whole["budget"], name: broken}}) is None
 
 
-@pytest.mark.parametrize("num_steps", [1, 7, MOST_BINS, MOST_BINS + 1, 4001])
+@pytest.mark.parametrize("num_steps", [1, 7, MAX_BINS, MAX_BINS + 1, 4001])
 def test_bins_against_slices(tmp_path: Path, num_steps: int) -> None:
     (run,) = log_of(tmp_path, run_lines(num_steps=num_steps, num_groups=2)).runs
     bins = Bins(run)
     sampled = run.steps["sampling"].copy()
     sampled[:: 5] = np.nan  # fmt: skip
     parts = np.array_split(np.arange(num_steps), len(bins.ends))
-    assert len(bins.ends) == min(num_steps, MOST_BINS)
+    assert len(bins.ends) == min(num_steps, MAX_BINS)
     assert bins.total(run.steps["accepted"]).sum() == run.steps["accepted"].sum()
     assert bins.ends[-1] == run.step_seconds[-1]
     sizes = bins.total(np.ones(num_steps))

@@ -224,9 +224,9 @@ class Simulation:
         self.memory = CacheMemory(
             slots, max_running, self.context, bool(rng.random() < 0.85), states
         )
-        self.most_drafts = int(rng.choice([0, 1, 3, 8, 80]))
+        self.max_drafts = int(rng.choice([0, 1, 3, 8, 80]))
         self.lengths = LengthForecast()
-        self.scheduler = Scheduler(self.limits, self.memory, lambda: self.most_drafts, self.lengths)
+        self.scheduler = Scheduler(self.limits, self.memory, lambda: self.max_drafts, self.lengths)
         self.worker = FakeWorker(self.memory, rng)
         self.disturbed = rng.random() < 0.5  # aborts, weight updates, failing steps
         self.to_arrive = int(rng.integers(1, 40))
@@ -375,7 +375,7 @@ class Simulation:
             assert entry.end <= len(entry.request.tokens)
             drafts = len(entry.draft_slots)
             assert entry.draft_slots.dtype == np.int32
-            assert drafts <= min(self.most_drafts, 63)
+            assert drafts <= min(self.max_drafts, 63)
             assert drafts == 0 or entry.samples
             assert batch.expected_remaining(entry) == self.expected_remaining(entry.request)
             assert 1 <= batch.expected_remaining(entry) <= entry.request.remaining_len

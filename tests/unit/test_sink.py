@@ -75,29 +75,29 @@ def test_a_broken_row_before_others_is_refused(tmp_path: Path) -> None:
         list(whole_rows(path))
 
 
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 
 
 def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     sink = JsonlSink(path)
     long = json.dumps({"text": "x" * 1000}).encode() + b"\n"
-    with small_files(MOST_BYTES):
-        for _ in range(MOST_BYTES // len(long)):
+    with small_files(MAX_BYTES):
+        for _ in range(MAX_BYTES // len(long)):
             sink.append(long)
         with pytest.raises(
             OutputError, match=r"rows.jsonl cannot be written: .* run the same command"
         ):
             sink.append(long)  # of which the first part fits
         sink.close()
-    assert path.read_bytes() == long * (MOST_BYTES // len(long))
+    assert path.read_bytes() == long * (MAX_BYTES // len(long))
 
 
 def test_write_whole_keeps_the_old_content_when_it_fails(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_whole(path, b"old")
-    with small_files(MOST_BYTES), pytest.raises(OutputError, match="cannot be written"):
-        write_whole(path, b"x" * (MOST_BYTES + 1))
+    with small_files(MAX_BYTES), pytest.raises(OutputError, match="cannot be written"):
+        write_whole(path, b"x" * (MAX_BYTES + 1))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
     write_whole(path, b"new")

@@ -85,8 +85,8 @@ def test_no_text_has_fewer_tokens(name: str) -> None:
         if randomness.random() < 0.1:
             text += "<|begin_of_a_turn|>" * 5
         count = len(tokenizer.encode(text).ids)
-        assert bound.least_tokens(text) <= count, (text, count)
-        closest = max(closest, bound.least_tokens(text) / max(count, 1))
+        assert bound.min_tokens(text) <= count, (text, count)
+        closest = max(closest, bound.min_tokens(text) / max(count, 1))
     assert closest > 0.1  # and it says something
 
 

@@ -96,7 +96,7 @@ def test_large_batches_are_worth_about_what_each_by_itself_would_be(
         "rising": 10 + 0.05 * np.arange(size),
     }[curve]
     worth_B = token_worth(remaining_B, decode_ms_B, ends=True)
-    monkeypatch.setattr(module, "_MOST_EXACT", size)
+    monkeypatch.setattr(module, "_MAX_EXACT", size)
     exact_B = token_worth(remaining_B, decode_ms_B, ends=True)
     assert worth_B.sum() == pytest.approx(decode_ms_B[-1])
     assert np.abs(worth_B - exact_B).sum() < 0.01 * decode_ms_B[-1]

@@ -59,7 +59,7 @@ class GroupedLinear:
         y_SO = x_MI.new_empty(len(groups.pairs_S), self.out_features)
         for linear, pairs in zip(self._linears, _pairs_of_experts(groups), strict=True):
             if len(pairs):
-                rows = _padded(pairs // (len(y_SO) // len(x_MI)), linear.least_rows)
+                rows = _padded(pairs // (len(y_SO) // len(x_MI)), linear.min_rows)
                 y_SO[pairs] = linear(x_MI[rows])[: len(pairs)]
         return y_SO
 

@@ -35,7 +35,7 @@ class Linear:
 
     ``row_invariant``: plain products are those of ops.matmul, whose rows do not depend on their
     number; otherwise torch's own, which may be faster. ``left_out_tiles``: those that a GPU's do
-    not use. Packed ones: see row_invariance, which says in ``least_rows`` from how many rows on
+    not use. Packed ones: see row_invariance, which says in ``min_rows`` from how many rows on
     they do not. Whoever calls with fewer pads them.
     """
 
@@ -57,7 +57,7 @@ class Linear:
         self.packing = packing
         self.row_invariant = False
         self.left_out_tiles: frozenset[Tile] = frozenset()
-        self.least_rows = 1
+        self.min_rows = 1
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
         self._table_OI = table_OI

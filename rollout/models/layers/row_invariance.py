@@ -30,7 +30,7 @@ _ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129,
 _ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
 _AFFORDABLE = 2**30  # multiply-adds of one product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
-_MOST_ON_A_GPU = 300  # more than a tile has; their own would have outputs of gigabytes
+_MAX_ON_A_GPU = 300  # more than a tile has; their own would have outputs of gigabytes
 
 
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
@@ -46,9 +46,9 @@ def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
     left_out = _left_out_tiles(on_gpu, max_rows)
     for linear in on_gpu:
         linear.left_out_tiles = left_out
-    least = _least_by_signature(linears, max_rows)
+    least = _min_by_signature(linears, max_rows)
     for linear in linears:
-        linear.least_rows = least[_signature(linear)]
+        linear.min_rows = least[_signature(linear)]
     return max(least.values(), default=1)
 
 
@@ -59,11 +59,11 @@ def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
     every distinct shape among ``linears``. Raises ExactnessError, naming the shape, where no M0 up
     to LARGEST_PADDING holds.
     """
-    return max(_least_by_signature(linears, max_rows).values(), default=1)
+    return max(_min_by_signature(linears, max_rows).values(), default=1)
 
 
 @torch.inference_mode()
-def _least_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
+def _min_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
     shapes = {_signature(linear): linear for linear in linears}
     found = {}
     for shape, linear in shapes.items():
@@ -75,7 +75,7 @@ def _least_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[
 def _minimum_rows(linear: Linear, max_rows: int) -> int:
     most = max(max_rows, LARGEST_PADDING)
     if linear.device.type == "cuda":
-        most = min(most, _MOST_ON_A_GPU)
+        most = min(most, _MAX_ON_A_GPU)
     probe = _cancelling_probe(linear)
     x_MI = _cancelling_rows(most, linear)
     y_MO = probe(x_MI)
@@ -120,7 +120,7 @@ def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]
         return frozenset()
     shapes = {_signature(linear): linear for linear in linears}
     with gpu.on(linears[0].device):
-        rows = min(max_rows, _MOST_ON_A_GPU)
+        rows = min(max_rows, _MAX_ON_A_GPU)
         return disagreeing_tiles(
             (_cancelling_probe(linear), _cancelling_rows(rows, linear))
             for linear in shapes.values()

@@ -24,7 +24,7 @@ from rollout.ops.gated_delta_rule.reference import unit_length
 from rollout.ops.state_plan import NO_STATE, StatePlan
 
 CHUNK = 64
-LEAST_ROWS = 4 * CHUNK  # of an entry's run: shorter ones are left to the recurrence
+MIN_ROWS = 4 * CHUNK  # of an entry's run: shorter ones are left to the recurrence
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ def _pieces(rows: range, parents: list[int], targets: list[int]) -> list[range]:
             start = row + 1
     while pieces and len(pieces[-1]) < CHUNK:  # draft nodes, or what a checkpoint has left over
         pieces.pop()
-    return pieces if pieces and pieces[-1].stop - rows.start >= LEAST_ROWS else []
+    return pieces if pieces and pieces[-1].stop - rows.start >= MIN_ROWS else []
 
 
 def gated_delta_rule(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollout.ops.gated_delta_rule.chunked import (
-    LEAST_ROWS,
+    MIN_ROWS,
     PieceKernel,
     Round,
     chunked_pieces,
@@ -77,7 +77,7 @@ def agrees(kernel: PieceKernel, states_SGKV: torch.Tensor, dtype: torch.dtype) -
     """
     _, heads, key_dim, value_dim = states_SGKV.shape
     device, generator = states_SGKV.device, torch.Generator().manual_seed(0)
-    lengths = (LEAST_ROWS + 7, LEAST_ROWS + 64)
+    lengths = (MIN_ROWS + 7, MIN_ROWS + 64)
     rows = sum(lengths)
     offsets = torch.tensor([0, lengths[0], rows], dtype=torch.int32)
     parents, targets = torch.arange(-1, rows - 1), torch.zeros(rows, dtype=torch.int32)

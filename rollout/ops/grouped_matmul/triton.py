@@ -17,7 +17,7 @@ from rollout.ops.grouped_matmul.groups import RowGroups
 from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tile_for
 from rollout.ops.matmul.triton import tile_product
 
-_MOST_ROWS = 256
+_MAX_ROWS = 256
 
 
 def grouped_matmul(
@@ -29,7 +29,7 @@ def grouped_matmul(
     num_experts, outputs, _ = weights_NOI.shape
     num_pairs = len(groups.pairs_S)
     # On the average, to a power of two: steps of twice as many rows each run every tile.
-    rows_of_one = min(_MOST_ROWS, triton.next_power_of_2(num_pairs // num_experts))
+    rows_of_one = min(_MAX_ROWS, triton.next_power_of_2(num_pairs // num_experts))
     all_outputs = outputs * min(num_experts, num_pairs)
     processors = multiprocessors(x_MI.device)
     unused = TWO_BLOCK_TILES | left_out if left_out else TWO_BLOCK_TILES
@@ -45,10 +45,10 @@ def tiled_grouped_matmul(
     num_pairs = len(groups.pairs_S)
     y_SO = x_MI.new_empty(num_pairs, outputs)
     # Each expert that has rows may have one tile that is not full.
-    most_tiles = min(num_pairs, num_experts + num_pairs // tile.rows)
-    most_tiles *= triton.cdiv(outputs, tile.outputs)
-    if most_tiles:
-        programs = min(most_tiles, multiprocessors(x_MI.device) * tile.programs)
+    max_tiles = min(num_pairs, num_experts + num_pairs // tile.rows)
+    max_tiles *= triton.cdiv(outputs, tile.outputs)
+    if max_tiles:
+        programs = min(max_tiles, multiprocessors(x_MI.device) * tile.programs)
         _grouped_matmul_kernel[(programs,)](
             x_MI, weights_NOI, groups.pairs_S, groups.offsets_N1, y_SO,
             num_experts, outputs, features, num_pairs // len(x_MI),

@@ -16,9 +16,9 @@ import torch
 ROW_STEP = 16
 _FEW_ROWS = 64
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor
-_MOST_STAGES = 8
-_MOST_OF_A_WARPGROUP = 128 * 96  # sums that the registers of four warps hold
-_LEAST_SHARE = 16  # outputs: two lines of memory where they are written
+_MAX_STAGES = 8
+_MAX_OF_A_WARPGROUP = 128 * 96  # sums that the registers of four warps hold
+_MIN_SHARE = 16  # outputs: two lines of memory where they are written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Tile:
         """How many outputs of so many a tile is given."""
         if not self.even:
             return self.outputs
-        part = _ceil_div(outputs, processors * _LEAST_SHARE) * _LEAST_SHARE
-        return min(self.outputs, max(_LEAST_SHARE, part))
+        part = _ceil_div(outputs, processors * _MIN_SHARE) * _MIN_SHARE
+        return min(self.outputs, max(_MIN_SHARE, part))
 
     def number(self, rows: int, outputs: int, processors: int) -> int:
         """Tiles of a product."""
@@ -67,10 +67,10 @@ def make_tile(height: int, outputs: int, programs: int = 1, *, even: bool = Fals
     rows = 1 << (height.bit_length() - 1)
     features = 128 if even else 64
     stage = 2 * features * (height + outputs)
-    stages = min(_MOST_STAGES, (_SHARED_BYTES // programs - 1024) // stage)
+    stages = min(_MAX_STAGES, (_SHARED_BYTES // programs - 1024) // stage)
     return Tile(
         rows=rows, more_rows=height - rows, outputs=outputs, features=features,
-        warps=4 if height * outputs <= _MOST_OF_A_WARPGROUP else 8,
+        warps=4 if height * outputs <= _MAX_OF_A_WARPGROUP else 8,
         stages=stages, programs=programs, even=even,
     )  # fmt: skip
 
@@ -93,7 +93,7 @@ _INTO_ONE = 80.0
 _LATENCY = 1400.0  # ns until weights come, under load
 _SHARED = 225.0  # 128 bytes a clock
 _FLOP = 790_000 / 132
-_LEAST_BLOCK = 32  # rows of a product that takes no less time with fewer: weights are read anyway
+_MIN_BLOCK = 32  # rows of a product that takes no less time with fewer: weights are read anyway
 
 
 def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
@@ -113,7 +113,7 @@ def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
         + tile.outputs * len(blocks)  # read for each block
         + tile.height * tile.outputs // 64  # read for each 64 outputs
     )
-    multiplied = 2 * tile.outputs * sum(max(_LEAST_BLOCK, block) for block in blocks)
+    multiplied = 2 * tile.outputs * sum(max(_MIN_BLOCK, block) for block in blocks)
     times = (
         2 * outputs / (_FROM_MEMORY * processors),
         num_tiles * read / (_FROM_CACHE * processors),

@@ -40,7 +40,7 @@ from rollout.ops.paged_attention.work_list import (
 )
 
 RESIDENT = 2  # programs of a multiprocessor that run at once
-_MOST_PART_BYTES = 128 << 20  # of sums kept between the two kernels
+_MAX_PART_BYTES = 128 << 20  # of sums kept between the two kernels
 
 
 def paged_attention(
@@ -58,7 +58,7 @@ def paged_attention(
     limits = Limits(
         tile_queries=tile_rows(q_THD.dtype, group) // group,
         programs=max(1, RESIDENT * multiprocessors(q_THD.device) // kv_heads),
-        part_rows=_MOST_PART_BYTES // (4 * heads * (head_dim + 2)),
+        part_rows=_MAX_PART_BYTES // (4 * heads * (head_dim + 2)),
     )
     if plan.work is None or (plan.work.rows, plan.work.limits) != (rows, limits):
         plan.work = work_list(plan, rows, limits, list_sizes(plan, rows, limits))

@@ -135,13 +135,13 @@ def _wanted(
 
 @triton.jit(
     do_not_specialize=[
-        "num_entries", "num_rows", "most_items", "most_folds", "most_part_rows", "queries",
+        "num_entries", "num_rows", "max_items", "max_folds", "max_part_rows", "queries",
         "programs",
     ]
 )  # fmt: skip
 def _work_list_kernel(
     q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, items_ptr, folds_ptr,
-    num_entries, num_rows, most_items, most_folds, most_part_rows, queries, programs,
+    num_entries, num_rows, max_items, max_folds, max_part_rows, queries, programs,
     HAS_NODES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WAVES: tl.constexpr,
 ):  # fmt: skip
     splits_of_all, _ = _wanted(
@@ -164,7 +164,7 @@ def _work_list_kernel(
         q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
         length, SPLIT, BLOCK,
     )  # fmt: skip
-    while part_rows > most_part_rows:
+    while part_rows > max_part_rows:
         length *= 2
         _, part_rows = _wanted(
             q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows,
@@ -207,9 +207,9 @@ def _work_list_kernel(
         items_before += tl.sum(items)
         folds_before += tl.sum(is_cut.to(tl.int32))
         rows_before += tl.sum(parts * rows)
-    for first_item in range(items_before, most_items, 256):
+    for first_item in range(items_before, max_items, 256):
         item = first_item + lane
-        tl.store(items_ptr + item * 6 + 2, 0, mask=item < most_items)
-    for first_fold in range(folds_before, most_folds, 256):
+        tl.store(items_ptr + item * 6 + 2, 0, mask=item < max_items)
+    for first_fold in range(folds_before, max_folds, 256):
         fold = first_fold + lane
-        tl.store(folds_ptr + fold * 4 + 1, 0, mask=fold < most_folds)
+        tl.store(folds_ptr + fold * 4 + 1, 0, mask=fold < max_folds)

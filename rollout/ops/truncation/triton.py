@@ -9,7 +9,7 @@ from counts and weights by bin; only tokens of those bins are looked through for
    row's top, narrow where it is small,
 3. the tokens of the bins that matter, one after another in the order of the vocabulary,
 4. a program per row: floats are ordered as integers are when the negative ones are flipped, so t is
-   found digit by digit, four bits to a pass over those tokens. If they are more than _MOST, it
+   found digit by digit, four bits to a pass over those tokens. If they are more than _MAX_FOUND, it
    passes over the row instead.
 
 What is added up in which order depends on the row alone. Weights are float32, added in float32
@@ -27,7 +27,7 @@ from rollout.ops.gpu import check_row_alignment
 
 _BLOCK = 4096
 _BINS = 32
-_MOST = 16384  # tokens of a row that are written down
+_MAX_FOUND = 16384  # tokens of a row that are written down
 _SEARCHED = 1024  # tokens at a time
 
 
@@ -49,7 +49,7 @@ def truncation_threshold(
     threshold_R = empty(rows)
     if not rows:
         return threshold_R
-    tops_RB, found_RM = empty(rows, blocks), empty(rows, _MOST, dtype=logits_RV.dtype)
+    tops_RB, found_RM = empty(rows, blocks), empty(rows, _MAX_FOUND, dtype=logits_RV.dtype)
     counts_RBJ = empty(rows, blocks, _BINS, dtype=torch.int32)
     weights_RBJ = empty(rows, blocks, _BINS)
     row = (logits_RV, logits_RV.stride(0), vocab, blocks)
@@ -62,11 +62,11 @@ def truncation_threshold(
     )
     _gather_kernel[(rows, blocks)](
         *row, *cuts, *bins, found_RM,
-        **shape, BLOCK=_BLOCK, MOST=_MOST, num_warps=8, enable_fp_fusion=False,
+        **shape, BLOCK=_BLOCK, MAX_FOUND=_MAX_FOUND, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _threshold_kernel[(rows,)](
         *row, *cuts, min_p_R.contiguous(), *bins, found_RM, threshold_R,
-        **shape, BLOCK=_SEARCHED, MOST=_MOST, num_warps=8, enable_fp_fusion=False,
+        **shape, BLOCK=_SEARCHED, MAX_FOUND=_MAX_FOUND, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return threshold_R
 
@@ -154,15 +154,15 @@ def _wanted_bins(
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     first, last = 1, 0
     total = _before(weights, BINS, BINS)
-    least_left = total
+    min_left = total
     by_k = (top_k > 0) & (top_k < vocab)
     if by_k:
         last = _first_with(counts, top_k, BINS)
         first = last
-        least_left = _before(weights, last, BINS)
+        min_left = _before(weights, last, BINS)
     if top_p < 1:
         share = top_p.to(tl.float64)
-        first = _first_with(weights, share * least_left, BINS)
+        first = _first_with(weights, share * min_left, BINS)
         if not by_k:
             last = first
     return first, last, _before(counts, first, BINS), _before(weights, first, BINS), total
@@ -195,7 +195,7 @@ def _bins_kernel(
 def _gather_kernel(
     logits_ptr, stride, vocab, blocks, temperature_ptr, top_k_ptr, top_p_ptr,
     tops_ptr, counts_ptr, weights_ptr, found_ptr,
-    BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, MAX_FOUND: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, last, _, _, _ = _wanted_bins(
@@ -211,7 +211,7 @@ def _gather_kernel(
     bin = _bin(logit, top, BINS)
     here = there & (bin >= first) & (bin <= last)
     place += tl.cumsum(here.to(tl.int32), axis=0) - 1
-    tl.store(found_ptr + row * MOST + place, logit, mask=here & (place < MOST))
+    tl.store(found_ptr + row * MAX_FOUND + place, logit, mask=here & (place < MAX_FOUND))
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def _search(
 def _threshold_kernel(
     logits_ptr, stride, vocab, blocks, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     tops_ptr, counts_ptr, weights_ptr, found_ptr, out_ptr,
-    BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, MAX_FOUND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     top, scale = _top(tops_ptr, row, blocks, BLOCKS), _scale(temperature_ptr, row)
@@ -276,10 +276,10 @@ def _threshold_kernel(
         through = _through(counts_ptr, row, blocks, tl.int32, BLOCKS, BINS)
         end = _before(through, last + 1, BINS) - count_before
         logits_ptr += row * stride
-        if end > MOST:
+        if end > MAX_FOUND:
             end = vocab
         else:
-            logits_ptr = found_ptr + row * MOST
+            logits_ptr = found_ptr + row * MAX_FOUND
         key = tl.zeros((), tl.int64)  # below every logit
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         if (top_k > 0) & (top_k < vocab):

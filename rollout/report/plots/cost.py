@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_POINTS = 4000
-_MOST_CONTEXTS = 6
+_MAX_POINTS = 4000
+_MAX_CONTEXTS = 6
 
 
 def cost(figure: Figure, theme: Theme, log: Log) -> None:
@@ -29,8 +29,8 @@ def cost(figure: Figure, theme: Theme, log: Log) -> None:
     axes = figure.subplots()
     top = _draw_points(axes, theme, rows, milliseconds) if len(rows) else 0.0
     if curve is not None:
-        most_rows = rows.max() if len(rows) else curve.rows_R[-1]
-        curve_top = _draw_curve(axes, theme, curve, most_rows)
+        max_rows = rows.max() if len(rows) else curve.rows_R[-1]
+        curve_top = _draw_curve(axes, theme, curve, max_rows)
         top = max(top, min(curve_top, 2 * top) if top else curve_top)
     axes.set_xlabel("query rows of a forward (roots and draft nodes)")
     axes.set_ylabel("forward (ms)")
@@ -49,7 +49,7 @@ def _decode_points(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 def _draw_points(axes: Axes, theme: Theme, rows: np.ndarray, milliseconds: np.ndarray) -> float:
     """Returns where the axis should end."""
-    every = -(-len(rows) // _MOST_POINTS)
+    every = -(-len(rows) // _MAX_POINTS)
     axes.scatter(rows[::every], milliseconds[::every], s=9, color=theme.muted, alpha=0.45,
                  linewidth=0, label="steps")  # fmt: skip
     edges = _row_edges(rows)
@@ -74,9 +74,9 @@ def _row_edges(rows: np.ndarray) -> np.ndarray:
     return np.unique(np.quantile(rows, np.linspace(0, 1, 25)[1:-1]))
 
 
-def _draw_curve(axes: Axes, theme: Theme, curve: CostCurve, most_rows: float) -> float:
+def _draw_curve(axes: Axes, theme: Theme, curve: CostCurve, max_rows: float) -> float:
     """As far as steps went. Returns where the axis should end."""
-    end = int(np.searchsorted(curve.rows_R, most_rows)) + 1
+    end = int(np.searchsorted(curve.rows_R, max_rows)) + 1
     contexts = _contexts(curve)
     for color, context in zip(shades(theme, len(contexts)), contexts, strict=True):
         rows, milliseconds = curve.rows_R[:end], curve.milliseconds_CR[context][:end]
@@ -94,5 +94,5 @@ def _contexts(curve: CostCurve) -> list[int]:
     known = np.flatnonzero(np.nansum(curve.observations_CR, axis=1) > 0)
     if not len(known):
         known = np.arange(len(curve.contexts_C))
-    chosen = np.linspace(0, len(known) - 1, min(len(known), _MOST_CONTEXTS)).round().astype(int)
+    chosen = np.linspace(0, len(known) - 1, min(len(known), _MAX_CONTEXTS)).round().astype(int)
     return [int(index) for index in known[chosen]]

@@ -13,7 +13,7 @@ from rollout.report.tables import members_of_groups
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_GROUPS = 40
+MAX_GROUPS = 40
 
 
 def lengths(figure: Figure, theme: Theme, log: Log) -> None:
@@ -21,7 +21,7 @@ def lengths(figure: Figure, theme: Theme, log: Log) -> None:
     if not groups:
         raise NothingToDrawError("No rollout had finished when the log ended.")
     axes = figure.subplots()
-    shown = groups[:MOST_GROUPS]
+    shown = groups[:MAX_GROUPS]
     axes.boxplot(
         [lengths_R for _, lengths_R, _ in shown], positions=range(len(shown)), widths=0.55,
         showfliers=False, whis=(0, 100), patch_artist=True, manage_ticks=False,

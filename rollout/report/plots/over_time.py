@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.report.binning import MOST_BINS, Bins
+from rollout.report.binning import MAX_BINS, Bins
 from rollout.report.figures import phase_milliseconds
 from rollout.report.plots.canvas import NothingToDrawError, Theme, evenly, legend_beside, time_unit
 from rollout.report.run import Log, Run
@@ -109,7 +109,7 @@ def _with_steps(log: Log) -> list[Run]:
 def _binned(runs: list[Run]) -> list[tuple[Run, Bins]]:
     """Each gets as many points as its share of the steps."""
     num_steps = sum(run.num_steps for run in runs)
-    return [(run, Bins(run, max(2, MOST_BINS * run.num_steps // num_steps))) for run in runs]
+    return [(run, Bins(run, max(2, MAX_BINS * run.num_steps // num_steps))) for run in runs]
 
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, *, label: str, **style: object) -> None:

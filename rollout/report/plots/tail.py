@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.report.binning import MOST_BINS, Bins
+from rollout.report.binning import MAX_BINS, Bins
 from rollout.report.columns import ratio
 from rollout.report.plots.canvas import NothingToDrawError, Theme, evenly, legend_beside, time_unit
 from rollout.report.run import Log, Run
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_RUNS = 6
-_MOST_ROLLOUTS = 24
-_LEAST_ROWS = 10  # so that a few bars are not fat
+_MAX_RUNS = 6
+_MAX_ROLLOUTS = 24
+_MIN_ROWS = 10  # so that a few bars are not fat
 
 
 def tail(figure: Figure, theme: Theme, log: Log) -> None:
-    runs = [run for run in log.runs if run.num_steps][-_MOST_RUNS:]
+    runs = [run for run in log.runs if run.num_steps][-_MAX_RUNS:]
     if not runs:
         raise NothingToDrawError("The log holds no steps yet.")
     shown_seconds = max(_tail_seconds(run) for run in runs)
@@ -43,7 +43,7 @@ def _draw_widths(axes: Axes, theme: Theme, runs: list[Run], shown_seconds: float
     most = 1.0
     for run, color in zip(runs, theme.series, strict=False):
         shown = run.step_seconds >= run.seconds - shown_seconds
-        bins = Bins(run, MOST_BINS * run.num_steps // max(int(shown.sum()), 1))
+        bins = Bins(run, MAX_BINS * run.num_steps // max(int(shown.sum()), 1))
         before_end = bins.ends - run.offset - run.seconds
         lines = [("running", f"run {run.number}" if len(runs) > 1 else "running", color, "-")]
         if len(runs) == 1 and np.nan_to_num(run.steps["waiting"][shown]).any():
@@ -71,7 +71,7 @@ def _last_rollouts(run: Run, shown_seconds: float) -> np.ndarray:
     """Indices of those that ended last, the very last first."""
     shown = run.ended_seconds > run.seconds - shown_seconds
     known = np.flatnonzero(shown & np.isfinite(run.began_seconds))
-    return known[np.argsort(-run.ended_seconds[known], kind="stable")][:_MOST_ROLLOUTS]
+    return known[np.argsort(-run.ended_seconds[known], kind="stable")][:_MAX_ROLLOUTS]
 
 
 def _draw_spans(axes: Axes, theme: Theme, run: Run, rollouts: np.ndarray) -> None:
@@ -80,7 +80,7 @@ def _draw_spans(axes: Axes, theme: Theme, run: Run, rollouts: np.ndarray) -> Non
     rows = np.arange(len(rollouts))
     axes.barh(rows, ended - began, left=began, height=0.62, color=theme.series[0], linewidth=0)
     axes.set_yticks(rows, [_name(run, index) for index in rollouts], fontsize=8)
-    axes.set_ylim(max(len(rollouts), _LEAST_ROWS) - 0.4, -0.6)  # the last to end on top
+    axes.set_ylim(max(len(rollouts), _MIN_ROWS) - 0.4, -0.6)  # the last to end on top
     axes.grid(visible=False, axis="y")
     axes.set_title(
         f"last to end{f' in run {run.number}' if run.number > 1 else ''}: prompt.sample", fontsize=9

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_MOST_OF_DRIVER = 32 << 20
+_MAX_OF_DRIVER = 32 << 20
 
 
 class Captured(Protocol):
@@ -126,7 +126,7 @@ class _Memory(NamedTuple):
         told from what other processes take meanwhile."""
         grown = max(0, after.reserved - self.reserved)
         drivers = self.free - after.free - grown
-        return grown + min(max(0, drivers), _MOST_OF_DRIVER)
+        return grown + min(max(0, drivers), _MAX_OF_DRIVER)
 
 
 class _CudaGraph:

@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from rollout.server.delta_stream import DeltaStream
 from rollout.server.disconnect import while_connected
 from rollout.server.json_answer import json_bytes
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.server.serving import Serving
 from rollout.types import Rollout
 
@@ -87,7 +87,7 @@ async def json_response(build: Callable[[], dict[str, Any]]) -> Response:
 
 
 async def stream_while_connected(
-    request: Request, serving: Serving, samples: Sequence[Sample]
+    request: Request, serving: Serving, samples: Sequence[SampleRequest]
 ) -> DeltaStream:
     """Once it has something to say, so that what is wrong with the request has its status."""
     deltas = serving.stream(samples)

@@ -17,7 +17,7 @@ from rollout.server.openai.models import require_model
 from rollout.server.openai.output_text import OutputTexts
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.token_spelling import TokenSpelling
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.server.serving import Serving
 
 
@@ -49,7 +49,7 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def _samples(serving: Serving, body: ChatBody) -> list[Sample]:
+async def _samples(serving: Serving, body: ChatBody) -> list[SampleRequest]:
     prompt_ids = await asyncio.to_thread(
         serving.encoder.encode_chat,
         body.conversation,
@@ -60,6 +60,6 @@ async def _samples(serving: Serving, body: ChatBody) -> list[Sample]:
     )
     params = body.params(len(prompt_ids), serving.max_context_len, serving.fresh_seed())
     return [
-        Sample(prompt_ids=prompt_ids, params=params, sample_index=index)
+        SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
         for index in range(body.num_samples)
     ]

@@ -11,7 +11,7 @@ from rollout.server.openai.answer import Heading, finish, usage
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens
 from rollout.server.openai.output_text import OutputTexts
-from rollout.server.samples import Delta, Sample
+from rollout.server.samples import Delta, SampleRequest
 from rollout.types import Rollout
 
 _ROLE = "assistant"
@@ -21,7 +21,7 @@ _ROLE = "assistant"
 class ChatAnswer:
     heading: Heading
     body: ChatBody
-    samples: Sequence[Sample]  # one for each choice
+    samples: Sequence[SampleRequest]  # one for each choice
     writer: LogprobWriter
     texts: OutputTexts
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import Listed
 from rollout.server.openai.extra_fields import check_extra_fields
-from rollout.server.openai.sampling_body import SamplingBody
+from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.types import SamplingParams
 
 
@@ -32,7 +32,7 @@ class Message(BaseModel):
 _NOT_TEXT = ("tool_calls", "function_call", "audio")  # parts of messages
 
 
-class ChatBody(SamplingBody):
+class ChatBody(OpenAISamplingBody):
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, description="default: what the context leaves")
     max_tokens: int | None = Field(None, description="its former name")

@@ -12,7 +12,7 @@ from rollout.server.openai.completion_body import CompletionBody
 from rollout.server.openai.echo import Echo
 from rollout.server.openai.logprobs import NO_TOKENS, LogprobWriter, ScoredTokens, TextOffsets
 from rollout.server.openai.output_text import OutputTexts
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.types import Rollout
 
 
@@ -20,7 +20,7 @@ from rollout.types import Rollout
 class CompletionAnswer:
     heading: Heading
     body: CompletionBody
-    samples: Sequence[Sample]  # one for each choice
+    samples: Sequence[SampleRequest]  # one for each choice
     echoes: Sequence[Echo]  # by prompt; empty where prompts are not echoed
     writer: LogprobWriter
     texts: OutputTexts

@@ -6,13 +6,13 @@ from typing import Annotated, cast
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import KnownIds, Listed
-from rollout.server.openai.sampling_body import SamplingBody
+from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.types import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(OpenAISamplingBody):
     prompt: Annotated[str | Listed[str] | Listed[int] | Listed[Listed[int]], KnownIds]
     max_tokens: int | None = None  # 0 with echo: score the prompt
     logprobs: int | None = None

@@ -16,7 +16,7 @@ from rollout.server.openai.models import require_model
 from rollout.server.openai.output_text import OutputTexts
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.token_spelling import TokenSpelling
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.server.serving import Serving
 
 
@@ -51,11 +51,11 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def _samples(serving: Serving, body: CompletionBody) -> list[Sample]:
+async def _samples(serving: Serving, body: CompletionBody) -> list[SampleRequest]:
     params = body.params(serving.fresh_seed())
     prompts = await serving.encode(body.prompts, "prompt")
     return [
-        Sample(
+        SampleRequest(
             prompt_ids=prompt_ids,
             params=params,
             prompt_index=prompt_index,
@@ -66,7 +66,9 @@ async def _samples(serving: Serving, body: CompletionBody) -> list[Sample]:
     ]
 
 
-async def _echoes(serving: Serving, body: CompletionBody, samples: list[Sample]) -> list[Echo]:
+async def _echoes(
+    serving: Serving, body: CompletionBody, samples: list[SampleRequest]
+) -> list[Echo]:
     if not body.echo:
         return []
     firsts = samples[:: body.num_samples]

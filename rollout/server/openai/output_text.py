@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollout.engine.stopping import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.server.openai.sampling_body import SamplingBody
+from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.text_stream import Detokenizer, TextStream
 from rollout.types import FinishReason, Rollout
 
@@ -22,14 +22,14 @@ class OutputTexts:
                 skips: Detokenizer(encoder.tokenizer, skips) for skips in (True, False)
             }
 
-    def detokenizer(self, body: SamplingBody) -> Detokenizer | None:
+    def detokenizer(self, body: OpenAISamplingBody) -> Detokenizer | None:
         return self._detokenizers.get(body.skip_special_tokens is not False)
 
-    def stream(self, body: SamplingBody, stop: Sequence[str]) -> TextStream:
+    def stream(self, body: OpenAISamplingBody, stop: Sequence[str]) -> TextStream:
         """Its `finish` wants what `whole` gives."""
         return TextStream(self.detokenizer(body), stop)
 
-    def whole(self, body: SamplingBody, stop: Sequence[str], rollout: Rollout) -> str:
+    def whole(self, body: OpenAISamplingBody, stop: Sequence[str], rollout: Rollout) -> str:
         if rollout.text is None:
             return ""
         skips = body.skip_special_tokens is not False

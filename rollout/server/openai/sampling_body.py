@@ -16,7 +16,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class SamplingBody(BaseModel):
+class OpenAISamplingBody(BaseModel):
     """Null means the default everywhere. Others than these fields: see `check_extra_fields`."""
 
     model_config = ConfigDict(strict=True, extra="allow")

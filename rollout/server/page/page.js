@@ -9,7 +9,7 @@ const RATE_SECONDS = 5; // the tokens/s of the tile are those of so long
 const ACCEPT_SECONDS = 30;
 const STALE_SECONDS = 4;
 const TIMEOUT_MS = 30_000;
-const MOST_CONTEXTS = 6;
+const MAX_CONTEXTS = 6;
 
 const byId = (id) => document.getElementById(id);
 const whole = (value) => value.toLocaleString("en");
@@ -160,7 +160,7 @@ function showCost({ engine }) {
   const measured = cost?.contexts
     .map((context, index) => ({ context, ms: cost.milliseconds[index], seen: cost.observations[index] }))
     .filter(({ seen }) => seen.some((count) => count > 0))
-    .slice(0, MOST_CONTEXTS);
+    .slice(0, MAX_CONTEXTS);
   byId("cost").hidden = !measured?.length;
   if (!measured?.length) return;
   const step = engine.last_step;

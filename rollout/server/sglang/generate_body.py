@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import KnownIds, Listed
-from rollout.server.samples import Sample
+from rollout.server.samples import SampleRequest
 from rollout.server.serving import Serving
 from rollout.server.sglang.fields import refuse_unknown
-from rollout.server.sglang.sampling_body import SamplingBody
+from rollout.server.sglang.sampling_body import SglangSamplingBody
 from rollout.types import Prompt, SamplingParams
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class GenerateBody(BaseModel):
 
     text: str | Listed[str] | None = None
     input_ids: Annotated[Listed[int] | Listed[Listed[int]], KnownIds] | None = None
-    sampling_params: SamplingBody | Listed[SamplingBody] | None = None
+    sampling_params: SglangSamplingBody | Listed[SglangSamplingBody] | None = None
     rid: str | Listed[str] | None = None
     stream: bool = False
     return_logprob: bool | Listed[bool] | None = None
@@ -83,9 +83,9 @@ class GenerateItem:
     def sample_rid(self, sample_index: int) -> str:
         return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[SampleRequest]:
         return [
-            Sample(
+            SampleRequest(
                 prompt_ids=self.prompt_ids,
                 params=self.params,
                 prompt_index=self.prompt_index,
@@ -106,7 +106,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
     prompts, is_single = _prompts(body)
     count = len(prompts)
     serving.require_batch(count)
-    sampling = _each(body.sampling_params, count, "sampling_params", SamplingBody())
+    sampling = _each(body.sampling_params, count, "sampling_params", SglangSamplingBody())
     wants_logprob = _each(body.return_logprob, count, "return_logprob", False)
     starts = _each(body.logprob_start_len, count, "logprob_start_len", -1)
     tops = _each(body.top_logprobs_num, count, "top_logprobs_num", 0)
@@ -117,7 +117,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
     # One for all prompts that ask for the same.
     known: dict[tuple[int, int, bool], SamplingParams] = {}
 
-    def params_of(each: SamplingBody, top_logprobs: int, routes: bool) -> SamplingParams:
+    def params_of(each: SglangSamplingBody, top_logprobs: int, routes: bool) -> SamplingParams:
         key = (id(each), top_logprobs, routes)
         if key not in known:
             known[key] = each.to_params(
@@ -188,7 +188,7 @@ def _rids(rid: str | list[str] | None, count: int, is_single: bool) -> list[str]
     return _each(base, count, "rid", "")
 
 
-def _request_seed(sampling: SamplingBody, params: SamplingParams) -> int | None:
+def _request_seed(sampling: SglangSamplingBody, params: SamplingParams) -> int | None:
     if sampling.request_seed is not None and params.n != 1:
         raise InvalidInputError(
             "sampling_params.request_seed", sampling.request_seed, "is one sample's: needs n=1"

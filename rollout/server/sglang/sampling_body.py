@@ -19,10 +19,10 @@ _HARMLESS = frozenset(
     }
 )
 _GREEDY_BELOW = 1e-6  # as temperatures that small are taken there
-_MOST_TOP_K = 2**30  # a whole vocabulary, however large
+_MAX_TOP_K = 2**30  # a whole vocabulary, however large
 
 
-class SamplingBody(BaseModel):
+class SglangSamplingBody(BaseModel):
     """A field that is null has its default, but for ``max_new_tokens``: as many as fit."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -75,7 +75,7 @@ class SamplingBody(BaseModel):
         least = self.min_new_tokens or 0
         if not 0 <= least <= most:
             raise InvalidInputError("min_new_tokens", least, f"must be in [0, {most}]")
-        if given.get("top_k", 0) > _MOST_TOP_K:
+        if given.get("top_k", 0) > _MAX_TOP_K:
             del given["top_k"]
         return SamplingParams(
             **given,

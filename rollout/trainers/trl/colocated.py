@@ -10,7 +10,7 @@ from torch import nn
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.hook import RolloutHook
-from rollout.trainers.trl.seeds import SampleSeeds
+from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import FinishReason, MemoryTag, Rollout, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class ColocatedEngine:
     """
 
     def __init__(
-        self, engine: Engine, model: nn.Module, seeds: SampleSeeds, *, sleep: bool = False
+        self, engine: Engine, model: nn.Module, seeds: TrlSampleSeeds, *, sleep: bool = False
     ) -> None:
         self.engine = engine
         self._model = model

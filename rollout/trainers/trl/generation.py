@@ -20,7 +20,7 @@ from rollout.trainers.trl.engine_options import (
     require_supported,
 )
 from rollout.trainers.trl.sampling import sampling_params
-from rollout.trainers.trl.seeds import SampleSeeds
+from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import Rollout
 
 
@@ -113,7 +113,7 @@ class SpecGeneration:
         if run_seed is None:  # most trainers have seeded torch with their seed plus the rank
             run_seed = torch.initial_seed() - rank
         self._colocated = ColocatedEngine(
-            self.engine, model, SampleSeeds(run_seed, rank), sleep=enable_sleep_mode
+            self.engine, model, TrlSampleSeeds(run_seed, rank), sleep=enable_sleep_mode
         )
         self._num_syncs = 0
         # Where TRL's tool loop looks up how long a conversation may become.

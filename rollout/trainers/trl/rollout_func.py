@@ -12,7 +12,7 @@ from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine
 from rollout.trainers.trl.completion import completion_of
 from rollout.trainers.trl.sampling import sampling_params
-from rollout.trainers.trl.seeds import SampleSeeds
+from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import SamplingParams
 
 
@@ -77,7 +77,7 @@ class SpecRollout:
         self._colocated = ColocatedEngine(
             self.engine,
             trainer.model,
-            SampleSeeds(
+            TrlSampleSeeds(
                 args.seed if run_seed is None else run_seed, trainer.accelerator.process_index
             ),
             sleep=self._sleep,

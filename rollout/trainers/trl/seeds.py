@@ -8,7 +8,7 @@ from rollout.sampling.noise import derive_seed
 
 
 @dataclass(slots=True)
-class SampleSeeds:
+class TrlSampleSeeds:
     """Seeds of a run's samples.
 
     A seed derives from the run seed, train or eval, the global step, how many batches that step

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from tests.helpers.fake_cuda.seen import Kind, Seen
 from tests.helpers.triton_compile import HOPPER
 
-MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
+MAX_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Launches:
 
 
 def _problems(grid: tuple[int, ...], values: dict[str, Any]) -> Iterator[str]:
-    for programs, most, axis in zip(grid, MOST_PROGRAMS, "xyz", strict=False):
+    for programs, most, axis in zip(grid, MAX_PROGRAMS, "xyz", strict=False):
         if not 0 < programs <= most:
             yield f"{programs} programs along {axis}"
     for name, value in values.items():

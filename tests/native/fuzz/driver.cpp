@@ -109,14 +109,14 @@ Bytes changed(Bytes bytes, const std::vector<Bytes>& pool, std::mt19937_64& rand
   return bytes;
 }
 
-void fuzz(std::uint64_t seed, double seconds, std::uint64_t most_inputs) {
+void fuzz(std::uint64_t seed, double seconds, std::uint64_t max_inputs) {
   using Clock = std::chrono::steady_clock;
   std::mt19937_64 random(seed);
   std::vector<Bytes> pool(1);
   std::uint64_t inputs = 0;
   const auto begin = Clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
-  for (; inputs < most_inputs && elapsed() < seconds; ++inputs) {
+  for (; inputs < max_inputs && elapsed() < seconds; ++inputs) {
     Bytes input = changed(pool[random() % pool.size()], pool, random);
     run(input);
     if (ngram::fuzz::saw_something_new()) pool.push_back(std::move(input));

@@ -152,7 +152,7 @@ def test_thresholds_are_the_reference(device, monkeypatch, vocab: int, most: int
 
     ``most``: tokens of a row that are written down; where more matter they are looked up again.
     """
-    monkeypatch.setattr(truncation_on_a_gpu, "_MOST", most)
+    monkeypatch.setattr(truncation_on_a_gpu, "_MAX_FOUND", most)
     torch.manual_seed(vocab)
     cuts = [
         (k, p, m) for k in (0, 1, 3, 40, 5000) for p in (1.0, 0.9, 0.3) for m in (0.0, 0.05)
