@@ -80,7 +80,7 @@ const std::vector<DraftNode>& TreeBuilder::build(const Candidates& candidates,
   // Of each level no more than all, and one written too far.
   if (undivided_.size() <= num_undivided_) undivided_.resize(num_undivided_ + 1);
   const std::size_t max_followers = (static_cast<std::size_t>(max_nodes) + 1) * num_undivided_ + 1;
-  if (followers_.size() < max_followers) followers_.resize(most_followers);
+  if (followers_.size() < max_followers) followers_.resize(max_followers);
   const Candidate* const all = candidates.data();
   const Token* const tokens = candidates.continuations();
   const std::uint32_t stride = candidates.depth();
