@@ -1,4 +1,4 @@
-"""Making DraftTrees: of nothing but roots, and smaller ones of larger ones."""
+"""Makes DraftTrees: of nothing but roots, and smaller ones of larger ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.ops.ragged import offsets_of, ranges
 from rollout.types import DraftTrees
 
 _NO_NODES: dict[str, NDArray] = {
@@ -54,3 +55,11 @@ def first_nodes(trees: DraftTrees, counts_B: NDArray[np.int64]) -> tuple[DraftTr
         sources_N=trees.sources_N[kept_N],
     )
     return kept, kept_N
+
+
+__all__ = ["offsets_of", "places_within"]
+
+
+def places_within(lens_B: NDArray) -> NDArray[np.int64]:
+    """0, 1, ... of each, one behind the other: int64 [sum of lens]."""
+    return ranges(np.zeros(len(lens_B), dtype=np.int64), lens_B)

@@ -18,7 +18,7 @@ from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
-from spec_workers.draft_tree import only_roots
+from spec_workers.draft_tree import only_roots, places_within
 from spec_workers.eagle import open_eagle
 from spec_workers.features.feature_options import FeatureRingOptions
 from spec_workers.idle import check_idle
@@ -29,7 +29,6 @@ from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
 from spec_workers.options import check_budget, check_number
-from spec_workers.ragged import places_within
 from spec_workers.target import TargetWorker
 from spec_workers.tree_merge import merge_trees
 

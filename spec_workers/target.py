@@ -20,7 +20,7 @@ from rollout.runner.graphs import ForwardGraphs
 from rollout.runner.graphs.capture import Capture
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
-from rollout.sampling.sampled import Sampled
+from rollout.sampling.sampler import Sampled
 from rollout.sampling.tree_sampling import PendingSamples, TreeSamples, sample_trees
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
@@ -36,8 +36,7 @@ from rollout.types import (
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.neural.draft_sizing import NO_DRAFT, DraftBytes
 from spec_workers.scorer import Scorer, joined
-from spec_workers.target_graphs import forward_graphs
-from spec_workers.target_memory import bytes_of_steps, routes_spec, target_memory
+from spec_workers.target_memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
 
 _QUICKEST_ROWS = 4
 """oneDNN's products of fewer rows are slower than those of four: with the demo model in bf16 a step

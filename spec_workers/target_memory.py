@@ -1,4 +1,4 @@
-"""The target's memory: how many slots of each kind there are, and what is kept in them."""
+"""The target's memory: slots of each kind, what is kept in them, and its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from rollout.errors import InvalidInputError
 from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import RoutesPool
-from rollout.memory.sizing import kv_fraction, memory_budget, num_kv_slots
+from rollout.memory.sizing import kv_fraction, memory_budget, num_kv_slots, state_sizes
 from rollout.memory.state_pool import StatePool
-from rollout.memory.state_sizing import state_sizes
 from rollout.memory.state_slots import StateSizes
 from rollout.memory.system import free_bytes
 from rollout.models.causal_lm import CausalLM
@@ -24,6 +23,8 @@ from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
 from rollout.runner.activations import activation_bytes, warm_up
 from rollout.runner.dummy_run import DummyRun
+from rollout.runner.graphs import Buckets, ForwardGraphs
+from rollout.runner.graphs.capture import Capture, CudaCapture
 from rollout.runner.memory_saver import MemoryPool
 from rollout.scheduler.step_limits import StepLimits
 from spec_workers.neural.draft_sizing import DraftBytes
@@ -151,3 +152,24 @@ def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
             "model.record_routes", True, f"{spec.architecture} has no experts: leave it out"
         )
     return spec.experts
+
+
+def forward_graphs(
+    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None = None
+) -> ForwardGraphs | None:
+    """None where nothing is to be captured. What layers launch depends on the shapes of a bucket
+    alone, also in recurrent ones and in sparse ones, wherever their rows go.
+
+    ``capture``: how; default: as CUDA graphs on a GPU, else not at all.
+    """
+    spec, device = model.spec, model.device
+    if capture is None and device.type == "cuda":
+        capture = CudaCapture(device)
+    if capture is None or not config.graph_bytes:
+        return None
+    buckets = Buckets(
+        max_rows=config.graph_rows,
+        max_context_len=spec.max_context_len,
+        minimum_rows=minimum_rows,
+    )
+    return ForwardGraphs(buckets, max_bytes=config.graph_bytes, capture=capture, device=device)

@@ -1,4 +1,4 @@
-"""How much text a token can stand for: what cannot fit is known before it is encoded."""
+"""A lower bound on how many tokens a text takes, known before it is encoded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
+from types import MappingProxyType
 from typing import Any, Self
 
-from rollout.engine.byte_alphabet import BYTE_OF_CHARACTER
+
+def _byte_of_character() -> dict[str, int]:
+    """Printable ones of Latin-1 mean themselves, the other bytes are counted from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+BYTE_OF_CHARACTER: Mapping[str, int] = MappingProxyType(_byte_of_character())
+
 
 _COMPOSED = 8
 """NFC and NFKC: a character of two bytes or more comes of four at most, each of four bytes at most;

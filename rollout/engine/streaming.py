@@ -1,14 +1,101 @@
-"""A stream of rollouts, whose order nothing but the rollouts decides."""
+"""A stream of rollouts in the order of plain decoding, which speculation does not change."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Self
 
 from rollout.engine.call_guard import CallGuard
-from rollout.engine.stream_order import StreamOrder
 from rollout.types import FinishReason, Request, Rollout
+
+
+class StreamOrder:
+    """Hands out rollouts in the order plain decoding would have finished them.
+
+    Plain decoding, as modelled here: requests take one of ``seats`` in the order of their arrival,
+    as one frees; each holds it for as many ticks as it emits tokens; whoever ends first comes
+    first, of those that end together the one that arrived first. So the order is a function of
+    the lengths alone: neither drafts nor admission nor what else runs can be seen in it, nor how
+    fast any of it was.
+
+    Serving a fixed list on equal seats is monotone: longer requests make no start earlier (Graham
+    1969), so what the unfinished ones have emitted bounds from below when they end. A request is
+    *placed* once its start is known: all before it are placed, and a seat they leave is free at a
+    time that no placed request still running can beat, for that one ends at its start + tokens so
+    far + 1 at the earliest. One that has ended may be handed out when none of those can come before
+    it; those not placed yet start no earlier than they can end, so they cannot either. Nothing
+    could be handed out sooner without knowing what is not emitted yet.
+
+    A check costs O(seats), and a request O(log seats) once.
+    """
+
+    def __init__(self, num_requests: int, seats: int, emitted: Callable[[int], int]) -> None:
+        """Requests are numbered [0, num_requests) as they arrive.
+
+        ``emitted(index)``: tokens of an unfinished request so far. Never falls.
+        """
+        self._num_requests = num_requests
+        self._emitted = emitted
+        self._num_placed = 0
+        self._free = [0] * seats  # heap: when each seat that nobody placed holds was left
+        self._running: dict[int, int] = {}  # placed and unfinished: index -> start
+        self._ended: dict[int, int] = {}  # not placed yet: index -> ticks
+        self._held: list[tuple[int, int]] = []  # heap: (end, index), placed, to be handed out
+        self._aborted: set[int] = set()  # not for release() to hand out
+
+    def end(self, index: int, ticks: int) -> None:
+        """The request ended after ``ticks`` steps of plain decoding.
+
+        As many as its tokens; one more where the last gave none, as when it failed.
+        """
+        start = self._running.pop(index, None)
+        if start is None:
+            self._ended[index] = ticks
+        else:
+            self._leave(index, start, ticks)
+
+    def abort(self, index: int, emitted: int) -> None:
+        """The request was ended from outside, after ``emitted`` tokens.
+
+        Whoever calls hands it out at once: `release` will not. To the others it counts as ended
+        with its next token, the least that was assumed of it, so what was handed out stays right.
+        """
+        self._aborted.add(index)
+        self.end(index, emitted + 1)
+
+    def release(self) -> list[int]:
+        """The requests to hand out now, in order: each once, all of them when all have ended."""
+        earliest = min(
+            ((start + self._emitted(index) + 1, index) for index, start in self._running.items()),
+            default=None,
+        )
+        while self._num_placed < self._num_requests and self._free:
+            start = self._free[0]
+            if earliest is not None and earliest[0] < start:
+                break
+            heappop(self._free)
+            index = self._num_placed
+            self._num_placed += 1
+            ticks = self._ended.pop(index, None)
+            if ticks is not None:
+                self._leave(index, start, ticks)
+                continue
+            self._running[index] = start
+            end = (start + self._emitted(index) + 1, index)
+            earliest = end if earliest is None else min(earliest, end)
+        released = []
+        while self._held and (earliest is None or self._held[0] < earliest):
+            released.append(heappop(self._held)[1])
+        return released
+
+    def _leave(self, index: int, start: int, ticks: int) -> None:
+        heappush(self._free, start + ticks)
+        if index in self._aborted:
+            self._aborted.remove(index)
+        else:
+            heappush(self._held, (start + ticks, index))
 
 
 class RolloutStream(Iterator[Rollout]):

@@ -1,4 +1,4 @@
-"""How many KV slots a memory budget holds."""
+"""How many KV slots and recurrent states a memory budget holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from rollout.config import MemoryConfig
 from rollout.errors import OutOfMemoryError
 from rollout.memory.kv_pool import KvPool
+from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
 from rollout.memory.system import free_bytes
 from rollout.models.spec import ModelSpec
 
@@ -76,3 +77,30 @@ def num_kv_slots(
             + (" or memory.state_slots" if state_bytes and config.state_slots is not None else "")
         )
     return slots
+
+
+NODES_PER_REQUEST = 8
+"""Draft nodes of each request for which there are slots when all run. Fewer have more."""
+
+CHECKPOINTS_PER_REQUEST = 2
+"""States of cached prefixes: of its prompt, say, and where it ended."""
+
+BUDGET_SHARE = 0.5
+"""Of the bytes for KV and states together, what scratch and checkpoints may bring the states to."""
+
+
+def state_sizes(memory: MemoryConfig, max_running: int, slot_bytes: int, budget: int) -> StateSizes:
+    """``memory.state_slots``, or by default what every request that may run needs, and one to score
+    with, and then as many draft nodes and checkpoints as half of the budget holds.
+
+    Args:
+        slot_bytes: of one state of all layers.
+        budget: bytes for KV slots and states together.
+    """
+    slots = memory.state_slots
+    if slots is None:
+        needed = SLOTS_PER_ROW * (max_running + 1)
+        wished = max_running * (NODES_PER_REQUEST + CHECKPOINTS_PER_REQUEST)
+        affordable = int(budget * BUDGET_SHARE) // slot_bytes - needed
+        slots = needed + min(wished, max(0, affordable))
+    return StateSizes(num_slots=slots, interval=memory.state_interval)

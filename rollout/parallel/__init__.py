@@ -1,7 +1,13 @@
 """Several processes that run one model."""
 
-from rollout.parallel.model_ranks import ONE_RANK, ModelRanks
-from rollout.parallel.opening import is_launched, local_rank, open_ranks, rank_of
+from rollout.parallel.opening import (
+    ONE_RANK,
+    ModelRanks,
+    is_launched,
+    local_rank,
+    open_ranks,
+    rank_of,
+)
 from rollout.parallel.process_ranks import ProcessRanks
 from rollout.parallel.rank_group import RankGroup, SingleRank
 

@@ -1,8 +1,9 @@
-"""The ranks of this process, from its configuration and its launcher's environment."""
+"""Opens the ranks of this process, from its configuration and its launcher's environment."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,9 +12,40 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError, ParallelError
-from rollout.parallel.model_ranks import ONE_RANK, ModelRanks
 from rollout.parallel.process_ranks import ProcessRanks
-from rollout.parallel.rank_group import SingleRank
+from rollout.parallel.rank_group import RankGroup, SingleRank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRanks:
+    """At most one of the two is of more than one rank.
+
+    ``tensor``: every rank runs the same rows; heads, MLP features and the vocabulary are split.
+    ``rows``: every rank runs rows of its own, in lockstep; MLPs are split by output features and
+    compute the rows of all, everything else each rank has whole.
+    """
+
+    tensor: RankGroup
+    rows: RankGroup
+
+    @property
+    def of_drafts(self) -> ModelRanks:
+        """Those of a draft, which tensor-parallel ranks have whole: it is small, and every rank
+        computes the same."""
+        return ModelRanks(tensor=SingleRank(), rows=self.rows)
+
+    @property
+    def all(self) -> RankGroup:
+        """Whoever makes the same calls."""
+        return self.rows if self.rows.size > 1 else self.tensor
+
+    def close(self, reason: str = "the group is closed") -> None:
+        self.tensor.close(reason)
+        self.rows.close(reason)
+
+
+ONE_RANK = ModelRanks(tensor=SingleRank(), rows=SingleRank())
+
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -1,7 +1,15 @@
-"""The target's own sample at every root and draft node, and the walk along them. B entries."""
+"""The target's own sample at every root and draft node, and the walk along them.
+
+At every tree node the target has sampled its next token. The walk from the root follows the child
+that equals that sample and stops where there is none, so what is emitted is always the target's
+own sample: the draft decides how many samples one forward yields and nothing else.
+
+Legend: B entries, R rows, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -11,12 +19,32 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.ops import gpu
-from rollout.sampling.acceptance import accept
 from rollout.sampling.device_sampler import SampledTrees
 from rollout.sampling.rows import sample_rows
-from rollout.sampling.sampled import Sampled
-from rollout.sampling.sampler import sample
+from rollout.sampling.sampler import Sampled, sample
 from rollout.types import Batch, DraftTrees
+
+
+def accept(
+    draft_tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]
+) -> list[int]:
+    """Walk one draft tree.
+
+    Args:
+        draft_tokens: token of draft node j, which is tree node j + 1.
+        parents: its parent in tree numbering (0 is the root); parents come before children.
+        sampled: the target's sample at each tree node, the root first: one more than drafts.
+
+    Returns the accepted tree nodes in path order. The tokens emitted are ``sampled[0]`` and then
+    ``sampled[node]`` for each of them. Of equal siblings the first counts.
+    """
+    path: list[int] = []
+    node = 0
+    for child, (token, parent) in enumerate(zip(draft_tokens, parents, strict=True), start=1):
+        if parent == node and token == sampled[node]:
+            path.append(child)
+            node = child
+    return path
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,8 +1,10 @@
-"""From a trainer's model to the source that can stream it."""
+"""Finds the source that can stream a trainer's model; `HFSource` is that of a whole model."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -13,9 +15,33 @@ from torch.optim.swa_utils import AveragedModel
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.fsdp import FSDP1Source, FSDP2Source
-from rollout.trainers.hf import HFSource
 from rollout.trainers.names import checkpoint_name, unwrapped
+from rollout.trainers.param_ref import ParamRef
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
+from rollout.trainers.ranks import Ranks
+
+
+class HFSource(ParameterSource):
+    """Streams the parameters themselves: nothing is gathered.
+
+    Under DistributedDataParallel every rank takes part all the same, so that all learn of a
+    failure; hand over its ``.module`` to stream from one rank alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                self.ranks = Ranks((module.process_group,))
+
+    def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
+        return nullcontext([ref.parameter.detach() for ref in refs])
 
 
 def weight_source(

@@ -19,9 +19,8 @@ from spec_workers.budget.choice import Choice, choose_nodes, falling
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.loaded import mapping
-from spec_workers.budget.node_values import NodeValues
+from spec_workers.budget.node_values import NodeValues, RequestTrust
 from spec_workers.budget.prices import KnownPrices, Prices
-from spec_workers.budget.request_trust import RequestTrust
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker

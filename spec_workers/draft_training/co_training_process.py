@@ -26,8 +26,8 @@ from rollout.weights.segment import remove_orphans
 from spec_workers.draft_training import trainer_process
 from spec_workers.draft_training.candidate import Judgement, Verdict
 from spec_workers.draft_training.checkpoint import save_draft
+from spec_workers.draft_training.co_training import CoTrainingRound, Tally
 from spec_workers.draft_training.co_training_config import FOLLOWING, CoTrainingConfig
-from spec_workers.draft_training.co_training_round import CoTrainingRound, Tally
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
 from spec_workers.draft_training.engine_draft import (

@@ -25,8 +25,7 @@ from spec_workers.draft_training.arguments import (
 from spec_workers.draft_training.building import DraftShape, load_draft, new_draft
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft import TrainableDraft
-from spec_workers.draft_training.plot import PLOT, plot_training
-from spec_workers.draft_training.progress import open_progress
+from spec_workers.draft_training.progress import LOG, PLOT, open_progress, plot_training
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     read_rollouts,
@@ -35,7 +34,6 @@ from spec_workers.draft_training.sequences import (
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.target_tensors import TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
-from spec_workers.draft_training.training_log import LOG
 from spec_workers.draft_training.training_run import RunOptions, TrainingRun
 from spec_workers.draft_training.vocabulary import DraftVocabulary
 

@@ -17,8 +17,7 @@ from torch import nn
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
-from spec_workers.draft_training.attention import attend
-from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm
+from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm, attend
 from spec_workers.draft_training.draft import Chain, Embed, TrainableDraft
 from spec_workers.draft_training.packed_rows import PackedRows
 from spec_workers.draft_training.vocabulary import DraftVocabulary

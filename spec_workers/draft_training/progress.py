@@ -1,17 +1,59 @@
-"""How far a training run is: a bar on a terminal, a line every few seconds elsewhere."""
+"""A training run's log (JSON lines in the order of steps), its plot and its progress display."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
+from rollout.report.plots.canvas import LIGHT, Theme, legend_beside, render, time_unit
 from spec_workers.draft_training.training_run import RunProgress
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+import json
+from typing import Any
+
+from rollout.errors import InvalidInputError
+
+LOG = "training.jsonl"
+
+Record = dict[str, Any]
+
+
+class TrainingLog:
+    """Each record is in the operating system's hands when `write` returns."""
+
+    def __init__(self, path: Path, resumed_steps: int = 0) -> None:
+        """Goes on behind the records of the first ``resumed_steps`` steps; what follows them was
+        logged by a run that did not save."""
+        kept = read_log(path) if resumed_steps and path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        for record in kept:
+            if record["step"] <= resumed_steps:
+                self.write(record)
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> list[Record]:
+    """Its whole records. Raises InvalidInputError where it cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError) as error:
+        raise InvalidInputError("log", str(path), f"cannot be read: {error}") from None
 
 
 class Progress(Protocol):
@@ -59,3 +101,33 @@ def _text(progress: RunProgress) -> str:
         f"step {progress.step}  epoch {progress.epoch}  loss {progress.loss:.3f}  "
         f"agrees {agreement}  accept length {best}"
     )
+
+
+PLOT = "training.png"
+
+
+def plot_training(log: Path, plot: Path) -> None:
+    """Raises InvalidInputError where matplotlib is missing or the log cannot be read."""
+    records = read_log(log)
+    plot.write_bytes(render(lambda figure, theme: _draw(figure, theme, records), LIGHT, (8.0, 6.0)))
+
+
+def _draw(figure: Figure, theme: Theme, records: list[Record]) -> None:
+    steps = [record for record in records if record["event"] == "step"]
+    checks = [record for record in records if record["event"] == "held out"]
+    unit, name = time_unit(max(record["seconds"] for record in records))
+    above, below = figure.subplots(2, 1, sharex=True)
+
+    def times(of: list[Record]) -> list[float]:
+        return [record["seconds"] / unit for record in of]
+
+    depth = len(steps[-1]["cross_entropies"]) if steps else 0
+    for step in range(depth):
+        known = [record for record in steps if step < len(record["cross_entropies"])]
+        losses = [record["cross_entropies"][step] for record in known]
+        above.plot(times(known), losses, label=f"guess {step + 1}")
+    above.set_title("Cross entropy with the target's distribution, nats")
+    legend_beside(above)
+    below.plot(times(checks), [record["accept_length"] for record in checks], marker="o")
+    below.set_title("Accept length on held-out rollouts, tokens per forward")
+    below.set_xlabel(f"time of training, {name}")

@@ -17,12 +17,12 @@ import torch
 
 from rollout.engine.durable import replace_durably
 from rollout.errors import InvalidInputError
-from spec_workers.draft_training.batch_order import BatchOrder
 from spec_workers.draft_training.checkpoint import save_draft
 from spec_workers.draft_training.held_out import HeldOutResult
+from spec_workers.draft_training.packed_rows import BatchOrder
+from spec_workers.draft_training.progress import LOG, TrainingLog
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.trainer import DraftTrainer
-from spec_workers.draft_training.training_log import LOG, TrainingLog
 
 STATE = "training.pt"
 _CONSTANT_SHARE = 0.5

@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from spec_workers.draft_tree import offsets_of, places_within
 from spec_workers.neural.draft_extend import Extension
 from spec_workers.neural.draft_runner import KnownRuns
 from spec_workers.observation import Observation
-from spec_workers.ragged import offsets_of, places_within
 
 
 class ChainExtension:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spec_workers.neural.chain_state import ChainState
 from spec_workers.neural.device_growth import DeviceNodes
 from spec_workers.neural.draft_runner import DraftRunner
-from spec_workers.neural.eagle_levels import gathered
+from spec_workers.neural.eagle_drafter import gathered
 from spec_workers.neural.level_plans import LevelPlans
 
 Tensors = dict[str, torch.Tensor]

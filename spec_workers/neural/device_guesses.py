@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
 from rollout.types import Request
-from spec_workers.neural.mixture import CONFIDENT, depth_bucket
-from spec_workers.neural.reliability import KNOTS_P
+from spec_workers.neural.mixture import CONFIDENT, KNOTS_P, depth_bucket
 from spec_workers.neural.shared_noise import CANDIDATES, SHARPNESS, WIDTHS, likeliest
 
 Tensors = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.models.draft_model import DraftSpec
 from rollout.types import Request
-from spec_workers.ragged import places_within
+from spec_workers.draft_tree import places_within
 
 
 class DraftKv:

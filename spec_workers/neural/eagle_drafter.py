@@ -4,7 +4,8 @@ EAGLE (Li et al. 2024a), EAGLE-2 (Li et al. 2024b: dynamic trees), EAGLE-3 (Li e
 of the draft joins the hidden state of a position to the token behind it, and tells of the token
 after that. At known positions the hidden states are the target's; below, in the tree, the draft's.
 
-Legend: B entries, G entries whose trees grow, F rows of a level, T rows of the target, E hidden.
+Legend: B entries, G entries whose trees grow, P of a shape, W nodes of a level, F rows of a level,
+N nodes so far, T rows of the target, E hidden.
 """
 
 from __future__ import annotations
@@ -20,17 +21,71 @@ from rollout.ops import gpu
 from rollout.runner.graphs.captured_runs import CapturedRuns
 from rollout.runner.transfers import upload
 from rollout.types import Batch, Request, Scheduled
+from spec_workers.neural.device_growth import DeviceNodes
 from spec_workers.neural.device_proposal import TreesToGrow
-from spec_workers.neural.draft_extend import Extension
+from spec_workers.neural.draft_extend import DraftRoots, Extension
 from spec_workers.neural.draft_kv import DraftKv
-from spec_workers.neural.draft_roots import DraftRoots
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
-from spec_workers.neural.eagle_levels import EagleLevels
 from spec_workers.neural.guesses import HostGuesses
+from spec_workers.neural.level_plans import LevelPlans
 from spec_workers.neural.tree_drafter import TreeDrafter
 from spec_workers.neural.tree_growth import Expansion, TreeGrowth
 from spec_workers.observation import Observation
 from spec_workers.target import TargetWorker
+
+Tensors = dict[str, torch.Tensor]
+
+
+class EagleLevels:
+    """See `Levels`."""
+
+    def __init__(
+        self, runner: DraftRunner, roots: DraftRoots, *, topk: int, num_steps: int
+    ) -> None:
+        self._runner = runner
+        self._roots = roots
+        self._topk = topk
+        self._plans = LevelPlans(runner, topk=topk, num_steps=num_steps)
+        self.inputs = self._plans.inputs
+        self.longest = self._plans.longest
+        self.changes = self._plans.changes
+        self.apply = self._plans.apply
+
+    def roots(self, inputs: Tensors) -> torch.Tensor:
+        return self._roots.hidden(inputs["rows"])[:, None]
+
+    def run(
+        self,
+        level: int,
+        nodes: DeviceNodes,
+        before_GFE: torch.Tensor,
+        inputs: Tensors,
+        longest: int,
+    ) -> torch.Tensor:
+        width = self._topk
+        parents_GW = (
+            nodes.parents_GN[:, -width:] - (level - 2) * width
+            if level > 1
+            else (torch.zeros_like(nodes.parents_GN))
+        )
+        hidden_GWE = gathered(before_GFE, parents_GW)
+        none_W = torch.zeros(width, dtype=torch.int64, device=hidden_GWE.device)
+        hidden_TE = self._runner.forward(
+            nodes.tokens_GN[:, -width:].flatten(),
+            hidden_GWE.flatten(0, 1),
+            self._plans.positions(inputs["ends"] + level - 2, none_W).flatten(),
+            self._plans.slots(level, inputs)[:, -width:].flatten().long(),
+            self._plans.plan(level, nodes, inputs, longest, new_levels=1),
+        )
+        return hidden_TE.view(hidden_GWE.shape)
+
+    def logits(self, level: int, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self._runner.logits(hidden_RE)
+
+
+def gathered(hidden_GFE: torch.Tensor, rows_GW: torch.Tensor) -> torch.Tensor:
+    """[G, W, E]: of each tree these rows."""
+    return hidden_GFE.gather(1, rows_GW[:, :, None].expand(-1, -1, hidden_GFE.shape[2]))
 
 
 class EagleDrafter(TreeDrafter):

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from rollout.runner.transfers import download
 from rollout.types import Batch, EntryResult
-from spec_workers.neural.mixture import CONTEXTS, LearnedMixture
-from spec_workers.neural.reliability import Reliability
+from spec_workers.neural.mixture import CONTEXTS, LearnedMixture, Reliability
 from spec_workers.neural.shared_noise import CANDIDATES, Candidates, SharedNoise
 from spec_workers.neural.tree_growth import Expansion
 

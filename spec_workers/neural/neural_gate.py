@@ -16,8 +16,8 @@ from rollout.parallel import RankGroup, SingleRank
 from rollout.types import DraftTrees
 from spec_workers.budget import DraftBudget, LearnedBudget
 from spec_workers.budget.gate import Gate
-from spec_workers.budget.linear_cost import LinearCost
 from spec_workers.budget.node_values import NodeValues
+from spec_workers.budget.step_cost import LinearCost
 from spec_workers.hindsight import accepted_in_hindsight, agreement
 from spec_workers.observation import Observation
 

@@ -85,7 +85,7 @@ def test_more_than_one_replica_needs_ray():
 )
 def test_each_replica_has_its_share(options, device, there, nodes, expected):
     pytest.importorskip("ray")
-    from rollout.cluster.ray.resources import replica_resources
+    from rollout.cluster.ray.instance import replica_resources
 
     settings = ClusterConfig(kind=ClusterKind.ray, **options)
     found = replica_resources(settings, device, there, nodes)

@@ -11,7 +11,7 @@ import pytest
 from rollout import RolloutEngine, SamplingParams
 from rollout.engine.overrides import engine_config
 from rollout.ops import gpu
-from spec_workers.neural.draft_table import DraftTable
+from spec_workers.neural.draft_runner import DraftTable
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_draft import save_tiny_eagle3

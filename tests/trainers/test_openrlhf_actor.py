@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.actor import RolloutActor
-from rollout.trainers.openrlhf.actor_settings import ActorSettings
-from rollout.trainers.openrlhf.model_folder import model_folder
+from rollout.trainers.openrlhf.actor_settings import ActorSettings, model_folder
 from rollout.trainers.openrlhf.options import OwnOptions
 from rollout.trainers.openrlhf.sampling import VllmSamplingParams
 from rollout.trainers.openrlhf.weight_group import (

@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 
-from rollout.sampling.acceptance import accept
+from rollout.sampling.tree_sampling import accept
 
 
 def slow_accept(draft_tokens, parents, sampled):

@@ -27,19 +27,18 @@ from spec_workers.draft_training.building import DraftKind, DraftShape, load_dra
 from spec_workers.draft_training.checkpoint import save_draft
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.held_out import TreeShape, matched_lengths
-from spec_workers.draft_training.loss import unrolled_loss
+from spec_workers.draft_training.loss import SoftCrossEntropy, unrolled_loss
 from spec_workers.draft_training.packed_rows import PackedRows
+from spec_workers.draft_training.progress import LOG, read_log
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     TrainingSequence,
     read_rollouts,
     split_by_prompt,
 )
-from spec_workers.draft_training.soft_cross_entropy import SoftCrossEntropy
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.target_tensors import TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
-from spec_workers.draft_training.training_log import LOG, read_log
 from spec_workers.draft_training.training_run import RunOptions, TrainingRun
 from spec_workers.draft_training.vocabulary import DraftVocabulary
 from tests.helpers.dense_attention import DenseAttention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_workers.budget.isotonic import isotonic
+from spec_workers.budget.cost_curve import isotonic
 
 
 def by_min_max(values, weights):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from spec_workers.budget.linear_cost import LinearCost
+from spec_workers.budget.step_cost import LinearCost
 
 STEP, EACH = 1.0, 0.02
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
-from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import sample_rows
 from rollout.sampling.sampler import sample
+from rollout.sampling.tree_sampling import accept
 from tests.helpers.requests import decode_batch, make_request, make_trees
 
 VOCAB = 12

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import sample_rows
 from rollout.sampling.sampler import sample
+from rollout.sampling.tree_sampling import accept
 from rollout.types import EntryResult
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_growth import TreeGrowth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_workers.neural.reliability import Reliability
+from spec_workers.neural.mixture import Reliability
 
 
 def overconfident(random, rows):

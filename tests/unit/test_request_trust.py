@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_workers.budget.request_trust import RequestTrust
+from spec_workers.budget.node_values import RequestTrust
 
 
 def show(trust, request_id, ratio, rng, *, steps=200, size=8):

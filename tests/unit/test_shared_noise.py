@@ -9,8 +9,7 @@ import torch
 from rollout.ops.categorical import categorical
 from rollout.sampling.noise import uniforms
 from rollout.sampling.truncation import truncation_threshold
-from spec_workers.neural.mixture import CONTEXTS, LearnedMixture
-from spec_workers.neural.reliability import Reliability
+from spec_workers.neural.mixture import CONTEXTS, LearnedMixture, Reliability
 from spec_workers.neural.shared_noise import (
     COMPONENTS,
     SHARPNESS,

@@ -6,8 +6,8 @@ import torch
 from rollout import RolloutEngine
 from rollout.config import MemoryConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.memory.sizing import state_sizes
 from rollout.memory.state_pool import StatePool
-from rollout.memory.state_sizing import state_sizes
 from rollout.models.layer_spec import LinearAttentionSpec
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 

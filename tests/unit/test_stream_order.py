@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.stream_order import StreamOrder
+from rollout.engine.streaming import StreamOrder
 from tests.helpers.plain_order import plain_order
 
 FOREVER = 10**6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_workers.budget import token_worth as module
-from spec_workers.budget.token_worth import token_worth
+from spec_workers.budget import prices as module
+from spec_workers.budget.prices import token_worth
 
 RISING = 10.0 + np.arange(1, 9)  # of 1 to 8 requests
 FLAT = np.full(8, 12.0)

@@ -15,12 +15,10 @@ from typing import Any
 import ray
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.ray.actor import ReplicaActor
 from rollout.cluster.ray.actor_logs import ActorLocation, last_lines
 from rollout.cluster.ray.heartbeats import Heartbeats, Pulsed
-from rollout.cluster.ray.instance import RayInstance
-from rollout.cluster.ray.replica import RayReplica, cause_of, import_failure
-from rollout.cluster.ray.resources import ReplicaResources, replica_resources
+from rollout.cluster.ray.instance import RayInstance, ReplicaResources, replica_resources
+from rollout.cluster.ray.replica import RayReplica, ReplicaActor, cause_of, import_failure
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
 from rollout.engine.specs import WorkerFactory

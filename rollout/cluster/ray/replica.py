@@ -1,4 +1,4 @@
-"""One actor, from the cluster's side."""
+"""A replica in a Ray actor: the cluster's side of it, and the actor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from rollout.cluster.host import ReplicaHost
 from rollout.cluster.messages import Submission
+from rollout.cluster.ray.actor_logs import ActorLocation
 from rollout.cluster.replica import ReplicaDiedError
 
 
@@ -92,3 +94,8 @@ def import_failure(error: BaseException) -> str | None:
 def cause_of(error: BaseException) -> BaseException:
     """What was raised in the actor, where it was that; else ``error``."""
     return error.cause if isinstance(error, RayTaskError) else error
+
+
+class ReplicaActor(ReplicaHost):
+    async def residence(self) -> ActorLocation:
+        return ActorLocation.of_this_process()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rollout.engine.byte_alphabet import BYTE_OF_CHARACTER
+from rollout.engine.min_token_count import BYTE_OF_CHARACTER
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 

@@ -1,12 +1,22 @@
-"""From the two command lines to an engine."""
+"""The engine's settings, from the command lines of OpenRLHF and of this package."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollout.engine.engine import RolloutEngine
-from rollout.trainers.openrlhf.model_folder import model_folder
 from rollout.trainers.openrlhf.options import OwnOptions
+
+
+def model_folder(name_or_path: str) -> str:
+    """A folder as it is; for a name on the hub the folder of its files, fetched where needed."""
+    if Path(name_or_path).is_dir():
+        return name_or_path
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+    return snapshot_download(name_or_path, allow_patterns=wanted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

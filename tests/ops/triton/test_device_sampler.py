@@ -10,9 +10,8 @@ import torch
 
 from rollout.runner.transfers import DeviceBuffer, download, upload
 from rollout.sampling import device_sampler, host_sampler
-from rollout.sampling.acceptance import accept
 from rollout.sampling.rows import rows_of_continuation, sample_rows
-from rollout.sampling.tree_sampling import sample_trees
+from rollout.sampling.tree_sampling import accept, sample_trees
 from tests.helpers.requests import decode_batch, make_request, make_trees
 
 VOCAB = 1100

@@ -9,7 +9,7 @@ import torch
 
 from rollout.ops.tree_accept import reference
 from rollout.ops.tree_accept import triton as tree_accept
-from rollout.sampling.acceptance import accept as walk
+from rollout.sampling.tree_sampling import accept as walk
 
 
 def random_trees(seed: int, entries: int, vocab: int):

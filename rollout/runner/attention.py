@@ -1,7 +1,7 @@
-"""Recurrent layers over state slots: which row continues which state, and where states are kept.
+"""Attention and recurrence: planned once per step, run once per layer.
 
-Legend: B entries, T query rows, N draft nodes, S slots, C channels, W taps, H key heads of K,
-G value heads of V.
+Legend: B entries, T query rows, N draft nodes, S slots; H query heads, K kv heads, D head dim; of
+recurrent layers C channels, W taps, H key heads of K, G value heads of V.
 """
 
 from __future__ import annotations
@@ -15,8 +15,40 @@ from numpy.typing import NDArray
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
+from rollout.ops.paged_attention import AttentionPlan, paged_attention
 from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.ops.store_kv import store_kv
 from rollout.types import Batch, DraftTrees
+
+
+class PagedAttention:
+    """One step's attention: what the plan fixes once, every layer runs with.
+
+    A model calls ``run`` for each of its attention layers and knows nothing of pools and slots.
+    """
+
+    def __init__(
+        self,
+        *,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        slots_T: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+    ) -> None:
+        self._keys = keys
+        self._values = values
+        self._slots_T = slots_T
+        self._plan = plan
+        self._scale = scale
+
+    def run(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> torch.Tensor:
+        """Store keys and values of all rows, then attend from all rows. Returns [T, H, D]."""
+        keys, values = self._keys[layer], self._values[layer]
+        store_kv(k_TKD, v_TKD, keys, values, self._slots_T)
+        return paged_attention(q_THD, keys, values, self._plan, self._scale)
 
 
 class RecurrentStates:
