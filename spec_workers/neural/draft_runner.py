@@ -1,7 +1,7 @@
 """One draft network with keys and values of its own: known positions, and nodes of a tree.
 
-Legend: B requests, Q rows of ``req_to_token``, C places in a row; T query rows, N tree nodes, K next
-tokens noted per slot, E hidden.
+Legend: B requests, Q rows of ``req_to_token``, C places in a row; T query rows, N tree nodes, K
+next tokens noted per slot, E hidden.
 """
 
 from __future__ import annotations

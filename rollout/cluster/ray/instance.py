@@ -1,4 +1,4 @@
-"""The Ray cluster that replicas run in, an existing one or our own, and each replica's share of it."""
+"""The Ray cluster that replicas run in, an existing one or our own, and each replica's share."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def accept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk each entry's tree from the root along the children that equal the target's samples.
 
-    As `rollout.sampling.tree_sampling.accept` does for one tree: of equal siblings the first counts,
-    and a sample below zero, which marks a row without a distribution, equals none.
+    As `rollout.sampling.tree_sampling.accept` does for one tree: of equal siblings the first
+    counts, and a sample below zero, which marks a row without a distribution, equals none.
 
     Args:
         sampled_R: int64, the target's sample at each entry's root, then at its nodes.
