@@ -8,21 +8,18 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import Route
 
 from rollout.server import health, metrics
-from rollout.server.auth import RequireUser, require_admin
 from rollout.server.documented import ERRORS
-from rollout.server.ending import AnswerAtEnd
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
-from rollout.server.limits import BodyLimit
+from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameOrigin, require_admin
 from rollout.server.openai import chat, completions, models
-from rollout.server.page import page, status
-from rollout.server.same_origin import SameOrigin
+from rollout.server.page import page
 from rollout.server.serving import Serving
-from rollout.server.sglang import control, corpora, generate, info, memory, weights
+from rollout.server.sglang import control, corpora, generate, info, weights
 
 Routes = Callable[[Serving], APIRouter]
 
-PUBLIC: tuple[Routes, ...] = (health.public_routes, page.routes)
+PUBLIC: tuple[Routes, ...] = (health.public_routes, page.page_routes)
 """Anyone who can connect may call these: they say nothing about the model or its users."""
 
 USER: tuple[Routes, ...] = (
@@ -34,7 +31,7 @@ USER: tuple[Routes, ...] = (
     chat.routes,
     models.routes,
     metrics.routes,
-    status.routes,
+    page.status_routes,
 )
 """With the api key, where one is configured."""
 
@@ -42,7 +39,7 @@ ADMIN: tuple[Routes, ...] = (
     control.admin_routes,
     weights.routes,
     corpora.routes,
-    memory.routes,
+    control.memory_routes,
 )
 """They change the engine for all: with the admin key, where any key is configured."""
 

@@ -1,19 +1,26 @@
-"""Types of fields that may be long, in the bodies of requests.
+"""Fields of bodies: types of those that may be long, and the refusal of those we do not have.
 
-They are documented as the plain types are, and refused with the same words. But a list that is
-wrong ends at its first wrong value: pydantic would note, and FastAPI write out, what is wrong with
-each of a million.
+Other servers know many more fields than these. What cannot change the answer is let through; the
+rest is refused by name, unless its value asks for nothing, so that nobody trains on samples of a
+distribution they did not ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import GetCoreSchemaHandler, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core.core_schema import CoreSchema
 
+from rollout.errors import InvalidInputError
 from rollout.server.json_pieces import Integers
 
 T = TypeVar("T")
@@ -57,3 +64,62 @@ def _known_biases(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 Biases = Annotated[dict[str, float], WrapValidator(_known_biases)]
 """By token id."""
+
+
+class Body(BaseModel):
+    """A field there is not is refused: it would be without the effect its sender expects."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix: str = "") -> None:
+    """Raises InvalidInputError for the first that is set and would change the answer.
+
+    What is null, false or empty asks for nothing, whatever its name. ``harmless`` ones change no
+    token and nothing that is answered.
+    """
+    for name, value in (fields or {}).items():
+        is_off = value is None or value is False or value in ("", [], {})
+        if not is_off and name not in harmless:
+            raise InvalidInputError(prefix + name, value, "is not supported: leave it out")
+
+
+_HARMLESS = frozenset(
+    {
+        # Who asks, and how it is billed and kept
+        "user", "store", "metadata", "service_tier", "safety_identifier", "request_id",
+        "session_id",
+        # Caches and scheduling: no token depends on them
+        "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
+        "priority", "stream_interval",
+        # Of tools, which are refused themselves
+        "parallel_tool_calls",
+    }
+)  # fmt: skip
+
+_ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "length_penalty": (1.0,),
+    "thinking_token_budget": (-1,),
+}
+"""Beside null, false and what is empty."""
+
+_ON = frozenset({"spaces_between_special_tokens", "detokenize", "include_reasoning"})
+"""Nothing is asked for by true, and something by false."""
+
+
+def check_extra_fields(fields: Mapping[str, Any] | None) -> None:
+    """Raises InvalidInputError naming the first that cannot be honoured."""
+    for name, value in (fields or {}).items():
+        if name not in _HARMLESS and not _asks_for_nothing(name, value):
+            raise InvalidInputError(name, value, "this server cannot do that: leave it out")
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if value is None or name in _ON:
+        return value is not False
+    return value is False or value in ("", [], {}, *_ASKS_FOR_NOTHING.get(name, ()))

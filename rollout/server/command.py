@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -28,7 +29,6 @@ from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig
-from rollout.server.open_files import allow_open_files
 from rollout.server.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -183,3 +183,23 @@ def _set_log_levels(level: LogLevel) -> None:
     logging.getLogger().setLevel(level.value.upper())
     if level is not LogLevel.debug:  # what it says at info, we say in one line
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+log = logging.getLogger(__name__)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the limit to ``count``, as far as this user may; shells often start with 1,024."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if allowed == unlimited or allowed >= count:
+        return
+    raised = count if most == unlimited else min(count, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, most))
+    if raised < count:
+        log.warning(
+            "this process may open %d files, which is less than the %d that server.max_connections "
+            "asks for: raise `ulimit -n`, or lower it",
+            raised,
+            count,
+        )

@@ -1,17 +1,42 @@
-"""Tokens from the engine's thread to a reader in asyncio, however slow."""
+"""What is asked of the engine, and its tokens on the way to a reader in asyncio, however slow."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Self
 
 from rollout.engine.loop import OnTokens, RequestHandle
-from rollout.server.samples import Delta
-from rollout.types import Request, Rollout, TokenExtras
+from rollout.types import Request, Rollout, SamplingParams, TokenExtras
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One sample of one prompt."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    prompt_index: int = 0
+    sample_index: int = 0
+    request_seed: int | None = None  # instead of the one derived from params.seed and the indices
+    partial_ids: Sequence[int] = ()  # emitted before; see RolloutEngine.submit
+    rid: str | None = None  # the client's name for it, to abort it by; may be shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one sample got since its last delta: of one step, or of several."""
+
+    index: int  # which of the samples asked for
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    extras: TokenExtras = field(default_factory=TokenExtras)
+    rollout: Rollout | None = None  # with the last one
 
 
 class DeltaStream(AsyncIterator[Delta]):

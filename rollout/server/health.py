@@ -8,8 +8,8 @@ from fastapi import APIRouter, Response
 
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError
+from rollout.server.delta_stream import SampleRequest
 from rollout.server.errors import DrainingError, QueueFullError
-from rollout.server.samples import SampleRequest
 from rollout.server.serving import Serving
 from rollout.types import SamplingParams
 

@@ -16,10 +16,9 @@ from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
-from rollout.server.delta_stream import DeltaStream, call_soon
+from rollout.server.delta_stream import DeltaStream, SampleRequest, call_soon
 from rollout.server.errors import DrainingError, QueueFullError
 from rollout.server.http_metrics import HttpMetrics
-from rollout.server.samples import SampleRequest
 from rollout.server.sglang.open_update import OpenUpdate
 from rollout.server.status_cache import StatusCache
 from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras

@@ -14,7 +14,7 @@ from starlette.types import Message
 from rollout.server.body_fields import Listed
 from rollout.server.json_pieces import Integers
 from rollout.server.json_route import JsonRequest
-from rollout.server.openai.completion_body import CompletionBody
+from rollout.server.openai.completions import CompletionBody
 from rollout.server.sglang.generate_body import GenerateBody
 from tests.server.conftest import Live
 

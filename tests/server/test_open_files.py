@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.server.open_files import allow_open_files
+from rollout.server.command import allow_open_files
 
 KIND = resource.RLIMIT_NOFILE
 

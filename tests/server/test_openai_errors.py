@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from rollout.server.openai.extra_fields import check_extra_fields
+from rollout.server.body_fields import check_extra_fields
 from tests.helpers.hang import HANG_SECONDS
 from tests.server.conftest import Live, OpenServer
 from tests.server.openai_clients import client_of

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from rollout.server import tensor_count
+from rollout.server import received_tensors as tensor_count
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held

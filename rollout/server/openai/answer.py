@@ -1,4 +1,4 @@
-"""What all answers have in common."""
+"""What all answers have in common: usage, choices and their text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,49 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from rollout.server.delta_stream import DeltaStream
+from rollout.engine.stopping import cut_at_stop
+from rollout.engine.tokenizer import PromptEncoder
+from rollout.server.delta_stream import DeltaStream, SampleRequest
 from rollout.server.disconnect import while_connected
 from rollout.server.json_answer import json_bytes
-from rollout.server.samples import SampleRequest
+from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
-from rollout.types import Rollout
+from rollout.server.text_stream import Detokenizer, TextStream
+from rollout.types import FinishReason, Rollout
+
+
+class OutputTexts:
+    """One for any number of bodies. Without a tokenizer every text is empty."""
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+        self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
+        if encoder.tokenizer is not None:
+            self._detokenizers = {
+                skips: Detokenizer(encoder.tokenizer, skips) for skips in (True, False)
+            }
+
+    def detokenizer(self, body: OpenAISamplingBody) -> Detokenizer | None:
+        return self._detokenizers.get(body.skip_special_tokens is not False)
+
+    def stream(self, body: OpenAISamplingBody, stop: Sequence[str]) -> TextStream:
+        """Its `finish` wants what `whole` gives."""
+        return TextStream(self.detokenizer(body), stop)
+
+    def whole(self, body: OpenAISamplingBody, stop: Sequence[str], rollout: Rollout) -> str:
+        if rollout.text is None:
+            return ""
+        skips = body.skip_special_tokens is not False
+        if skips and not body.include_stop_str_in_output:
+            return rollout.text
+        decode = self._encoder.decode if skips else self._encoder.decode_with_specials
+        text = decode(rollout.token_ids)
+        if rollout.finish_reason is not FinishReason.STOP:
+            return text
+        before = cut_at_stop(text, len(decode(rollout.token_ids[:-1])), stop)
+        if before == text or not body.include_stop_str_in_output:
+            return before
+        return before + max((each for each in stop if text.startswith(each, len(before))), key=len)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,216 @@
-"""`POST /v1/completions`."""
+"""`POST /v1/completions`: its body, its route and its answers, whole or in parts."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, cast
+
 from fastapi import APIRouter, Request, Response
 
+from rollout.errors import InvalidInputError
+from rollout.server.body_fields import KnownIds, Listed
+from rollout.server.delta_stream import DeltaStream, SampleRequest
 from rollout.server.disconnect import while_connected
 from rollout.server.documented import EVENTS
 from rollout.server.event_stream import EventStream
-from rollout.server.openai.answer import Heading, json_response, stream_while_connected
-from rollout.server.openai.completion_answer import CompletionAnswer
-from rollout.server.openai.completion_body import CompletionBody
-from rollout.server.openai.echo import Echo, echo_of
-from rollout.server.openai.logprobs import LogprobWriter
+from rollout.server.openai.answer import (
+    Heading,
+    OutputTexts,
+    finish,
+    json_response,
+    stream_while_connected,
+    usage,
+)
+from rollout.server.openai.logprobs import (
+    NO_TOKENS,
+    LogprobWriter,
+    ScoredTokens,
+    TextOffsets,
+    TokenSpelling,
+)
 from rollout.server.openai.models import require_model
-from rollout.server.openai.output_text import OutputTexts
 from rollout.server.openai.route import OpenAIRoute
-from rollout.server.openai.token_spelling import TokenSpelling
-from rollout.server.samples import SampleRequest
+from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
+from rollout.types import Rollout, SamplingParams
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionBody(OpenAISamplingBody):
+    prompt: Annotated[str | Listed[str] | Listed[int] | Listed[Listed[int]], KnownIds]
+    max_tokens: int | None = None  # 0 with echo: score the prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]
+        return cast("list[str | list[int]]", self.prompt)
+
+    @property
+    def only_scores(self) -> bool:
+        """Nothing is generated; the prompt's own logprobs are asked for."""
+        return self.max_tokens == 0 and bool(self.echo)
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if not self.prompts:
+            raise InvalidInputError("prompt", self.prompt, "is empty; give at least one")
+        if self.best_of not in (None, self.num_samples):
+            raise InvalidInputError("best_of", self.best_of, "must equal n, or be left out")
+        if self.only_scores and self.stream:
+            raise InvalidInputError("stream", True, "nothing is generated with max_tokens=0")
+        if self.suffix:
+            raise InvalidInputError("suffix", self.suffix, "this server only continues prompts")
+        if self.add_special_tokens is False and isinstance(self.prompts[0], str):
+            raise InvalidInputError(
+                "add_special_tokens", False, "texts are encoded with them: send token ids"
+            )
+
+    def params(self, seed: int) -> SamplingParams:
+        """Raises InvalidInputError naming the field."""
+        max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(
+            max_tokens=1 if self.only_scores else max_tokens,
+            seed=seed,
+            top_logprobs=self.logprobs or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    text: str
+    tokens: ScoredTokens | None  # where logprobs are asked for
+
+
+async def echo_of(
+    serving: Serving,
+    prompt: str | Sequence[int],
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    with_logprobs: bool,
+) -> Echo:
+    """A prompt given as text is echoed as it was given.
+
+    Its tokens' logprobs are those of the distribution completions are sampled from, so that what
+    was generated can be scored as it was; penalties of repeated *output* do not apply. The first
+    token has none.
+    """
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        text = "" if serving.encoder.tokenizer is None else serving.encoder.decode(prompt_ids)
+    if not with_logprobs:
+        return Echo(text, None)
+    logprobs: list[float] = []
+    tops: Sequence[Sequence[tuple[int, float]]] = []
+    if len(prompt_ids) > 1:
+        plain = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
+        logprobs, extras = await serving.score(prompt_ids[:1], prompt_ids[1:], plain)
+        tops = extras.top_logprobs or [()] * len(logprobs)
+    return Echo(
+        text, ScoredTokens(token_ids=prompt_ids, logprobs=[None, *logprobs], tops=[(), *tops])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionAnswer:
+    heading: Heading
+    body: CompletionBody
+    samples: Sequence[SampleRequest]  # one for each choice
+    echoes: Sequence[Echo]  # by prompt; empty where prompts are not echoed
+    writer: LogprobWriter
+    texts: OutputTexts
+
+    def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        choices = [
+            _Choice(self, index).part(self._text(index, rollout), ScoredTokens.of(rollout), rollout)
+            for index, rollout in enumerate(rollouts)
+        ]
+        versions = [version for rollout in rollouts for version in rollout.weight_versions]
+        return self.heading.over(choices, versions, usage=self._usage(rollouts))
+
+    def of_prompts(self) -> dict[str, Any]:
+        """Where nothing is generated."""
+        choices = [
+            {**_Choice(self, index).part("", NO_TOKENS, None), "finish_reason": "length"}
+            for index in range(len(self.samples))
+        ]
+        return self.heading.over(choices, [], usage=self._usage([]))
+
+    async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
+        choices = [_Choice(self, index) for index in range(len(self.samples))]
+        texts = [self.texts.stream(self.body, sample.params.stop) for sample in self.samples]
+        no_usage = {"usage": None} if self.body.wants_usage else {}
+        rollouts: dict[int, Rollout] = {}
+        async for delta in deltas:
+            text = texts[delta.index].push(delta.token_ids)
+            if delta.rollout is not None:
+                rollouts[delta.index] = delta.rollout
+                text += texts[delta.index].finish(self._text(delta.index, delta.rollout))
+            part = choices[delta.index].part(text, ScoredTokens.of(delta), delta.rollout)
+            if self._says_something(part):
+                yield self.heading.over([part], delta.weight_versions, **no_usage)
+        if self.body.wants_usage:
+            ended = [rollouts[index] for index in range(len(rollouts))]
+            versions = [version for rollout in ended for version in rollout.weight_versions]
+            yield self.heading.over([], versions, usage=self._usage(ended))
+
+    def _text(self, index: int, rollout: Rollout) -> str:
+        return self.texts.whole(self.body, self.samples[index].params.stop, rollout)
+
+    def _says_something(self, part: dict[str, Any]) -> bool:
+        return bool(part["text"] or part["logprobs"] or part["finish_reason"]) or bool(
+            self.body.return_token_ids
+        )
+
+    def _usage(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        firsts = self.samples[:: self.body.num_samples]
+        return usage([len(sample.prompt_ids) for sample in firsts], rollouts)
+
+
+class _Choice:
+    """One choice of an answer, written in one part or in many."""
+
+    def __init__(self, answer: CompletionAnswer, index: int) -> None:
+        sample = answer.samples[index]
+        self._answer = answer
+        self._detokenizer = answer.texts.detokenizer(answer.body)
+        self._index = index
+        self._prompt_ids = sample.prompt_ids
+        self._echo = answer.echoes[sample.prompt_index] if answer.echoes else None
+        echo_len = 0 if self._echo is None else len(self._echo.text)
+        self._offsets = TextOffsets(self._detokenizer, echo_len)
+        self._begun = False
+
+    def part(self, text: str, tokens: ScoredTokens, ended: Rollout | None) -> dict[str, Any]:
+        """``tokens``: those since the last part; ``text``: what may be shown by now."""
+        body = self._answer.body
+        choice = {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
+        if body.return_token_ids:
+            choice["token_ids"] = list(tokens.token_ids)
+            if not self._begun:
+                choice["prompt_token_ids"] = list(self._prompt_ids)
+        if body.logprobs is not None:
+            choice["logprobs"] = self._logprobs(tokens)
+        if self._echo is not None and not self._begun:
+            choice["text"] = self._echo.text + text
+        self._begun = True
+        return choice if ended is None else {**choice, **finish(ended)}
+
+    def _logprobs(self, tokens: ScoredTokens) -> dict[str, Any]:
+        offsets = self._offsets.push(tokens.token_ids)
+        if self._echo is not None and self._echo.tokens is not None and not self._begun:
+            of_prompt = TextOffsets(self._detokenizer).push(self._prompt_ids)
+            tokens, offsets = self._echo.tokens.then(tokens), of_prompt + offsets
+        return self._answer.writer.of_completion(tokens, offsets)
 
 
 def routes(serving: Serving) -> APIRouter:

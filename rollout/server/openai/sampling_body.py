@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import Biases, Listed
-from rollout.server.openai.extra_fields import check_extra_fields
+from rollout.server.body_fields import Biases, Listed, check_extra_fields
 from rollout.types import SamplingParams
 
 

@@ -1,4 +1,7 @@
-"""The page at `/`: one answer with its style and scripts in it, which asks nobody but us."""
+"""The status page: what the engine is doing, for people in `/` and for programs in `/status`.
+
+The page is one answer with its style and scripts in it, which asks nobody but this server.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ from pathlib import Path
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
 
+from rollout.engine.status import EngineStatus
 from rollout.server.serving import Serving
 
 _FOLDER = Path(__file__).parent
 
 
-def routes(serving: Serving) -> APIRouter:
+def page_routes(serving: Serving) -> APIRouter:
     """Needs no key: the page is the same for every server, and asks `/status` for the rest."""
     router = APIRouter(tags=["status"])
     html, headers = _page()
@@ -56,3 +61,32 @@ def _read(name: str) -> str:
 def _hash(inline: str) -> str:
     digest = hashlib.sha256(inline.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+class StatusBody(BaseModel):
+    """``engine`` as it was ``age`` seconds ago: it answers between two steps or updates."""
+
+    model: str
+    uptime: float  # seconds
+    unfinished: int  # requests admitted and not yet answered whole
+    draining: bool  # no new ones are taken
+    age: float  # seconds
+    engine: EngineStatus
+
+
+def status_routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["status"])
+
+    @router.get("/status")
+    async def status() -> StatusBody:
+        known = await serving.status_cache.latest()
+        return StatusBody(
+            model=serving.model_name,
+            uptime=serving.uptime,
+            unfinished=serving.num_unfinished,
+            draining=serving.is_draining,
+            age=known.age,
+            engine=known.status,
+        )
+
+    return router

@@ -13,15 +13,13 @@ from rollout.engine.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.allowed_paths import AllowedPaths
-from rollout.server.body_fields import KnownIds, Listed
+from rollout.server.body_fields import Body, KnownIds, Listed
 from rollout.server.documented import CHANGED
 from rollout.server.errors import DrainingError
 from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_body import json_body, openapi_body
-from rollout.server.json_route import JsonRoute
+from rollout.server.json_route import JsonRoute, json_body, openapi_body
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, attempt, change, success
-from rollout.server.sglang.fields import Body
 
 _POLL_SECONDS = (0.005, 0.25)  # the first pause, and the longest
 

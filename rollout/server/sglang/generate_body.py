@@ -10,10 +10,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import KnownIds, Listed
-from rollout.server.samples import SampleRequest
+from rollout.server.body_fields import KnownIds, Listed, refuse_unknown
+from rollout.server.delta_stream import SampleRequest
 from rollout.server.serving import Serving
-from rollout.server.sglang.fields import refuse_unknown
 from rollout.server.sglang.sampling_body import SglangSamplingBody
 from rollout.types import Prompt, SamplingParams
 

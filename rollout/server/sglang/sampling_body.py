@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import Biases, Listed
-from rollout.server.sglang.fields import refuse_unknown
+from rollout.server.body_fields import Biases, Listed, refuse_unknown
 from rollout.types import SamplingParams
 
 _HARMLESS = frozenset(

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rollout.server.body_fields import Listed
-from rollout.server.sglang.fields import Body
-from rollout.server.tensor_count import Handles, PerTensor
+from rollout.server.body_fields import Body, Listed
+from rollout.server.received_tensors import Handles, PerTensor
 from rollout.weights.dtype_names import named_dtype
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.options import UpdateOptions

@@ -23,14 +23,19 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.allowed_paths import AllowedPaths
+from rollout.server.body_fields import Body
 from rollout.server.documented import CHANGED
 from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_body import content_type, json_of_texts, openapi_body
-from rollout.server.json_route import JsonRoute, refuse_query
+from rollout.server.json_route import (
+    JsonRoute,
+    content_type,
+    json_of_texts,
+    openapi_body,
+    refuse_query,
+)
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, change
-from rollout.server.sglang.fields import Body
 from rollout.server.sglang.weight_bodies import (
     AbandonBody,
     BeginBody,

@@ -1,0 +1,188 @@
+"""ASGI middleware: keys, the size of bodies, pages of other origins, and answers at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Set
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout.server.config import ServerConfig
+from rollout.server.errors import DrainingError, EncodedError, ErrorResponse, TooLargeError
+from rollout.server.serving import Serving
+
+
+class RequireUser:
+    """ASGI middleware: 401 for whoever has no key, where an api key is configured.
+
+    Here and not in the routes, so that no body is read, and no path told apart from one that does
+    not exist, for whoever may not ask.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, public_paths: Set[str]) -> None:
+        """``public_paths``: those that need no key."""
+        self._app = app
+        self._config = config
+        self._public_paths = public_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_public = scope["type"] != "http" or scope["path"] in self._public_paths
+        keys = (self._config.api_key, self._config.admin_key)
+        if self._config.api_key is None or is_public or _has(Request(scope), *keys):
+            await self._app(scope, receive, send)
+        else:
+            await ErrorResponse(_unknown_key())(scope, receive, send)
+
+
+def require_admin(config: ServerConfig) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that lets through who has the admin key.
+
+    With an api key alone nobody has it; with no key at all anyone on this machine may call.
+    """
+
+    async def check(request: Request) -> None:
+        if config.admin_key is None and config.api_key is None:
+            return
+        if config.admin_key is None:
+            raise HTTPException(
+                403,
+                "this call needs an admin key and the server has none: start it with "
+                "SPECROLLOUT_ADMIN_KEY in its environment, or with server.admin_key",
+            )
+        if _has(request, config.admin_key):
+            return
+        if config.api_key is not None:  # which came along, else it would not have got here
+            raise HTTPException(403, "this call needs the admin key, not the api key")
+        raise _unknown_key()
+
+    return check
+
+
+def _has(request: Request, *keys: str | None) -> bool:
+    """Whether one of the keys came along. Takes the same time whatever came."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    same = [hmac.compare_digest(given.encode(), key.encode()) for key in keys if key is not None]
+    return scheme.lower() == "bearer" and any(same)
+
+
+def _unknown_key() -> HTTPException:
+    return HTTPException(
+        401, "no valid key: send `Authorization: Bearer KEY`", {"WWW-Authenticate": "Bearer"}
+    )
+
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class SameOrigin:
+    """ASGI middleware: 403 for what the pages of other origins send, ``/`` excepted.
+
+    A server on loopback without keys trusts whoever can connect, and every page of the web can make
+    its reader's browser connect. Browsers say where a request comes from; other programs do not.
+    That covers names that were made to lead here (DNS rebinding): on loopback without a key, a
+    request must name this machine.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        own = f"[{config.host}]" if ":" in config.host else config.host
+        self._hosts = _LOOPBACK | {own} if config.api_key is None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unavailable_reason = self._why_not(Request(scope)) if scope["type"] == "http" else ""
+        if unavailable_reason:
+            await ErrorResponse(HTTPException(403, unavailable_reason))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _why_not(self, request: Request) -> str:
+        headers = request.headers
+        host = headers.get("host", "")
+        if self._hosts is not None and host and _without_port(host).lower() not in self._hosts:
+            return "Host must name this machine: without an api key the server is for it alone"
+        if request.url.path == "/":
+            return ""
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return "web pages of other origins may not call this server"
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            return "web pages of other origins may not call this server"
+        return ""
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host
+
+
+WEIGHT_PATHS = frozenset({"/update_weights_from_tensor"})
+"""Their bodies are tensors."""
+
+
+class BodyLimit:
+    """ASGI middleware: 413 as soon as more than the allowed bytes are announced or have come.
+
+    415 for compressed ones: a few bytes may become any number.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, config = dict(scope["headers"]), self._config
+        coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if coding.lower() != "identity":
+            await ErrorResponse(EncodedError(coding))(scope, receive, send)
+            return
+        has_weights = scope["path"] in WEIGHT_PATHS
+        max_bytes = config.max_weights_body_bytes if has_weights else config.max_body_bytes
+        announced = headers.get(b"content-length", b"0")
+        if not announced.isdigit() or int(announced) > max_bytes:
+            await ErrorResponse(TooLargeError(max_bytes))(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > max_bytes:
+                raise TooLargeError(max_bytes)
+            return message
+
+        await self._app(scope, counted, send)
+
+
+class AnswerAtEnd:
+    """ASGI middleware: 503 for a request that is cancelled because the server ends.
+
+    An answer that has begun breaks off, which its reader can tell from one that is complete.
+    """
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app = app
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if not self._serving.is_draining:
+                raise
+            if not has_begun:
+                ended = DrainingError("the server is shutting down: this was not finished")
+                await ErrorResponse(ended)(scope, receive, send)
