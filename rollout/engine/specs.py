@@ -47,7 +47,7 @@ def _conf() -> Traversable:
     try:
         return files("rollout.conf")
     except ModuleNotFoundError:
-        return Path(__file__).resolve().parents[1] / "conf"
+        return Path(__file__).resolve().parents[2] / "conf"
 
 
 def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:

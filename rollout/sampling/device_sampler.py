@@ -22,7 +22,7 @@ from rollout.ops.uniforms import uniforms
 from rollout.runner.transfers import Download, download, upload
 from rollout.sampling.row_inputs import RequestedExtras, noise_arrays, shape_arrays, tree_arrays
 from rollout.sampling.rows import SampleRows
-from rollout.sampling.sampler import Sampled
+from rollout.sampling.sampled import Sampled
 from rollout.types import NO_EXTRAS, DraftTrees, TokenExtras
 
 Tensors = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from rollout.ops.categorical import categorical, entropy, token_logprobs
 from rollout.sampling.noise import uniforms
 from rollout.sampling.penalties import apply_history_, changes_logits
 from rollout.sampling.rows import SampleRows
-from rollout.sampling.sampler import Sampled
+from rollout.sampling.sampled import Sampled
 from rollout.sampling.truncation import truncation_threshold
 from rollout.types import NO_EXTRAS, SamplingParams, TokenExtras
 

@@ -5,23 +5,12 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from rollout.ops import gpu
 from rollout.sampling import device_sampler, host_sampler
 from rollout.sampling.rows import SampleRows
-from rollout.types import TokenExtras
-
-
-@dataclass(kw_only=True, slots=True)
-class Sampled:
-    """Of each row. A row that is no distribution has token -1."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    extras: list[TokenExtras]  # per row, each list of length one or empty; maybe NO_EXTRAS
+from rollout.sampling.sampled import Sampled
 
 
 def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:

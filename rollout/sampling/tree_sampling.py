@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from rollout.ops import gpu
 from rollout.sampling.device_sampler import SampledTrees
 from rollout.sampling.rows import sample_rows
-from rollout.sampling.sampler import Sampled, sample
+from rollout.sampling.sampled import Sampled
+from rollout.sampling.sampler import sample
 from rollout.types import Batch, DraftTrees
 
 

@@ -25,7 +25,7 @@ from spec_workers.draft_training.arguments import (
 from spec_workers.draft_training.building import DraftShape, load_draft, new_draft
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft import TrainableDraft
-from spec_workers.draft_training.progress import LOG, PLOT, open_progress, plot_training
+from spec_workers.draft_training.progress import PLOT, open_progress, plot_training
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     read_rollouts,
@@ -34,6 +34,7 @@ from spec_workers.draft_training.sequences import (
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.target_tensors import TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
+from spec_workers.draft_training.training_log import LOG
 from spec_workers.draft_training.training_run import RunOptions, TrainingRun
 from spec_workers.draft_training.vocabulary import DraftVocabulary
 

@@ -20,9 +20,9 @@ from rollout.errors import InvalidInputError
 from spec_workers.draft_training.checkpoint import save_draft
 from spec_workers.draft_training.held_out import HeldOutResult
 from spec_workers.draft_training.packed_rows import BatchOrder
-from spec_workers.draft_training.progress import LOG, TrainingLog
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.trainer import DraftTrainer
+from spec_workers.draft_training.training_log import LOG, TrainingLog
 
 STATE = "training.pt"
 _CONSTANT_SHARE = 0.5

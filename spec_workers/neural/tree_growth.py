@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollout.types import DraftTrees
 from spec_workers.draft_tree import places_within
-from spec_workers.neural.read_proposal import kept_trees, ranks_of
+from spec_workers.neural.kept_trees import kept_trees, ranks_of
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,6 @@ from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.held_out import TreeShape, matched_lengths
 from spec_workers.draft_training.loss import SoftCrossEntropy, unrolled_loss
 from spec_workers.draft_training.packed_rows import PackedRows
-from spec_workers.draft_training.progress import LOG, read_log
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     TrainingSequence,
@@ -39,6 +38,7 @@ from spec_workers.draft_training.sequences import (
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.target_tensors import TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
+from spec_workers.draft_training.training_log import LOG, read_log
 from spec_workers.draft_training.training_run import RunOptions, TrainingRun
 from spec_workers.draft_training.vocabulary import DraftVocabulary
 from tests.helpers.dense_attention import DenseAttention
