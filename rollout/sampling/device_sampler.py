@@ -20,6 +20,7 @@ from rollout.ops.categorical import categorical, entropy, token_logprobs
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
 from rollout.runner.transfers import Download, download, upload
+from rollout.sampling.likeliest import likeliest
 from rollout.sampling.row_inputs import RequestedExtras, noise_arrays, shape_arrays, tree_arrays
 from rollout.sampling.rows import SampleRows
 from rollout.sampling.sampled import Sampled
@@ -174,7 +175,7 @@ class _Shaped:
         if "wants_top" in inputs:
             index = inputs["wants_top"]
             logits = self._some("logits_RV", index)
-            ids_RK = logits.float().topk(min(most, logits.shape[1]), dim=1).indices
+            ids_RK = likeliest(logits, most)
             found["top_ids"] = ids_RK
             found["top_values"] = token_logprobs(logits, self._temperature_R[index], ids_RK)
         if "wants_entropy" in inputs:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.ops.categorical import categorical, entropy, token_logprobs
+from rollout.sampling.likeliest import likeliest
 from rollout.sampling.noise import uniforms
 from rollout.sampling.penalties import apply_history_, changes_logits
 from rollout.sampling.rows import SampleRows
@@ -148,8 +149,8 @@ class _Shaped:
             ).tolist()
         if params.top_logprobs:
             logits = part.logits[one]
-            count = min(params.top_logprobs, logits.shape[1])
-            ids = logits.float().topk(count, dim=1).indices[0]
+            ids = likeliest(logits, params.top_logprobs)[0]
+            count = len(ids)
             repeated = logits.expand(count, -1).contiguous()
             values = token_logprobs(repeated, temperature.expand(count).contiguous(), ids)
             extra.top_logprobs = [list(zip(ids.tolist(), values.tolist(), strict=True))]

@@ -62,9 +62,10 @@ def _threshold_in_prefix(
     mass_RC = probs_RC.cumsum(dim=1)
     whole_R = torch.where(top_k_R > 0, mass_RC[:, -1], 1.0)
     wanted_R1 = (top_p_R.double() * whole_R)[:, None]
-    # A token stays if what is likelier than it has not reached p yet: the first always stays.
+    # A token stays if what is likelier than it has not reached p yet: the first always stays, also
+    # where NaN makes all others seem to go.
     kept_RC = by_k_RC & ((mass_RC - probs_RC) < wanted_R1)
-    last_R = kept_RC.sum(dim=1) - 1
+    last_R = kept_RC.sum(dim=1).clamp(min=1) - 1
     threshold_R = values_RC.gather(1, last_R[:, None]).squeeze(1)
     off_R = (top_k_R <= 0) & (top_p_R >= 1)
     threshold_R = torch.where(off_R, float("-inf"), threshold_R)

@@ -143,16 +143,28 @@ def test_score_repeats_what_sampling_reported(params):
         assert redone.logprobs == drawn.logprobs
 
 
-def test_rows_that_are_no_distribution_give_no_token_and_spare_the_others():
-    requests = [make_request([1, 2], seed=seed) for seed in range(4)]
-    rows, _ = sample_rows(decode_batch(requests), make_trees([([], [])] * 4))
-    logits = torch.zeros(4, VOCAB)
+def test_of_equally_likely_tokens_the_lowest_are_told():
+    """However many are asked for, beside whomever."""
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(3, VOCAB)) * 3).round().float()
+    requests = [make_request([1, 2], request_id=k, top_logprobs=(3, 0, 20)[k]) for k in range(3)]
+    rows, _ = sample_rows(decode_batch(requests), make_trees([([], [])] * 3))
+    for row, extra in zip(logits.tolist(), sample(logits, rows).extras, strict=True):
+        found = [token for token, _ in extra.top_logprobs[0]] if extra.top_logprobs else []
+        assert found == sorted(range(VOCAB), key=lambda k, row=row: (-row[k], k))[: len(found)]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_rows_that_are_no_distribution_give_no_token_and_spare_the_others(params):
+    requests = [make_request([1, 2], seed=seed, eos=(3,), **params) for seed in range(5)]
+    rows, _ = sample_rows(decode_batch(requests), make_trees([([], [])] * 5))
+    logits = torch.zeros(5, VOCAB)
     whole = sample(logits, rows)
-    logits[1, 17] = float("nan")
-    logits[2, 5] = float("inf")
+    logits[1, 17] = math.nan
+    logits[2, 5] = math.inf
+    logits[3] = -math.inf
     broken = sample(logits, rows)
-    assert broken.tokens == [whole.tokens[0], -1, -1, whole.tokens[3]]
-    assert broken.logprobs[3] == whole.logprobs[3]
+    assert broken.tokens == [whole.tokens[0], -1, -1, -1, whole.tokens[4]]
+    assert broken.logprobs[4] == whole.logprobs[4]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.7, 1.0, 3e38])

@@ -20,7 +20,7 @@ import torch
 from rollout.errors import ExactnessError
 from rollout.models.layers.linear import Linear
 from rollout.ops import gpu
-from rollout.ops.matmul.tiles import Tile, tiles
+from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tiles
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,8 @@ def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]
 
 def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozenset[Tile]:
     """All tiles but the largest set that gives each row of each product the same bits, wherever the
-    row lies. ``products``: of one dtype, each with rows of input.
+    row lies, and has tiles of one block of rows: experts have no others, and few rows no better.
+    ``products``: of one dtype, each with rows of input.
 
     Raises ExactnessError where no tile does.
     """
@@ -138,13 +139,16 @@ def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozen
     for linear, x_MI in products:
         every = tiles(linear.dtype)
         agreeing = [
-            like for some in agreeing or [list(every)] for like in _alike(some, linear, x_MI)
+            like
+            for some in agreeing or [list(every)]
+            for like in _alike(some, linear, x_MI)
+            if not TWO_BLOCK_TILES.issuperset(like)
         ]
         if not agreeing:
             raise ExactnessError(
-                f"exact=true: no tile gives a row of the {linear.in_features} -> "
-                f"{linear.out_features} product in {linear.dtype} on {linear.device} the same bits "
-                "wherever it lies; set exact=false"
+                "exact=true: no tile of one block of rows gives a row of the "
+                f"{linear.in_features} -> {linear.out_features} product in {linear.dtype} on "
+                f"{linear.device} the same bits wherever it lies; set exact=false"
             )
     largest = max(agreeing, key=len, default=[])
     left_out = frozenset(every) - frozenset(largest)

@@ -89,6 +89,16 @@ def test_a_row_is_the_same_in_any_company(compared_dtype, device, vocab) -> None
         assert alone.extras == together.extras[start:end]
 
 
+def test_of_equally_likely_tokens_the_same_are_told_in_any_company(compared_dtype, device) -> None:
+    params = [{"top_logprobs": 3}, {"top_logprobs": 20, "repetition_penalty": 1.5}]
+    _, _, rows, _, logits = random_step(params, compared_dtype, device)
+    logits = logits.round()
+    sampled = device_sampler.sample(logits, rows)
+    assert_same(sampled, host_sampler.sample(logits, rows))
+    first = sampled.extras[0].top_logprobs[0]
+    assert len({value for _, value in first}) < len(first)
+
+
 def test_score_of_a_continuation_is_the_hosts(device) -> None:
     request = make_request([1, 2, 3], eos=(3,), **PARAMS[-1])
     rows = rows_of_continuation(request, [4, 4, 5, 3], range(1, 4))

@@ -166,6 +166,16 @@ def test_tiles_agree_where_they_do_for_every_product(dtype, device, monkeypatch)
     assert disagreeing_tiles([whole_numbers(dtype, device)] * 2) == {first, second}
 
 
+def test_experts_are_left_a_tile_by_any_disagreement(dtype, device, monkeypatch) -> None:
+    """They use those of one block of rows, of which two agree here; all of two blocks do."""
+    if len(tiles(dtype)) < 5:
+        pytest.skip("this dtype has too few tiles for two to be alone")
+    single = [tile for tile in tiles(dtype) if not tile.more_rows]
+    places = {tile: max(1, place) for place, tile in enumerate(single)}
+    sabotage(monkeypatch, lambda y, tile: y + places.get(tile, 0))
+    assert set(tiles(dtype)) - disagreeing_tiles([whole_numbers(dtype, device)]) == set(single[:2])
+
+
 def test_tiles_whose_rows_depend_on_their_place_are_refused(dtype, device, monkeypatch) -> None:
     linear, x = whole_numbers(dtype, device)
     places = torch.arange(70, device=device)[:, None]
