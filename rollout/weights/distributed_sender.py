@@ -1,4 +1,4 @@
-"""The sending end of a weight group. What goes to and fro says `distributed`."""
+"""The sending end of a weight group. The protocol is described in `distributed.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Destination: where one tensor of a checkpoint, or of a trainer, goes in a model."""
+"""WeightLoader: where one tensor of a checkpoint, or of a trainer, goes in a model."""
 
 from __future__ import annotations
 
