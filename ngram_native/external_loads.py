@@ -185,7 +185,7 @@ class ExternalLoads:
     # With the lock held:
 
     def _ready(self) -> set[str]:
-        """Those to be published unasked."""
+        """The loads that are ready and publish themselves."""
         ready = (each for each in self._loads.values() if each.state is ExternalState.READY)
         return {each.name for each in ready if not each.on_request}
 
@@ -280,7 +280,7 @@ class ExternalLoads:
 
 
 def _call_in_children(method: Callable[[], None]) -> None:
-    """Of an object that is not kept alive by it."""
+    """Call a method of an object without keeping the object alive."""
     held = weakref.WeakMethod(method)
 
     def call() -> None:

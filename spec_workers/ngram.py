@@ -111,7 +111,7 @@ class NgramWorker(SpecWorker):
                 self._feed.note_verified(entry.request, num_nodes)
 
     def _num_verified(self, step: Observation) -> list[int]:
-        """Of each entry, how many first nodes of what the corpus proposed were verified."""
+        """How many first nodes of the corpus's proposal were verified, for each entry."""
         return [result.num_drafted for result in step.results]
 
     def begin(self, learned: Mapping[str, Any]) -> None:

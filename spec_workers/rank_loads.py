@@ -53,7 +53,7 @@ class RankLoads:
                 self.failures[name] = failure
 
     def publish_one(self, name: str) -> None:
-        """Likewise. Raises InvalidInputError on all where one cannot."""
+        """Publish one load on all ranks. Raises InvalidInputError on all where one cannot."""
         self._names.add(name)
         states = self._exchanged()
         self._names.discard(name)

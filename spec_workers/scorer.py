@@ -119,7 +119,7 @@ def _what_is_short(memory: CacheMemory) -> str:
 
 
 def joined(extras: list[TokenExtras]) -> TokenExtras:
-    """Of tokens in a row, those of each."""
+    """The extras of consecutive tokens, joined."""
     found = TokenExtras()
     for extra in extras:
         found.raw_logprobs += extra.raw_logprobs

@@ -24,7 +24,7 @@ class StepClock:
         )
 
     def lap(self) -> float:
-        """Since the last lap."""
+        """Milliseconds since the last lap."""
         now = time.perf_counter()
         lap, self._last = (now - self._last) * 1e3, now
         return lap
@@ -33,19 +33,19 @@ class StepClock:
         self._mark(0)
 
     def end_forward(self) -> None:
-        """Launched, maybe not done."""
+        """The forward is launched, maybe not done."""
         self._mark(1)
 
     def end_sampling(self) -> None:
-        """Likewise."""
+        """Sampling is launched, maybe not done."""
         self._mark(2)
 
     def forward(self) -> float:
-        """Waits for its end."""
+        """Milliseconds of the forward; waits for its end."""
         return self._between(0, 1)
 
     def sampling(self) -> float:
-        """Likewise."""
+        """Milliseconds of sampling; waits for its end."""
         return self._between(1, 2)
 
     def _between(self, begin: int, end: int) -> float:

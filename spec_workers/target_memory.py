@@ -144,7 +144,8 @@ def _states(
 
 
 def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
-    """Whose routes are to be recorded; None: nobody's. Raises InvalidInputError without experts."""
+    """The experts whose routes are recorded; None: none. Raises InvalidInputError without
+    experts."""
     if not config.model.record_routes:
         return None
     if spec.experts is None:

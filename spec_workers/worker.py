@@ -242,8 +242,9 @@ class SpecWorker:
         )
 
     def _uncover(self, times: StepTimes, clock: StepClock) -> None:
-        """Of a step that shared its time with others: what it took of the host costs something
-        only as far as the device did not cover it. Drafting is the part that could be spared."""
+        """With overlap, charge only host time that the device did not hide.
+
+        Drafting is the part that could be spared."""
         times.sample = clock.sampling()
         turn_ms = (time.perf_counter() - self._finished_at) * 1e3
         times.draft = min(times.draft, max(0.0, turn_ms - times.forward - times.sample))

@@ -24,7 +24,7 @@ class Replica(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """Of its engine, when it last answered a call: why no step can run; empty when one can."""
+        """Why the engine cannot run a step, as of its last answer; empty when it can."""
         ...
 
     def submit(self, submissions: Sequence[Submission]) -> None: ...
@@ -75,7 +75,7 @@ class ReplicaPool(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all replicas there are to be."""
+        """The names of all configured replicas."""
         ...
 
     def events(self, timeout: float) -> list[Event]:

@@ -61,7 +61,7 @@ class ReplicaManager:
 
     @property
     def joined(self) -> Mapping[str, Replica]:
-        """Those that take requests, by name."""
+        """The replicas that take requests, by name."""
         return self._joined
 
     @property

@@ -81,7 +81,7 @@ class ReplicaWeightSync:
         return future
 
     def try_again(self) -> None:
-        """Those that wait begin to join anew: weights may be whole, or resident, again."""
+        """Let waiting replicas begin to join anew: weights may be whole, or resident, again."""
         self._members.repeat_joins()
         self._let_go()
 

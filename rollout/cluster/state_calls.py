@@ -59,12 +59,12 @@ class ClusterStateCalls(ABC):
 
     @property
     def corpus_tokens(self) -> int | None:
-        """Of the replica that has most."""
+        """Tokens in the corpus of the replica that has most."""
         known = [each.corpus_tokens for each in self._statuses.values()]
         return max((tokens for tokens in known if tokens is not None), default=None)
 
     def metrics(self) -> ClusterMetrics:
-        """Of all replicas, those that died included."""
+        """The metrics of all replicas, including those that died."""
         return sum_of_metrics([self._past, *(each.total for each in self._reports.values())])
 
     @property

@@ -11,7 +11,7 @@ from rollout.engine.metrics import EngineMetrics, StepMetrics
 
 @dataclass(kw_only=True, slots=True)
 class ClusterMetrics(EngineMetrics):
-    """Of engines in other processes: at a moment, their memory read there."""
+    """The metrics of engines in other processes at one moment, their memory read there."""
 
     memory_bytes: int = 0
 

@@ -240,7 +240,7 @@ class ClusterWeightCalls(ABC):
             self._on_all("update_weights_from_distributed", *announced, load_format=load_format)
 
     def weights_digest(self, selector: str = "all") -> str:
-        """Of all replicas: raises IntegrityError where they differ."""
+        """The digest that all replicas share. Raises IntegrityError where they differ."""
         digests = self.members.on_all("weights_digest", selector)
         if len(set(digests.values())) > 1:
             raise IntegrityError(f"the replicas' weights differ: {digests}")

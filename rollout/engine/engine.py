@@ -170,7 +170,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
 
     @property
     def limits(self) -> StepLimits:
-        """Of one step: what was configured, else what suits the device and the model."""
+        """The limits of one step: as configured, else what suits the device and the model."""
         return self.scheduler.limits
 
     @property
@@ -230,7 +230,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         self.calls.driver = threading.get_ident()
 
     def watch(self, request_id: int) -> None:
-        """Of an `Engine`. Nothing to do: here every step shows what each request has."""
+        """Does nothing: in one process every step shows what each request has."""
         checked_int(request_id, "request_id")
 
     @property
@@ -257,7 +257,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
 
     @exclusive
     def take_ended(self) -> list[Rollout]:
-        """Those that ended since the last step, as aborted ones do. Runs nothing."""
+        """Rollouts that ended since the last step, as aborted ones do. Runs nothing."""
         return self._take_ended()
 
     def _take_ended(self) -> list[Rollout]:

@@ -29,15 +29,15 @@ one of a single byte of one."""
 
 @dataclass(frozen=True, slots=True)
 class MinTokenCount:
-    """Of BPE over bytes (Radford et al. 2019), or with a token for each byte (Kudo and Richardson
-    2018)."""
+    """The bound for BPE over bytes (Radford et al. 2019), or with byte fallback (Kudo and
+    Richardson 2018)."""
 
     longest: int  # bytes of UTF-8 that one token can stand for
     dropped: bytes = b""  # those that have no token
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self | None:
-        """Of a transformers tokenizer.
+        """The bound of a transformers tokenizer.
 
         None where no bound is known: vocabularies with one token for whatever they lack, tokens
         that take blanks along, steps that drop what they meet.
@@ -66,7 +66,8 @@ class MinTokenCount:
         return cls(shrinks * longest, dropped)
 
     def min_tokens(self, text: str) -> int:
-        """As many as it has at least. Raises UnicodeEncodeError for half of a surrogate pair."""
+        """The least number of tokens of a text. Raises UnicodeEncodeError for half of a surrogate
+        pair."""
         return ceil(len(text.encode().translate(None, self.dropped)) / self.longest)
 
 
@@ -98,7 +99,7 @@ def _keeps(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Of a step that may be none, one, or a sequence of them."""
+    """The parts of a tokenizer's step: none, one, or a sequence of them."""
     if step is None:
         return []
     if step["type"] != "Sequence":

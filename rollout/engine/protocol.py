@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def limits(self) -> StepLimits:
-        """Of one step of one replica."""
+        """The limits of one step of one replica."""
         ...
 
     @property

@@ -12,7 +12,7 @@ from rollout.engine.metrics import EngineMetrics, StepMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """Of one engine, or the sum over a cluster's replicas. A copy: later steps do not change it."""
+    """The status of one engine, or the sum over a cluster's replicas; a copy that never changes."""
 
     running: int
     waiting: int

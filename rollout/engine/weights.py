@@ -48,7 +48,7 @@ class WeightCalls(ABC):
 
     @property
     def weight_version(self) -> int:
-        """Of the target: what each token carries."""
+        """The version of the target's weights, which each token carries."""
         return self.worker.weights.version
 
     @property

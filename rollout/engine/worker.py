@@ -46,12 +46,12 @@ class Worker(Protocol):
 
     @property
     def limits(self) -> StepLimits:
-        """Of what the scheduler may give it in one step."""
+        """The limits of what the scheduler may give the worker in one step."""
         ...
 
     @property
     def weights(self) -> WeightTransaction:
-        """Of every model it runs, the target and drafts. Where updates begin and end."""
+        """The weights of every model it runs, target and drafts: where updates begin and end."""
         ...
 
     @property

@@ -55,7 +55,7 @@ class DeviceTable:
         starts_B: NDArray[np.integer],
         ends_B: NDArray[np.integer],
     ) -> TableChanges:
-        """Of runs [start, end) of these rows of the table."""
+        """The slots of runs [start, end) of these rows of the table, to be sent to the device."""
         if self._is_view:
             return _NOTHING
         versions_B = self._versions_Q.take(rows_B)

@@ -35,8 +35,8 @@ class RoutesPool:
         return len(spec.layers) * spec.experts_per_token * _dtype(spec).itemsize
 
     def put(self, slots_T: NDArray[np.int64], routes_TC: torch.Tensor) -> None:
-        """Of a forward whose rows wrote these slots; see StepRoutes. What it holds may change
-        afterwards."""
+        """Keep the routes of a forward whose rows wrote these slots; see StepRoutes. What it holds
+        may change afterwards."""
         self._settle()
         experts_TLX = routes_TC.view(-1, *self._shape[1:]).to(self._dtype, copy=True)
         if experts_TLX.is_cuda:

@@ -9,7 +9,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the device, for whoever asks first; on the CPU without swapping."""
+    """Free bytes of the device, for whoever asks first; on the CPU without swapping."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of what was freed is free as well
         return torch.cuda.mem_get_info(device)[0]

@@ -26,7 +26,7 @@ class Mixer(Protocol):
     def linears(self) -> list[Linear]: ...
 
     def plain_weights(self) -> list[torch.Tensor]:
-        """Those that are no product's."""
+        """Parameters that do not belong to a linear layer."""
         ...
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]: ...
@@ -82,7 +82,7 @@ class Layer:
         return found | self.mlp.weight_loaders(f"{at}.mlp")
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        """Of the layer's own, by the names checkpoints have for them."""
+        """The layer's own norms, by their names in checkpoints."""
         return {"post_attention_layernorm": self.mlp_norm_E}
 
 

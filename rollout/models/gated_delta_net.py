@@ -135,7 +135,7 @@ class GatedDeltaNet:
         return scaled(even_parts(heads, self._group.size), width)
 
     def _channel_parts(self) -> list[tuple[range, ...]]:
-        """Likewise of queries, keys and values, which come one after the other."""
+        """The parts of the convolution's channels: queries, keys and values one after the other."""
         entire = self._entire
         keys = entire.num_key_heads * entire.key_dim
         of_keys = self._parts(entire.key_dim, by_key_head=True)
@@ -147,6 +147,7 @@ class GatedDeltaNet:
 
 
 def _apart(widths: tuple[int, ...], num_heads: int) -> torch.Tensor:
-    """Of rows kept head by head, each its parts one after the other: all of the first part, ..."""
+    """The order that turns rows kept head by head into all of the first part, then the second,
+    ..."""
     rows = torch.arange(num_heads * sum(widths)).view(num_heads, -1)
     return torch.cat([part.flatten() for part in rows.split(widths, dim=1)])

@@ -18,7 +18,8 @@ class HeadParts:
 
     @staticmethod
     def of(spec: ModelSpec, size: int) -> HeadParts:
-        """Of the entire model. Raises InvalidInputError where heads cannot be shared out evenly."""
+        """The parts of the entire model. Raises InvalidInputError where heads cannot be shared out
+        evenly."""
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         if heads % size or (kv_heads % size and size % kv_heads):
             raise InvalidInputError(

@@ -181,7 +181,7 @@ class Llama(OwnWeights):
         ]
 
     def _plain_weights(self) -> list[torch.Tensor]:
-        """Those that are no product's, the embedding included."""
+        """Parameters that do not belong to a linear layer, the embedding included."""
         of_layers = [weight for layer in self.layers for weight in layer.plain_weights()]
         return [self.vocabulary.embedding_WE, *of_layers, self.final_norm_E]
 

@@ -33,7 +33,7 @@ class FeedForward(Protocol):
     def linears(self) -> list[Linear]: ...
 
     def plain_weights(self) -> list[torch.Tensor]:
-        """Those that are no product's."""
+        """Parameters that do not belong to a linear layer."""
         ...
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
@@ -50,7 +50,7 @@ def feed_forward(
     packing: bool,
     ranks: ModelRanks,
 ) -> FeedForward:
-    """Of this layer of the model's: experts where ``spec.experts`` names it.
+    """The MLP of this layer: experts where ``spec.experts`` names it.
 
     Raises InvalidInputError for more ranks than can have a part.
     """

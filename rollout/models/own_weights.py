@@ -20,7 +20,7 @@ class OwnWeights(ABC):
 
     @abstractmethod
     def _plain_weights(self) -> list[torch.Tensor]:
-        """Those that are no product's, tables that products are tied to included."""
+        """Parameters that do not belong to a linear layer, tables that one is tied to included."""
         ...
 
     def finish_loading(self) -> None:

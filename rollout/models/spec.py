@@ -81,7 +81,7 @@ class ModelSpec:
 
     @property
     def entire(self) -> ModelSpec:
-        """Of the model that all ranks run together."""
+        """The spec of the model that all ranks run together."""
         return self if self.whole is None else self.whole
 
     @property
@@ -112,7 +112,7 @@ class ModelSpec:
     def of(
         config: Mapping[str, Any], extra_eos: object = None, max_context_len: int | None = None
     ) -> ModelSpec:
-        """Of the values of a config.json. Raises what `read` does."""
+        """The spec that the values of a config.json give. Raises what `read` does."""
         return _spec(config, extra_eos, max_context_len)
 
 
@@ -207,7 +207,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
 
 
 def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Of the qkv, output and MLP projections."""
+    """Whether the qkv, output and MLP projections have biases."""
     attention = bool(config.get("attention_bias", False))
     match architecture:
         case "LlamaForCausalLM":

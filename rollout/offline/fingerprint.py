@@ -88,8 +88,8 @@ def _files_hash(folder: Path, names: tuple[str, ...]) -> str:
 
 
 def _weights_hash(folder: Path) -> str:
-    """Of names, sizes and evenly spaced samples: training changes every part of a checkpoint, and
-    reading all of one of hundreds of gigabytes would take as long as loading it."""
+    """The hash of names, sizes and evenly spaced samples: training changes every part of a
+    checkpoint, and reading all of one of hundreds of gigabytes would take as long as loading it."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

@@ -17,7 +17,7 @@ _RAISE = "HYDRA_FULL_ERROR"  # 1: Hydra raises; else it prints an error and ends
 
 
 class HydraErrors:
-    """Of one command line. Who set HYDRA_FULL_ERROR=1 is shown them as they are."""
+    """Shows Hydra's errors of one command line, in full with HYDRA_FULL_ERROR=1."""
 
     def __init__(self, overrides: Sequence[str]) -> None:
         """``overrides``: the command line's arguments, flags among them or not."""

@@ -20,7 +20,7 @@ _WATCH_SECONDS = 1.0
 
 
 class JobCorpus:
-    """Of an engine whose worker has none, this does nothing.
+    """The corpus of a job's engine; does nothing where its worker has none.
 
     Under the output's lock: half-written files beside the corpus are of jobs that died.
     """

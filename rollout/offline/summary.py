@@ -13,7 +13,7 @@ from rollout.engine.metrics import EngineMetrics
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
-    """Of one run; a resumed job's earlier runs count only in ``resumed``."""
+    """The totals of one run; a resumed job's earlier runs count only in ``resumed``."""
 
     output: Path
     rollouts: int = 0

@@ -30,7 +30,7 @@ class ModelRanks:
 
     @property
     def of_drafts(self) -> ModelRanks:
-        """Those of a draft, which tensor-parallel ranks have whole: it is small, and every rank
+        """The ranks of a draft, which tensor-parallel ranks have whole: it is small, and every rank
         computes the same."""
         return ModelRanks(tensor=SingleRank(), rows=self.rows)
 

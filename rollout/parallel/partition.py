@@ -22,7 +22,7 @@ def even_parts(total: int, size: int) -> tuple[range, ...]:
 
 
 def scaled(parts: Sequence[range], width: int) -> tuple[range, ...]:
-    """Of items that are ``width`` indices each, the indices."""
+    """The indices of items that are ``width`` indices each."""
     return tuple(range(part.start * width, part.stop * width) for part in parts)
 
 

@@ -15,7 +15,7 @@ from rollout.report.run import ROLLOUT_FIELDS, STEP_FIELDS, Log, Run
 
 
 class Timeline:
-    """Of one run. Where steps have no time, their durations are summed up instead."""
+    """The times of one run's steps. Where steps have no time, their durations are summed up."""
 
     def __init__(self, steps: Columns, started: float) -> None:
         """``started``: Unix seconds; NaN: a step's length before the first one was logged."""

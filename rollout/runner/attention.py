@@ -133,6 +133,6 @@ def state_arrays(
 
 
 def state_plan(tensors: Mapping[str, torch.Tensor]) -> StatePlan:
-    """Of `state_arrays` and ``q_offsets_B1``, as tensors."""
+    """The plan of `state_arrays` and ``q_offsets_B1``, as tensors."""
     names = ("q_offsets_B1", "sources_B", "parents_T", "targets_T")
     return StatePlan(**{name: tensors[name] for name in names})

@@ -116,7 +116,7 @@ class StepArrays:
 
     @property
     def num_rows(self) -> int:
-        """Of the entries; what comes behind is padding."""
+        """Query rows of the entries, without padding."""
         return int(self.q_offsets_B1[-1])
 
     @property
@@ -125,7 +125,7 @@ class StepArrays:
         return self.starts_B + self.run_lens_B
 
     def padded(self, rows: int, entries: int = 0, nodes: int = 0) -> StepArrays:
-        """As many of each at least.
+        """Pads to at least these sizes.
 
         Padding rows run token 0 at position 0, write to the null slot and see nothing; they have no
         state and keep none. Padding entries have no rows, padding nodes are no entry's.
@@ -157,7 +157,7 @@ class StepArrays:
 def attention_plan(
     tensors: dict[str, torch.Tensor], req_to_token: torch.Tensor, longest: int
 ) -> AttentionPlan:
-    """Of `StepArrays.inputs`, as tensors."""
+    """The plan of `StepArrays.inputs`, as tensors."""
     plan: dict[str, Any] = {name: tensors[name] for name in _PLAN}
     return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
 

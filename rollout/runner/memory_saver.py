@@ -70,11 +70,11 @@ class MemorySaver:
         self.released: frozenset[MemoryTag] = frozenset()
 
     def add_kv_pool(self, pool: MemoryPool) -> None:
-        """Of a draft, made after the target's."""
+        """Add the pool of a draft, which is made after the target's."""
         self._kv_pools.append(pool)
 
     def add_graphs(self, graphs: Graphs) -> None:
-        """Of a draft, likewise."""
+        """Add the graphs of a draft, which are made after the target's."""
         self._graphs.append(graphs)
 
     @property

@@ -154,7 +154,7 @@ class ModelRunner:
         return hidden_TE, features_TF, none if routes is None else routes.joined()
 
     def _chunks(self, step: StepArrays) -> ChunkedPlan | None:
-        """Of long runs, where there is a kernel for them."""
+        """The chunks of long runs, where there is a kernel for them."""
         if self._piece_kernel is None or step.run_lens_B.max(initial=0) < MIN_ROWS:
             return None
         arrays = {"q_offsets_B1": step.q_offsets_B1} | step.states
@@ -181,5 +181,5 @@ class ModelRunner:
         return AuxHiddenStateCollector(self.features, rows, self.model.spec.hidden_size, like)
 
     def _head_rows(self, sampled_R: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of no rows too: a head that is spread over ranks waits for all of them."""
+        """The rows of the head. Runs with zero rows as well: a sharded head is a collective."""
         return padded(sampled_R, self._minimum_rows) if sampled_R.size else sampled_R

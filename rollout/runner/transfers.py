@@ -64,7 +64,7 @@ class DeviceBuffer:
         self._views: dict[tuple, torch.Tensor] = {}
 
     def send(self, arrays: Mapping[str, NDArray]) -> dict[str, torch.Tensor] | None:
-        """As `upload` does. None, and nothing sent, where they do not fit."""
+        """Send arrays as `upload` does. None, and nothing sent, where they do not fit."""
         packed, firsts = _packed(arrays, pinned=self._words.is_cuda)
         count = packed.numel()
         if count > self._words.numel():

@@ -188,7 +188,7 @@ class _Shaped:
         return len(self._inputs["changed"]) == len(self._temperature_R)
 
     def _some(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        """Of some rows, the changed ones' own."""
+        """The values of some rows; changed rows have their own."""
         found: torch.Tensor = getattr(self._plain, name)[index]
         if self._changed is None:
             return found

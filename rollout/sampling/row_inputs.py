@@ -61,7 +61,7 @@ def shape_arrays(rows: SampleRows) -> Arrays:
 
 
 def tree_arrays(trees: DraftTrees, row_offsets_B1: NDArray[np.int64]) -> Arrays:
-    """As ``ops.tree_accept.accept`` takes them."""
+    """The trees as ``ops.tree_accept.accept`` takes them."""
     return {
         "row_offsets": row_offsets_B1.astype(np.int32),
         "tokens": trees.tokens_N.astype(np.int32),

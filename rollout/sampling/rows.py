@@ -32,7 +32,7 @@ class SampleRows:
 
     @cached_property
     def requests(self) -> list[Request]:
-        """Of each row."""
+        """The request of each row."""
         found: list[Request] = []
         for owner, count in zip(self.owners, self.counts_O.tolist(), strict=True):
             found += [owner] * count
@@ -40,7 +40,7 @@ class SampleRows:
 
     @cached_property
     def drafted(self) -> Paths:
-        """Of each row the draft tokens between the committed ones and its position: its own path,
+        """For each row the draft tokens between the committed ones and its position: its own path,
         which is what penalties must see."""
         return self.find_paths()
 
@@ -50,7 +50,7 @@ class SampleRows:
         return self.of_rows(seeds_O)
 
     def of_rows(self, values_O: NDArray) -> NDArray:
-        """Of each row what its owner has."""
+        """For each row what its owner has."""
         return np.repeat(values_O, self.counts_O)
 
     def generated_len(self, row: int) -> int:
@@ -89,7 +89,7 @@ def rows_of_continuation(request: Request, output_ids: list[int], part: range) -
 
 
 def _paths(trees: DraftTrees, samples_B: NDArray[np.bool_]) -> Paths:
-    """Of each root, which has none, and of each node."""
+    """The path of each root, which is empty, and of each node."""
     found: Paths = []
     tokens, parents = trees.tokens_N.tolist(), trees.parents_N.tolist()
     ends = trees.offsets_B1.tolist()

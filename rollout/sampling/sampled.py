@@ -9,7 +9,7 @@ from rollout.types import TokenExtras
 
 @dataclass(kw_only=True, slots=True)
 class Sampled:
-    """Of each row. A row that is no distribution has token -1."""
+    """The sample of each row. A row that is no distribution has token -1."""
 
     tokens: list[int]
     logprobs: list[float]

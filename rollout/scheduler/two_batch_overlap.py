@@ -21,7 +21,7 @@ _PER_OCTAVE = 2  # kinds by number of running requests
 
 @dataclass(slots=True)
 class _Speed:
-    """Of the latest steps of a kind."""
+    """The speed of the latest steps of a kind."""
 
     seen_at: int = 0
     total_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))

@@ -18,7 +18,7 @@ _TOKENS = tuple(2**exponent for exponent in range(0, 18, 2))
 
 
 class HttpMetrics:
-    """Of one server. Labels are bounded: clients choose none of their values."""
+    """The HTTP metrics of one server. Labels are bounded: clients choose none of their values."""
 
     def __init__(self) -> None:
         labels = ("method", "route", "status")

@@ -36,7 +36,8 @@ async def json_body(request: Request, model: type[Body]) -> Body:
 
 
 async def json_of_texts(request: Request, model: type[Body]) -> Body:
-    """As `json_body`, for texts of gigabytes: they are copied once, while other threads wait."""
+    """Does what `json_body` does for texts of gigabytes: copies them once, while other threads
+    wait."""
     _require_json(request)
     return await _validated(model.model_validate_json, await request.body())
 

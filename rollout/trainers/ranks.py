@@ -12,7 +12,7 @@ from rollout.errors import WeightUpdateError
 
 
 class Ranks:
-    """Those that must take part in every collective of a source; none where nothing is sharded.
+    """The ranks that take part in every collective of a source; none where nothing is sharded.
 
     Of a mesh, ``groups`` holds this rank's group along each dimension: what is agreed along one
     after the other is agreed by all.

@@ -204,7 +204,7 @@ def announced_manifest(
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """Of names, dtypes and shapes in their order, in hexadecimal."""
+    """The digest of names, dtypes and shapes in their order, in hexadecimal."""
     lines = [[name, str(spec.dtype), list(spec.shape)] for name, spec in manifest.items()]
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 

@@ -34,7 +34,8 @@ class WeightSource(Protocol):
     """Named tensors of which names, shapes and dtypes are known beforehand."""
 
     def manifest(self) -> Manifest:
-        """Of what iterating will yield: whole tensors, however they are sharded now."""
+        """The manifest of what iterating will yield: whole tensors, however they are sharded
+        now."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,7 +38,7 @@ class _Mapped:
 
     @property
     def nonce(self) -> bytes:
-        """Of the bucket that is in it; zeros while one is being written."""
+        """The nonce of the bucket that is in it; zeros while one is being written."""
         return self._map[:NONCE_BYTES]
 
 

@@ -133,7 +133,7 @@ class WeightTransaction:
 
     @property
     def options(self) -> UpdateOptions:
-        """Those of the update under way; else what they are by default."""
+        """The options of the update under way, else the defaults."""
         return UpdateOptions() if self._update is None else self._update.options
 
     def require_whole(self) -> None:

@@ -46,7 +46,8 @@ class DraftBudget(Protocol):
     def observe(
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
-        """Of a step that is done. ``times``: NaN for a phase that took what it will not again."""
+        """Learn from a finished step. ``times``: NaN for a phase whose timing is not
+        steady-state."""
         ...
 
     def change_policy(self) -> None:

@@ -99,11 +99,12 @@ class LearnedBudget:
         )
 
     def step_ms(self, batch: Batch, num_nodes: int) -> float:
-        """Of this batch with so many draft nodes: forward and sampling, without drafting."""
+        """Milliseconds of this batch with so many draft nodes: forward and sampling, without
+        drafting."""
         return float(self._priced(batch).with_nodes_N1[num_nodes])
 
     def worth(self, batch: Batch) -> NDArray[np.float64]:
-        """Of a token of each entry, (B,): milliseconds of plain decoding it spares."""
+        """The worth of a token of each entry, (B,): milliseconds of plain decoding it saves."""
         return self._priced(batch).worth_B
 
     def bought(

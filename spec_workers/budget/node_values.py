@@ -49,7 +49,7 @@ class NodeValues:
     def corrected(
         self, probs_N: NDArray[np.floating], sources_N: NDArray, depths_N: NDArray
     ) -> NDArray[np.float64]:
-        """Of what a worker estimated: float64, in [0, 1]."""
+        """A worker's estimates, corrected: float64, in [0, 1]."""
         return np.minimum(probs_N * self._ratio_SD[sources_N, _bucket(depths_N)], 1.0)
 
     def observe(
@@ -140,7 +140,7 @@ class RequestTrust:
         return (seen[:, 1] + _INERTIA) / (seen[:, 0] + _INERTIA)
 
     def observe(self, request_id: int, expected: float, accepted: int) -> None:
-        """Of nodes that were verified; ``expected`` without this correction."""
+        """Learn from nodes that were verified; ``expected`` without this correction."""
         before = self._seen.get(request_id, (0.0, 0.0))
         expected, total = before[0] + expected, before[1] + accepted
         keep = 0.5 if expected > _MEMORY else 1.0

@@ -88,7 +88,7 @@ _BATCHES = 4
 
 @dataclass(slots=True)
 class Prices:
-    """Of one batch. Milliseconds."""
+    """The prices of one batch, in milliseconds."""
 
     until: int  # the step
     width: int  # requests sampled from

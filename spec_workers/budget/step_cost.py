@@ -113,7 +113,7 @@ class StepCost:
         return self._drafting.milliseconds(width)
 
     def of_following(self, width: int) -> float:
-        """Of a step in which nothing was proposed, only the tokens taken in."""
+        """The drafting time of a step that proposes nothing and only takes tokens in."""
         return self._following.milliseconds(width)
 
     def observe(

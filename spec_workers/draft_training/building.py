@@ -33,7 +33,7 @@ class DraftKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
-    """Of a new draft. As in the target: its query heads, and the width of its MLP where None."""
+    """The shape of a new draft: query heads as the target has, and its MLP's width where None."""
 
     kind: DraftKind
     chain_length: int = 2  # of an MTP chain
@@ -90,7 +90,7 @@ def new_draft(
 
 
 def layer_fields(spec: ModelSpec) -> dict[str, Any]:
-    """Of a config.json: what a plain decoder layer shares with a model of this spec."""
+    """The fields of config.json that a plain decoder layer shares with a model of this spec."""
     rope = rope_fields(spec.rope, spec.max_context_len)
     return {name: value for name, value in rope.items() if value is not None} | {
         "vocab_size": spec.vocab_size,
@@ -142,7 +142,8 @@ _NAMES = {DraftKind.eagle3: "LlamaForCausalLMEagle3", DraftKind.mtp: "Specrollou
 
 
 def _feature_layers(target: ModelSpec) -> list[int]:
-    """Whose inputs a new EAGLE-3 draft reads: low, middle and high, as its authors choose."""
+    """The layers whose inputs a new EAGLE-3 draft reads: low, middle and high, as its authors
+    choose."""
     return [2, target.num_layers // 2, target.num_layers - 3]
 
 

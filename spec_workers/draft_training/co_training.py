@@ -32,7 +32,7 @@ class CoTrainingRound:
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Of all rounds."""
+    """The totals of all rounds."""
 
     rounds: int = 0
     swaps: int = 0

@@ -202,7 +202,7 @@ class CoTrainingProcess:
         self._process.stdin.flush()
 
     def _answers(self) -> list[dict[str, Any]]:
-        """Those that are there. Raises OSError when there will be no more."""
+        """The answers that have come. Raises OSError when there will be no more."""
         assert self._process.stdout is not None
         try:
             while part := os.read(self._process.stdout.fileno(), 1 << 16):

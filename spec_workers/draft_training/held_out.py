@@ -26,7 +26,7 @@ _ROOTS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """As the worker's options: levels, candidates of a node, nodes kept."""
+    """The shape of a tree, as in the worker's options: levels, candidates of a node, nodes kept."""
 
     num_steps: int = 4
     topk: int = 4

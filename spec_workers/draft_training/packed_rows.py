@@ -87,7 +87,7 @@ class PackedRows:
         return self._shifted(1 + step)
 
     def tokens_S(self, step: int) -> torch.Tensor:
-        """Those of the rows that guess."""
+        """The tokens of the rows that guess."""
         return self.tokens_T(step)[self.guesses_S]
 
     def guessed_tokens_S(self, step: int) -> torch.Tensor:

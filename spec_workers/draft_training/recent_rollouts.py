@@ -50,7 +50,7 @@ class RecentRollouts:
 
     @property
     def num_bytes(self) -> int:
-        """Of features kept, at most. A donor that is trained on too counts twice."""
+        """The most bytes of kept features. A donor that is trained on too counts twice."""
         return _num_bytes(self.training) + _num_bytes(self.held_out) + _num_bytes(self._donors)
 
     def refresh(self) -> int:

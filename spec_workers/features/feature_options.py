@@ -45,7 +45,7 @@ class FeatureRingOptions:
         return cls(**(options or {}))
 
     def recorder(self, target: TargetWorker, drafted: AuxHiddenStates) -> FeatureRecorder | None:
-        """Of what a draft reads, and of the final hidden states its labels come from.
+        """The recorder of what a draft reads, and of the final hidden states its labels come from.
 
         Raises InvalidInputError for a ring too small for its sequences, WeightUpdateError where
         shared memory has no room.

@@ -174,7 +174,7 @@ class FeatureRecorder:
 
 
 def _computed_rows(entry: Scheduled, result: EntryResult, first: int) -> np.ndarray:
-    """Of the step's query rows, those at consecutive positions from ``entry.start`` on."""
+    """The step's query rows at consecutive positions from ``entry.start`` on."""
     nodes = np.array(result.path, dtype=np.int64) - 1
     rows = np.concatenate([np.arange(entry.run_len), entry.run_len + nodes])
     return first + rows

@@ -18,7 +18,7 @@ from spec_workers.neural.tree_growth import Expansion
 
 
 class ChainState:
-    """Of each running request and each step, the last known row: its position and hidden state.
+    """The last known row of each running request and step: its position and hidden state.
 
     Step k knows one position less than step k - 1: its row there waits for one token more. When
     that comes it takes the hidden state kept here, and until then the trees grow from it. Kept by

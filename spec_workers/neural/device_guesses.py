@@ -71,7 +71,7 @@ class DeviceGuesser:
         self._knots_P = constant(KNOTS_P.tolist(), torch.float64)
 
     def children(self, logits_RD: torch.Tensor, inputs: Tensors, depth: int) -> DeviceGuessed:
-        """Of nodes of one depth, 0 for roots.
+        """The children of nodes of one depth, 0 for roots.
 
         ``inputs``: `noise_inputs`, and what was learned: ``weights`` float32 [X, K] of the mixture
         and ``ratios`` float64 [X, P] of the reliability.

@@ -70,7 +70,7 @@ class Extension:
 
 
 class DraftRoots:
-    """Of each running request, the draft's hidden state at its last known position.
+    """The draft's hidden state of each running request at its last known position.
 
     Kept by row of ``req_to_token``, so there are never more than requests may run. One is told by
     its request and by how long the sequence was: after a step without draft-extend there is none.

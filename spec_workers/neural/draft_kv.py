@@ -171,7 +171,8 @@ class DraftKv:
         self.lens_Q[:] = 0
 
     def positions(self, row: int) -> list[int]:
-        """Those whose slots the row holds, in its order; -1 for a slot that is not the row's."""
+        """Positions whose slots the row holds, in its order; -1 for a slot that is not the
+        row's."""
         own = self._memory.req_to_token.table[row, : self._reached_Q[row]].tolist()
         position_of = dict(zip(own, range(len(own)), strict=True))
         shared_len, width = self._memory.shared_len(row), self.horizon - 1

@@ -18,7 +18,7 @@ from rollout.scheduler.step_limits import StepLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBytes:
-    """Of all pools of a draft."""
+    """The bytes of all pools of a draft."""
 
     per_slot: int  # of the target's KV
     apart: int  # for tree nodes and what a request has for itself, however many slots there are

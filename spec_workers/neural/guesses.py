@@ -58,8 +58,8 @@ class Guesses(Protocol):
     def batch(self) -> Batch: ...
 
     def followed(self, results: list[EntryResult]) -> tuple[Cases, list[int]] | None:
-        """Those along the path of the tokens emitted, and at each the token that came; None: there
-        were none."""
+        """The nodes along the path of the tokens emitted, and at each the token that came; None:
+        there were none."""
         ...
 
 
@@ -157,7 +157,7 @@ class Guesser:
         return tokens_RW, np.take_along_axis(probs_RC, best_RW, axis=1)
 
     def cases(self, found: Candidates, depths_R: NDArray[np.int64]) -> Cases:
-        """Of nodes of these depths."""
+        """The cases of nodes of these depths."""
         ids_D, index_RC = self._token_ids_D, found.index_RC
         components_RCK = found.components()
         highest_R = found.probs_RC.max(axis=1)

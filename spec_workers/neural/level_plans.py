@@ -21,7 +21,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class LevelPlans:
-    """Of one runner; ``name`` tells its inputs from those of others."""
+    """The attention plans of one runner's levels; ``name`` tells its inputs from those of
+    others."""
 
     def __init__(self, runner: DraftRunner, *, topk: int, num_steps: int, name: str = "") -> None:
         self._runner = runner

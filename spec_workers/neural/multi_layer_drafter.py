@@ -102,7 +102,7 @@ class MultiLayerEagleDrafter(TreeDrafter):
     def _reach(
         self, entries: Sequence[Scheduled], rows_G: NDArray[np.int64], ends_G: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """As many as there are steps, one behind the other, that have something to attend to, and
+        """The number of steps, one behind the other, that have something to attend to, and
         the hidden state that their first nodes take."""
         last_GK = self._state.last([entry.request for entry in entries])
         tokens_G = [entry.request.tokens for entry in entries]

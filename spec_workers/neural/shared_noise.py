@@ -161,7 +161,8 @@ class Candidates:
 def window_probabilities(
     probs_RC: NDArray[np.floating], ends_RC: NDArray[np.floating], uniforms_R: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Of tokens with intervals [end - prob, end): their share of the window of each of WIDTHS."""
+    """The share that tokens with intervals [end - prob, end) have of the window of each of
+    WIDTHS."""
     widths_K = np.array(WIDTHS)
     low_RK = np.maximum(uniforms_R[:, None] - widths_K, 0.0)
     high_RK = np.minimum(uniforms_R[:, None] + widths_K, 1.0)
@@ -174,7 +175,7 @@ def window_probabilities(
 
 
 def sharpened_probabilities(probs_RC: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Of the likeliest tokens: to the power of each of SHARPNESS, and renormalised among them."""
+    """The likeliest tokens' probabilities to the power of each of SHARPNESS, renormalised."""
     sharpness_K = np.array(SHARPNESS, dtype=np.float32)
     highest_R11 = np.maximum(probs_RC.max(axis=1, initial=0.0), 1e-30)[:, None, None]
     powers_RCK = (probs_RC[:, :, None] / highest_R11) ** sharpness_K

@@ -70,7 +70,7 @@ class TreeDrafter(ABC):
 
     @abstractmethod
     def _rooted(self, batch: Batch) -> Sequence[bool]:
-        """Of each entry: whether its tree has a hidden state to grow from."""
+        """Whether each entry's tree has a hidden state to grow from."""
 
     @abstractmethod
     def _reach(

@@ -57,7 +57,8 @@ def last_lines(residence: ActorLocation | None) -> str:
 
 
 def _tail(paths: Sequence[str]) -> list[str]:
-    """Of the first file that has lines other than Ray's own marks (``:actor_name:...``)."""
+    """The last lines of the first file that has lines other than Ray's own marks
+    (``:actor_name:...``)."""
     for path in paths:
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -138,7 +138,7 @@ class Experts:
         return [self.router, *self._shared, *self.gate_up.linears(), *self.down.linears()]
 
     def plain_weights(self) -> list[torch.Tensor]:
-        """Those that are no product's of ``linears``."""
+        """Parameters that do not belong to any of ``linears``."""
         return [*self.gate_up.plain_weights(), *self.down.plain_weights()]
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:

@@ -44,7 +44,7 @@ class WeightLoader:
         )
 
     def reordered(self, order_O: torch.Tensor) -> WeightLoader:
-        """Of a tensor whose rows come and go in another order than they are kept in.
+        """The loader of a tensor whose rows are kept in another order than checkpoints have.
 
         ``order_O``: kept row i is row order[i] of the tensor.
         """

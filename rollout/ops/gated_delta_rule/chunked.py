@@ -59,7 +59,7 @@ class ChunkedPlan:
 
 
 def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> ChunkedPlan | None:
-    """Of a plan on the CPU, for tensors on ``device``; None where no run is long."""
+    """The chunks of a plan on the CPU, for tensors on ``device``; None where no run is long."""
     offsets, sources = plan.q_offsets_B1.tolist(), plan.sources_B.tolist()
     parents, targets = plan.parents_T.tolist(), plan.targets_T.tolist()
     rounds: list[list[tuple[range, int, int]]] = []
@@ -125,7 +125,7 @@ def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> 
 
 
 def _pieces(rows: range, parents: list[int], targets: list[int]) -> list[range]:
-    """Of an entry's first rows, which continue each other, cut after each whose state is kept.
+    """The pieces of an entry's first rows, which continue each other, cut after each kept state.
 
     What is left of the entry continues the last of them alone, or itself.
     """
@@ -152,7 +152,7 @@ def gated_delta_rule(
     plan: ChunkedPlan,
     recurrent: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """As the op, with the plan's kernel on long runs and ``recurrent``, the op, on what is left."""
+    """The op with the plan's kernel on long runs, and ``recurrent``, the op, on what is left."""
     inputs = (q_THK, k_THK, v_TGV, log_decay_TG, beta_TG)
     out_TGV = torch.zeros_like(v_TGV, memory_format=torch.contiguous_format)
     for part in plan.rounds:

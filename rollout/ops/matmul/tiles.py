@@ -173,7 +173,7 @@ def tiles_up_to(
     processors: int,
     left_out: Set[Tile] = frozenset(),
 ) -> dict[Tile, int]:
-    """Those that products of so many rows or fewer run, each with the least number that does."""
+    """The tiles of products of so many rows or fewer, each with the least number that runs it."""
     found: dict[Tile, int] = {}
     for count in range(1, rows + 1, ROW_STEP):
         found.setdefault(tile_for(dtype, count, outputs, processors, left_out), count)

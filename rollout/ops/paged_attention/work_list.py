@@ -71,7 +71,7 @@ def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """Of the items and folds behind the last one the length is 0, and nothing else holds."""
+    """The items and folds of one step. Behind the last one only the length, 0, is defined."""
 
     rows: int  # query rows, padding included
     limits: Limits

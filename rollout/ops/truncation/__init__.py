@@ -15,7 +15,8 @@ def truncation_threshold(
     top_p_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
-    """As rollout.sampling.truncation defines it; float32 [R], -inf where nothing is cut.
+    """The threshold that `rollout.sampling.truncation` defines: float32 [R], -inf where nothing is
+    cut.
 
     Args: logits float32, bfloat16 or float16; temperature float32 (0 counts as 1); top_k int64
     (<= 0 is off); top_p float32 (1 is off); min_p float32 (0 is off).

@@ -75,7 +75,7 @@ def _row_edges(rows: np.ndarray) -> np.ndarray:
 
 
 def _draw_curve(axes: Axes, theme: Theme, curve: CostCurve, max_rows: float) -> float:
-    """As far as steps went. Returns where the axis should end."""
+    """Draws the curve as far as steps went. Returns where the axis should end."""
     end = int(np.searchsorted(curve.rows_R, max_rows)) + 1
     contexts = _contexts(curve)
     for color, context in zip(shades(theme, len(contexts)), contexts, strict=True):
@@ -90,7 +90,7 @@ def _draw_curve(axes: Axes, theme: Theme, curve: CostCurve, max_rows: float) -> 
 
 
 def _contexts(curve: CostCurve) -> list[int]:
-    """Those with observations, or all where none are told; a few, evenly chosen."""
+    """The contexts with observations, or all where none are given; a few, evenly chosen."""
     known = np.flatnonzero(np.nansum(curve.observations_CR, axis=1) > 0)
     if not len(known):
         known = np.arange(len(curve.contexts_C))

@@ -75,7 +75,7 @@ class ForwardGraphs:
         return Placed(tensors=tensors, bucket=bucket, variant=variant)
 
     def run(self, placed: Placed, forward: Forward) -> Results:
-        """Of the padded step, valid until the next one."""
+        """Run the padded step. The results are valid until the next one."""
 
         def named() -> Tensors:
             results = forward(placed.tensors, placed.bucket.longest)

@@ -29,8 +29,8 @@ class TokenSpelling:
             self._before_len = len(self._decode([]))
 
     def text(self, token_id: int) -> str:
-        """As it reads inside a text; special tokens by their names. U+FFFD stands for what is not
-        a whole character. Without a tokenizer: ``token_id:ID``."""
+        """The token as it reads inside a text; special tokens by their names. U+FFFD stands for
+        what is not a whole character. Without a tokenizer: ``token_id:ID``."""
         if self._tokenizer is None:
             return by_id(token_id)
         text = self._known.get(token_id)
@@ -39,7 +39,8 @@ class TokenSpelling:
         return text
 
     def bytes(self, token_id: int) -> list[int]:
-        """Those of all tokens, one after the other, are the text's, parts of characters too."""
+        """The token's bytes: all tokens' one after the other are the text's, parts of characters
+        too."""
         text = self.text(token_id)
         if "\N{REPLACEMENT CHARACTER}" in text:
             piece = self._tokenizer.convert_ids_to_tokens(token_id)

@@ -44,7 +44,7 @@ _NO_MODEL = {"type": "invalid_request_error", "param": "model", "code": "model_n
 
 
 def _top_level(place: Sequence[str | int]) -> str | None:
-    """Of a place as ``body, prompt, list[int], 3``: unions are no field of the client's."""
+    """The client's field of a place such as ``body, prompt, list[int], 3``, without unions."""
     return str(place[1]) if len(place) > 1 and isinstance(place[1], str) else None
 
 

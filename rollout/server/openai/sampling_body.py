@@ -53,7 +53,7 @@ class OpenAISamplingBody(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """As a last event of its own."""
+        """Whether usage comes as a last event of its own."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_fields(self) -> None:

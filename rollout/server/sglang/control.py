@@ -74,7 +74,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/continue_generation", responses=CHANGED)
     async def continue_generation(body: Body | None = None) -> JsonAnswer:
-        """And commit the weights that came while it was paused."""
+        """Continue, and commit the weights that came while generation was paused."""
 
         def go_on(engine: Engine) -> Answer:
             serving.open_update.continue_generation(engine)

@@ -77,7 +77,7 @@ class AnswerWriter:
         weight_version: int,
         seconds: float,
     ) -> dict[str, Any]:
-        """Of a prompt for which nothing is generated."""
+        """The answer to a prompt for which nothing is generated."""
         meta = {
             **self.meta(question, 0, [weight_version], 0),
             "finish_reason": {"type": "length", "length": 0},
@@ -121,7 +121,8 @@ class AnswerWriter:
     def prompt_logprobs(
         self, question: GenerateItem, logprobs: Sequence[float], extras: TokenExtras
     ) -> dict[str, Any]:
-        """Of the prompt's tokens from ``score_from`` on; the very first follows nothing: null.
+        """Logprobs of the prompt from ``score_from`` on; the very first token follows nothing:
+        null.
 
         ``logprobs``: of those that follow something.
         """

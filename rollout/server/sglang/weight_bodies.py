@@ -31,7 +31,7 @@ class UpdateFields(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that were given."""
+        """The options that were given."""
         given = {name: getattr(self, name) for name in UpdateOptions.__dataclass_fields__}
         return {name: value for name, value in given.items() if value is not None}
 

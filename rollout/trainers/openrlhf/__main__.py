@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _start_ray(options: OwnOptions, trainer: TrainerArguments) -> None:
-    """As OpenRLHF would, with the stand-ins in every worker."""
+    """Start Ray as OpenRLHF would, with the stand-ins in every worker."""
     import ray
 
     if ray.is_initialized():

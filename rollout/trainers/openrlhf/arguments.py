@@ -112,7 +112,7 @@ def read_arguments(
 
 
 def _latest_tag(path: str) -> str:
-    """Of the actor's checkpoints, as DeepSpeed notes it; "" where there are none, as OpenRLHF
-    begins anew then."""
+    """The latest tag of the actor's checkpoints, as DeepSpeed notes it; "" where there are none, as
+    OpenRLHF begins anew then."""
     latest = Path(path, "_actor", "latest")
     return latest.read_text().strip() if latest.is_file() else ""

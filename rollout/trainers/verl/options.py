@@ -21,7 +21,7 @@ OWN = f"{_FIELD}.engine_kwargs.{NAME}"
 
 
 def server_name(replica_rank: int, suffix: str = "") -> str:
-    """Of the replica's Ray actor."""
+    """The name of the replica's Ray actor."""
     return f"{NAME}_server_{replica_rank}{suffix}"
 
 
