@@ -167,7 +167,7 @@ class Corpus:
     def query(
         self, group: int, tokens: NDArray[np.int32], budget: int, min_probability: float
     ) -> Proposal:
-        """What a sequence with the context ``tokens`` would be offered.
+        """The proposal for a sequence with the context ``tokens``.
 
         Inserts and remembers nothing; the proposal has one entry. Arguments as for `open` and
         `propose`.
@@ -203,7 +203,7 @@ class Corpus:
         self._ext.add_external(name, *flat_documents(documents))
 
     def external_builder(self) -> _ext.ExternalBuilder:
-        """What builds an external corpus for this one, for `publish_external`."""
+        """The builder of an external corpus for this one, for `publish_external`."""
         return _ext.ExternalBuilder(self._ext)
 
     def publish_external(self, name: str, builder: _ext.ExternalBuilder) -> None:

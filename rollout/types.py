@@ -45,7 +45,7 @@ class FinishReason(enum.StrEnum):
 
 
 class PauseMode(enum.StrEnum):
-    """What becomes of requests in flight while generation is paused."""
+    """The fate of requests in flight while generation is paused."""
 
     ABORT = "abort"  # they end with what they have
     RETRACT = "retract"  # running ones go back to wait and recompute their KV
@@ -182,7 +182,7 @@ class RequestStats:
 
 @dataclass(kw_only=True, slots=True)
 class TokenExtras:
-    """What a request asked for beside `logprobs`, one entry per emitted token; else empty."""
+    """The extras a request asked for beside `logprobs`, one entry per emitted token; else empty."""
 
     raw_logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -337,7 +337,7 @@ class DraftTrees:
 
 @dataclass(kw_only=True, slots=True)
 class EntryResult:
-    """What one step gave one entry. Filled by the worker; empty for a prefill chunk."""
+    """The result of one step for one entry. Filled by the worker; empty for a prefill chunk."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -362,7 +362,7 @@ class StepTimes:
 
 @dataclass(kw_only=True, slots=True)
 class StepForecast:
-    """What a step was expected to cost and to gain. Filled by the worker, before it ran.
+    """The expected cost and gain of a step. Filled by the worker, before it ran.
 
     Milliseconds, of drafting, forward and sampling together. A gain is what plain decoding would
     have taken longer for the same tokens.

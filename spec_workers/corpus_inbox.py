@@ -1,4 +1,4 @@
-"""What other engines committed, on its way into this one's corpus."""
+"""Tokens that other engines committed, on their way into this one's corpus."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class CorpusInbox:
         self._num_open += 1
 
     def _lose(self, key: _Key) -> None:
-        """What waits of it is dropped, and what comes of it yet."""
+        """Drop what waits of a sequence, and what is still to come of it."""
         self.lost_rollouts += 1
         self._waiting_bytes -= self._queue.pop(key, 0)
         self._forget(key)

@@ -1,4 +1,4 @@
-"""What other engines' corpora have not heard of yet."""
+"""Committed tokens that other engines' corpora have not received yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What is needed of a request; not its logprobs and whatever else was asked for."""
+    """The part of an ended request that is needed: not its logprobs nor other extras."""
 
     request_id: int
     group: int

@@ -1,4 +1,4 @@
-"""What a tree that was not verified would have brought, told by what was emitted.
+"""Judges trees that were not verified by the tokens that were emitted.
 
 What is emitted does not depend on drafts, so a tree is right as far as it agrees with it.
 

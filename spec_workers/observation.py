@@ -1,4 +1,4 @@
-"""What a step gave, for those who propose."""
+"""The results of a step, for those who propose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks that run the same requests must have in common, each step.
+"""Values on which ranks that run the same requests must agree, each step.
 
 Everything a step does follows from what it is asked and from what was learned before. Time is the
 one thing that ranks do not share, so rank 0's is the one they all learn from.

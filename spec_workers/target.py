@@ -156,7 +156,7 @@ class TargetWorker:
 
     @property
     def description(self) -> str:
-        """What the time of a forward depends on, beside the batch."""
+        """The properties that the time of a forward depends on, beside the batch."""
         spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
         padding = f"padded to {self.minimum_rows} rows"
         if self.row_buckets:

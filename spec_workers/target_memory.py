@@ -107,7 +107,7 @@ def target_memory(
 def bytes_of_steps(
     memory: MemoryConfig, limits: StepLimits, steps: DummyRun, draft_nodes: int
 ) -> int:
-    """What steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
+    """The bytes steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
 
     All that they run is compiled then. ``draft_nodes``: most of a request in one step.
     """

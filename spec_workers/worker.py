@@ -58,7 +58,7 @@ class Launched:
 
 
 class SpecWorker:
-    """What every worker shares; a subclass says what it proposes and what it observes.
+    """The base of every worker; a subclass says what it proposes and what it observes.
 
     No speculation is an empty draft: there is no other path through a step.
     """
@@ -262,8 +262,8 @@ class SpecWorker:
         count_step(step.batch, step.proposed, step.verified, results, times)
 
     def _learn(self) -> None:
-        """What the last step cost and gave: on a GPU when the next one is under way there, or when
-        somebody asks before."""
+        """Learn what the last step cost and gave: on a GPU when the next one is under way there, or
+        when somebody asks before."""
         unlearned, self._unlearned = self._unlearned, None
         if unlearned is not None:
             unlearned()
@@ -276,7 +276,7 @@ class SpecWorker:
         raise TypeError(f"{type(self).__name__} does not say what it proposes")
 
     def observe(self, step: Observation) -> None:
-        """What was verified of what was proposed, and what came of it."""
+        """Take note of the nodes that were verified, and of what came of them."""
 
     def release(self, request: Request) -> None:
         """The request ended."""

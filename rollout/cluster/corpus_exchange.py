@@ -1,4 +1,4 @@
-"""What each replica commits, told to the others."""
+"""Tells each replica the tokens that the others committed."""
 
 from __future__ import annotations
 

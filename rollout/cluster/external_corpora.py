@@ -41,7 +41,7 @@ class _Corpus:
 
 @dataclass(slots=True, eq=False)
 class _Brought:
-    """What a replica was given before it joined. Its thread's, one at a time."""
+    """The corpora a replica was given before it joined. Its thread's, one at a time."""
 
     replica: Replica
     file: str | None = None
@@ -259,7 +259,7 @@ class ExternalCorpora:
         self._change()
 
     def _change(self) -> None:
-        """What is being looked at, or brought, is not what it will be."""
+        """Note a change: corpora that are being looked at, or brought, are out of date."""
         self._looking = {}
         self._members.repeat_joins()
 
@@ -354,7 +354,7 @@ class ExternalCorpora:
 
 
 def _slowest(on: Sequence[ExternalCorpus], num_replicas: int) -> ExternalCorpus:
-    """What is to be said of all: ready where it is everywhere, else loading."""
+    """The state of all replicas together: ready where it is everywhere, else loading."""
     loading = [each for each in on if each.state is ExternalState.LOADING]
     slowest = min(loading or on, key=lambda each: each.progress or 0.0)
     is_ready = not loading and len(on) == num_replicas

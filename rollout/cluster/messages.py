@@ -1,4 +1,4 @@
-"""What passes between a cluster and its replicas."""
+"""The messages between a cluster and its replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What a request emitted since it was last reported."""
+    """The tokens a request emitted since it was last reported."""
 
     request_id: int
     token_ids: list[int]
@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What never changes in a replica's life; the same of all."""
+    """Facts that never change in a replica's life and are the same on all."""
 
     vocab_size: int
     limits: StepLimits

@@ -1,4 +1,4 @@
-"""What a replica has to report: an end at once, tokens that are wanted every few milliseconds,
+"""Reports a replica's progress: an end at once, tokens that are wanted every few milliseconds,
 everything else once a second."""
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class _Running:
         versions: list[int],
         extras: TokenExtras,
     ) -> Growth:
-        """What is new. ``tokens`` after ``prompt_len``, and all of the others, it emitted."""
+        """The tokens since the last report. ``tokens`` after ``prompt_len``, and all of the others,
+        it emitted."""
         first, self._reported = self._reported, len(tokens) - prompt_len
         return Growth(
             request_id=self.request_id,
@@ -53,7 +54,7 @@ class _Running:
 
 
 class ProgressReporter:
-    """What is to be reported.
+    """Collects what a replica reports, and sends it.
 
     Collected on the engine loop's thread, reported from there between two steps, so nothing is
     seen half done.

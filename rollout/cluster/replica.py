@@ -79,7 +79,7 @@ class ReplicaPool(Protocol):
         ...
 
     def events(self, timeout: float) -> list[Event]:
-        """What has happened, in order; waits at most ``timeout`` seconds for the first.
+        """Events in order; waits at most ``timeout`` seconds for the first.
 
         Raises ClusterError where starting again is no use, and what made the engine impossible
         (InvalidInputError, CheckpointError, ...) while none has ever opened.
@@ -87,7 +87,7 @@ class ReplicaPool(Protocol):
         ...
 
     def share(self, value: Any) -> Any:
-        """What stands for ``value`` as an argument of many calls: it is copied once per host."""
+        """A reference to ``value`` as an argument of many calls: it is copied once per host."""
         ...
 
     def close(self) -> None:

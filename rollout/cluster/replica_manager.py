@@ -77,7 +77,7 @@ class ReplicaManager:
         self._joiners.append(joiner)
 
     def repeat_joins(self) -> None:
-        """What joiners bring has changed: those under way begin again when they are done."""
+        """Let joins under way begin again when they are done, for their content has changed."""
         for newcomer in self._newcomers.values():
             newcomer.is_stale = True
 
@@ -100,7 +100,7 @@ class ReplicaManager:
         undo: Callable[[Replica], Future[Any]] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What an engine's method gives on each replica that has joined and lives, by name.
+        """The result of an engine's method on each replica that has joined and lives, by name.
 
         Those that come while the dead are waited for are called too. ``newcomers``: so are those
         not up to date yet, and do not answer. Raises what the first that failed raised, when all
@@ -137,7 +137,7 @@ class ReplicaManager:
         return values
 
     def on_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What an engine's method gives on a replica; on another, if that one dies meanwhile.
+        """The result of an engine's method on one replica; on another, if that one dies meanwhile.
 
         Raises ClusterError where several die one after the other: the call may be what kills them.
         """

@@ -145,7 +145,7 @@ class Router:
         return name
 
     def take(self) -> dict[str, list[int]]:
-        """What is to be given to whom now."""
+        """The requests to hand out now, and to which replica."""
         taken: dict[str, list[int]] = {}
         for request_id, place in self._assignments():
             group, _ = self._requests[request_id]

@@ -166,7 +166,7 @@ class CorpusCalls(ABC):
 
     @exclusive
     def take_corpus_delta(self) -> CorpusDelta:
-        """What this engine's own requests committed since the last delta, each token once.
+        """The tokens this engine's own requests committed since the last delta, each once.
 
         Raises InvalidInputError before `share_corpus`.
         """
@@ -256,7 +256,8 @@ class CorpusCalls(ABC):
 
     @exclusive
     def learned(self) -> dict[str, Any]:
-        """What steps cost and drafts are worth, JSON-able: the cost curve, calibration, ..."""
+        """The learned costs of steps and worth of drafts, JSON-able: the cost curve, calibration,
+        ..."""
         return {"budget": self.worker.learned()}
 
     def _begin_cold_or_configured(self) -> None:

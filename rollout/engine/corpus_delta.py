@@ -1,4 +1,5 @@
-"""What one engine's corpus tells another's: the tokens committed since it was last asked."""
+"""CorpusDelta: what one engine's corpus tells another's, the tokens committed since it was last
+asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker drafts from, as far as the engine has to do with it."""
+"""DraftCorpus: a worker's corpus, as far as the engine deals with it."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ class DraftCorpus(Protocol):
         ...
 
     def take_delta(self) -> CorpusDelta:
-        """What was committed since the last one. Raises InvalidInputError before `share`."""
+        """The tokens committed since the last delta. Raises InvalidInputError before `share`."""
         ...
 
     def learn_deltas(self, deltas: Iterable[CorpusDelta]) -> None:
-        """What others took, beside the next steps; own ones are passed over. Raises
+        """Learn deltas of other engines beside the next steps; own ones are passed over. Raises
         InvalidInputError."""
         ...
 

@@ -59,7 +59,7 @@ class _UnderWay:
 
 
 class _AllOrNone(AbstractContextManager[None]):
-    """What fails within it on one rank leaves the others in the middle of it: they hear at once.
+    """A call that fails on one rank leaves the others in the middle of it: they hear at once.
 
     Were it run again, this rank's forwards would be taken for later ones of the others.
     """
@@ -363,7 +363,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
 
     @exclusive
     def status(self) -> EngineStatus:
-        """What it is doing now. Costs well under a millisecond."""
+        """The engine's status now. Costs well under a millisecond."""
         corpus = self.worker.draft_corpus
         usage = self.worker.memory.usage
         return EngineStatus(

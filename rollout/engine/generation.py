@@ -115,7 +115,8 @@ class GenerationCalls(ABC):
         return requests
 
     def _run_all(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
-        """What ended in each step, until all have. Closed early, it aborts what is unfinished."""
+        """The rollouts that ended in each step, until all have. Closed early, it aborts what is
+        unfinished."""
         inbox: deque[Rollout] = deque()
         unfinished = {request.request_id for request in requests}
         try:

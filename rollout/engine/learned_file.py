@@ -1,4 +1,4 @@
-"""What an engine learned beside its corpus, in a file of its own. It decides speed alone."""
+"""The file of an engine's learned costs, beside its corpus. It decides speed alone."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class EngineMetrics:
 
     @property
     def saved_seconds(self) -> float:
-        """What plain decoding would have taken longer, by the cost curve."""
+        """The seconds that plain decoding would have taken longer, by the cost curve."""
         return self.gain_ms / 1e3
 
     @property

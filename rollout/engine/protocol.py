@@ -1,4 +1,4 @@
-"""What jobs, servers and trainers ask of an engine."""
+"""The protocol of an engine: what jobs, servers and trainers ask of it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class RequestFactory:
         return request
 
     def rollout(self, request: Request) -> Rollout:
-        """What an ended request has to show."""
+        """The rollout of an ended request."""
         text = None
         if self._encoder.tokenizer is not None:
             text = self._encoder.decode(request.token_ids)

@@ -50,7 +50,8 @@ _LOCAL_METHODS = frozenset({
 def run_spmd(
     config: ParallelConfig, open_engine: OpenEngine, lead: Callable[[OpenEngine], T]
 ) -> T | None:
-    """What ``lead`` gives, on rank 0; the others do what it does to its engine, and give None.
+    """Run ``lead`` on rank 0 and return its result; the others repeat its engine calls and return
+    None.
 
     ``lead`` is handed the function that opens the engine, on all ranks then. Raises what both
     raise, and ParallelError where a rank is lost.

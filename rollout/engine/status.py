@@ -1,4 +1,4 @@
-"""What an engine is doing at the moment of asking, for status pages and monitoring."""
+"""EngineStatus: an engine's state at the moment of asking, for status pages and monitoring."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class WeightCalls(ABC):
     def weights_manifest(
         self, selector: str = "all", *, model_path: str | Path | None = None
     ) -> dict[str, TensorSpec]:
-        """What a full update must bring; with ``model_path``, what one from that folder would.
+        """The manifest of a full update; with ``model_path``, of one from that folder.
 
         Raises what `update_weights_from_disk` does.
         """

@@ -1,4 +1,4 @@
-"""What the engine is handed: a worker that turns a batch into emitted tokens."""
+"""The protocol of a worker, which turns a batch into emitted tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Worker(Protocol):
 
     @property
     def draft_corpus(self) -> DraftCorpus | None:
-        """What it drafts from and learns into; None for a worker that has no corpus."""
+        """The corpus it drafts from and learns into; None for a worker without one."""
         ...
 
     @property

@@ -113,7 +113,7 @@ class CacheMemory:
         return self.states.checkpoints.deepest(self.prefix_cache.match_slots(tokens[:-1]))
 
     def routed_experts(self, row: int, length: int) -> NDArray[np.integer] | None:
-        """What routers chose for the row's first ``length`` tokens, all computed: [length, L, X].
+        """The experts that routers chose for the row's first ``length`` tokens: [length, L, X].
 
         None where it is not kept. ``row``: -1 where ``length`` is 0.
         """

@@ -15,7 +15,7 @@ from rollout.ops.ragged import ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableChanges:
-    """What the device must be told before a batch runs. Legend: B entries, C places."""
+    """The changes to send to the device before a batch runs. Legend: B entries, C places."""
 
     rows_B: NDArray[np.integer]
     versions_B: NDArray[np.int64]

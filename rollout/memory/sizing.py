@@ -28,7 +28,7 @@ def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: in
 
 
 def kv_fraction(config: MemoryConfig, device_type: str) -> float:
-    """What is configured, else what suits the device."""
+    """The configured fraction, else the device's default."""
     if config.kv_fraction is not None:
         return config.kv_fraction
     return _FRACTION_OF_CPU if device_type == "cpu" else _FRACTION

@@ -116,7 +116,7 @@ class StateCheckpoints:
 
 
 class CheckpointedSlots:
-    """What a prefix cache gives KV slots back to, where states are kept with them."""
+    """The slot allocator of a prefix cache whose slots have states kept with them."""
 
     def __init__(self, kv_slots: SlotAllocator, checkpoints: StateCheckpoints) -> None:
         self._kv_slots = kv_slots

@@ -1,4 +1,4 @@
-"""What the engine asks of a language model.
+"""The protocol of a language model.
 
 Legend: T query rows, R sampled rows, E hidden, H query heads, K kv heads, D head dim, V vocabulary;
 of linear attention C channels, W taps, H key heads of K, G value heads of V; X experts per token.

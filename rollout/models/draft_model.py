@@ -1,4 +1,4 @@
-"""What a worker asks of a neural draft.
+"""The protocol of a neural draft's network.
 
 Legend: T query rows, R rows whose logits are wanted, E the draft's hidden size, F columns of the
 target's features, D draft vocabulary, V the target's vocabulary.
@@ -27,7 +27,7 @@ class DraftFamily(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """What is known of a draft before its weights, or the target's, are read."""
+    """The facts of a draft that are known before any weights are read."""
 
     family: DraftFamily
     decoder: ModelSpec  # its decoder layers; the vocabulary is the target's

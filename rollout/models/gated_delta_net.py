@@ -129,7 +129,7 @@ class GatedDeltaNet:
         return shards_of(own, group, by_head)
 
     def _parts(self, width: int, *, by_key_head: bool) -> tuple[range, ...]:
-        """What ranks have of something that is ``width`` indices for each head."""
+        """The parts that ranks have of something with ``width`` indices for each head."""
         entire = self._entire
         heads = entire.num_key_heads if by_key_head else entire.num_value_heads
         return scaled(even_parts(heads, self._group.size), width)

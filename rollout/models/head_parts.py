@@ -46,7 +46,7 @@ def check_shares(spec: ModelSpec, size: int) -> None:
 
 
 def spec_of_rank(spec: ModelSpec, group: RankGroup) -> ModelSpec:
-    """What a tensor-parallel rank runs, and keeps keys, values and states of.
+    """The spec of one tensor-parallel rank: the heads it runs and keeps keys, values and states of.
 
     Raises InvalidInputError where heads cannot be shared out evenly.
     """

@@ -44,7 +44,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def decoder_names(architecture: str) -> tuple[str, ...]:
-    """What the decoder's tensors are called in this and in other checkpoints, this one's first.
+    """The names of the decoder's tensors in this and in other checkpoints, this one's first.
 
     A Qwen3.5 with a vision tower has its decoder one deeper than one without. Trainers hold either
     of a checkpoint.

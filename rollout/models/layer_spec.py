@@ -1,4 +1,4 @@
-"""What the layers of a model are, where they are not all attention and a dense MLP."""
+"""The specs of layers that are not attention and a dense MLP."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def load_model(
 
 
 def _fill_with_zeros(model: CausalLM) -> None:
-    """What is left uninitialised may be NaN, and slow to calculate with."""
+    """Fill weights with zeros: uninitialised ones may be NaN, and slow to calculate with."""
     zero = torch.zeros((), dtype=model.dtype, device=model.device)
     for loader in model.weight_loaders().values():
         if loader.required:

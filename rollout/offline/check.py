@@ -43,7 +43,7 @@ class CheckedPrompts:
 def check_rows(
     file: PromptFile, on_error: OnError, output: Path, reserved: Collection[str]
 ) -> CheckedPrompts:
-    """What can be told without the model. ``reserved`` are columns the output has of its own.
+    """Check what can be told without the model. ``reserved`` are columns the output has of its own.
 
     Raises InvalidInputError for broken rows, unless they are skipped, for a column that would be
     there twice, and for a file without prompts.
@@ -93,7 +93,8 @@ def _check_json(file: PromptFile, row: PromptRow) -> None:
 def check_tokens(
     checked: CheckedPrompts, engine: Engine, params: SamplingParams, on_error: OnError
 ) -> None:
-    """What takes a tokenizer and the sizes of model and memory. Raises as `check_rows` does."""
+    """Check what takes a tokenizer and the sizes of model and memory. Raises as `check_rows`
+    does."""
     broken = []
     for row in checked.rows():
         try:

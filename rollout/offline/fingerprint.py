@@ -1,4 +1,5 @@
-"""What decides the content of an output, so that a job goes on only with what it began itself.
+"""The fingerprint of what decides an output's content, so that a job goes on only with what it
+began itself.
 
 Speculation, memory and scheduling are absent: they cannot be seen in the rollouts.
 """

@@ -85,7 +85,7 @@ def _first_line(message: str) -> str:
 
 
 def _nearest(error: OmegaConfBaseException) -> str:
-    """What may have been meant, as the end of a sentence."""
+    """The key that may have been meant, as the end of a sentence."""
     node = error.parent_node
     names = [str(name) for name in node] if isinstance(node, DictConfig) else []
     close = difflib.get_close_matches(str(error.key), names, cutoff=0.6)

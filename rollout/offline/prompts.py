@@ -49,7 +49,8 @@ class BrokenRow:
 
 
 def carried(row: PromptRow) -> dict[str, Any]:
-    """What the output takes from the prompts: the prompt as it was, and the extra columns."""
+    """The columns that the output takes from the prompts: the prompt as it was, and extra
+    columns."""
     return {"prompt": row.prompt, **row.extras}
 
 

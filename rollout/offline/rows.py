@@ -1,4 +1,4 @@
-"""What one row of the output holds."""
+"""The rows of the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run did, in one table."""
+"""The summary of a run, in one table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton ops share.
+"""Helpers that the Triton ops share.
 
 They are written for CUDA tensors; with TRITON_INTERPRET=1 in the environment from the start, CPU
 tensors go the same way, and so does all of an engine's code for GPUs.

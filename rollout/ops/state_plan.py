@@ -1,4 +1,4 @@
-"""What recurrent layers must know of a step, besides their inputs and the states.
+"""The state plan of a step: all that recurrent layers need besides inputs and states.
 
 Legend: B entries, T query rows.
 """

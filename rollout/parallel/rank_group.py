@@ -1,4 +1,4 @@
-"""What ranks that run one model ask of each other."""
+"""The collectives of ranks that run one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine learned, as far as a log has it whole."""
+"""The engine's learned costs and estimates, as far as a log has them whole."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ ROLLOUT_FIELDS = (
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """What one run logged. Seconds count from when it began to generate."""
+    """The log of one run. Seconds count from when it began to generate."""
 
     number: int  # from 1, in the order of the file
     settings: Mapping[str, Any] = field(default_factory=dict)

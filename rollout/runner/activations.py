@@ -1,4 +1,4 @@
-"""What a step takes beside weights and KV, and what compiles before the first request.
+"""The profile run: memory that a step takes besides weights and KV; and warm-up.
 
 Both are found by running steps of padding before there is any KV.
 """

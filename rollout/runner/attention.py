@@ -100,7 +100,7 @@ class RecurrentStates:
 def state_arrays(
     batch: Batch, trees: DraftTrees, q_offsets_B1: NDArray[np.int32], rows: int
 ) -> dict[str, NDArray[np.int32]]:
-    """What `state_plan` reads besides ``q_offsets_B1``, on the host.
+    """The arrays that `state_plan` reads besides ``q_offsets_B1``, on the host.
 
     ``q_offsets_B1`` and ``rows`` may count padding in. Each entry has its states.
     """

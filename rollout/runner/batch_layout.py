@@ -111,7 +111,7 @@ class StepArrays:
         )
 
     def with_states(self, batch: Batch, trees: DraftTrees) -> StepArrays:
-        """What recurrent layers read too. ``batch`` and ``trees``: those it was made of."""
+        """Add what recurrent layers read. ``batch`` and ``trees``: those the step was made of."""
         return replace(self, states=state_arrays(batch, trees, self.q_offsets_B1, self.num_rows))
 
     @property
@@ -150,7 +150,7 @@ class StepArrays:
         )
 
     def inputs(self) -> dict[str, NDArray]:
-        """What a forward of these shapes reads, by field."""
+        """The arrays that a forward of these shapes reads, by field."""
         return {name: getattr(self, name) for name in _INPUTS} | self.states
 
 
@@ -185,7 +185,7 @@ def _last_rows(offsets_B1: NDArray[np.int64], lens_B: NDArray[np.int64]) -> NDAr
 def _merged(
     runs: NDArray, of_runs: NDArray, nodes: NDArray, of_nodes: NDArray
 ) -> NDArray[np.int64]:
-    """What belongs to run rows and to node rows, at those rows."""
+    """Values of run rows and of node rows, each at its rows."""
     merged_T = np.empty(runs.size + nodes.size, dtype=np.int64)
     merged_T[runs], merged_T[nodes] = of_runs, of_nodes
     return merged_T

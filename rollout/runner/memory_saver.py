@@ -33,7 +33,7 @@ class MemoryPool(Protocol):
 
 
 class Graphs(Protocol):
-    """What is captured, and knows addresses."""
+    """Captured graphs, which hold memory addresses."""
 
     is_paused: bool
 
@@ -79,7 +79,7 @@ class MemorySaver:
 
     @property
     def unavailable_reason(self) -> str:
-        """What is released and needed to run; empty when nothing is."""
+        """Why nothing can run: memory that is released and needed; empty when there is none."""
         if not self.released:
             return ""
         missing = [tag.value for tag in _NEEDED if tag in self.released]

@@ -33,7 +33,8 @@ from rollout.types import Batch, DraftTrees
 
 @dataclass(kw_only=True, slots=True)
 class Forwarded:
-    """What one forward gave. Its query rows are, per entry, the run's and then the draft nodes'."""
+    """The outputs of one forward. Its query rows are, per entry, the run's and then the draft
+    nodes'."""
 
     logits_RV: torch.Tensor  # model dtype
     features_TF: torch.Tensor  # model dtype; no columns where none were asked for; until the next

@@ -158,7 +158,8 @@ class _Shaped:
         return logprobs_R
 
     def extras(self, tokens_R: torch.Tensor, most: int) -> Tensors:
-        """What was wanted about the token of each row; ``most``: likeliest tokens of a row."""
+        """The extras that were requested about the token of each row; ``most``: likeliest tokens of
+        a row."""
         inputs, found = self._inputs, Tensors()
         if "wants_raw" in inputs:
             index = inputs["wants_raw"]
@@ -238,7 +239,7 @@ def _changed(logits_RV: torch.Tensor, inputs: Tensors) -> _Rows:
 
 
 def _bounded(values: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """What was finite stays so, as in `penalties`."""
+    """Keep finite values finite, as in `penalties`."""
     largest = torch.finfo(torch.float32).max
     return torch.where(values.isfinite(), changed.clamp(-largest, largest), changed)
 

@@ -1,4 +1,4 @@
-"""What a row's own history does to its logits: penalties and logit bias.
+"""Penalties and logit bias: how a row's own history changes its logits.
 
 All of it belongs to ``logprobs``: a trainer that applies the same transforms recomputes them.
 """
@@ -49,7 +49,7 @@ def _ids(ids: NDArray[np.int64], logits_V: torch.Tensor) -> torch.Tensor:
 
 
 def _put_(logits_V: torch.Tensor, ids: torch.Tensor, changed: torch.Tensor) -> None:
-    """What was finite stays so, however large a penalty: a row with +inf is no distribution."""
+    """Keep finite values finite, however large a penalty: a row with +inf is no distribution."""
     largest = torch.finfo(torch.float32).max
     was_finite = logits_V[ids].isfinite()
     logits_V[ids] = torch.where(was_finite, changed.clamp(-largest, largest), changed)

@@ -1,4 +1,4 @@
-"""What the rows of a step need for sampling, as flat arrays: all that a device is told of them.
+"""The sampling inputs of a step's rows, as flat arrays: all that a device is told of them.
 
 Legend: R rows, C rows whose logits are changed, E edited logits, X forbidden ones, T rows that are
 truncated, B entries, N draft nodes, W rows that want something.
@@ -139,7 +139,7 @@ def _edits(rows: SampleRows) -> Arrays:
 
 
 class _History:
-    """What a request's committed tokens do to the logits of all of its rows in a step."""
+    """The effect of a request's committed tokens on the logits of all of its rows in a step."""
 
     def __init__(self, request: Request) -> None:
         self._params = request.params

@@ -1,4 +1,4 @@
-"""What sampling gives."""
+"""The results of sampling."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
 
 
 def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
-    """What `sample` would have reported, had it drawn ``token_ids``; bit for bit."""
+    """Report what `sample` would have, had it drawn ``token_ids``; bit for bit."""
     if gpu.runs_on(logits_RV.device):
         return device_sampler.score(logits_RV, rows, token_ids)
     return host_sampler.score(logits_RV, rows, token_ids)

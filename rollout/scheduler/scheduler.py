@@ -1,4 +1,5 @@
-"""What runs in the next step: continuous batching with chunked prefill. Integers and lists only.
+"""The scheduler of the next step: continuous batching with chunked prefill. Integers and lists
+only.
 
 A request waits, runs, and finishes; memory pressure or a weight update may send it back to wait.
 Every decision depends on the calls made so far and on nothing else.

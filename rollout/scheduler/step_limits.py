@@ -40,7 +40,8 @@ class StepLimits:
 
     @staticmethod
     def of(config: SchedulerConfig, device: torch.device, *, recurrent: bool = False) -> StepLimits:
-        """What is configured bounds what is not: each running request needs a token of the step."""
+        """The limits of a step. Configured ones bound the others: each running request needs a
+        token."""
         usual = StepLimits.usual(device, recurrent=recurrent)
         running, tokens = config.max_running, config.max_step_tokens
         if running is None:

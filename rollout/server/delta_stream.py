@@ -1,4 +1,4 @@
-"""What is asked of the engine, and its tokens on the way to a reader in asyncio, however slow."""
+"""DeltaStream: a request's tokens on the way to a reader in asyncio, however slow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one sample got since its last delta: of one step, or of several."""
+    """The tokens one sample got since its last delta: of one step, or of several."""
 
     index: int  # which of the samples asked for
     token_ids: list[int] = field(default_factory=list)

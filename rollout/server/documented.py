@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of answers that routes write by themselves."""
+"""The OpenAPI descriptions of answers that routes write by themselves."""
 
 from __future__ import annotations
 

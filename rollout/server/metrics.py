@@ -69,7 +69,7 @@ def routes(serving: Serving) -> APIRouter:
 
 
 class ServerCollector(Collector):
-    """What needs no status."""
+    """Collects metrics that need no engine status."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving

@@ -116,7 +116,7 @@ class ReceivedFile:
         return header.count(b'"dtype"')
 
     def refuse(self, error: Exception) -> InvalidInputError:
-        """What it is if it is no safetensors file."""
+        """Raise an error that names what the body is instead of a safetensors file."""
         start = os.pread(self._descriptor, 4, 0)
         size = os.fstat(self._descriptor).st_size
         if start.startswith(_PICKLES):

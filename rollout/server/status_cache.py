@@ -1,4 +1,4 @@
-"""What the engine is doing, for whoever must not wait for it."""
+"""The engine's latest status, for whoever must not wait for it."""
 
 from __future__ import annotations
 

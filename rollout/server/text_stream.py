@@ -13,7 +13,7 @@ _LONGEST_BEGUN = 4  # characters of " n '", which clean-up makes into n't when a
 
 
 class Detokenizer:
-    """What tokens to come may still change in a tokenizer's text. One serves any number of texts.
+    """Tells which text later tokens may still change. One serves any number of texts.
 
     Three things may change, at the end of the text alone. A character of several tokens is U+FFFD
     until its last byte has come. Byte pieces (``<0xE4>``) are judged as a run, once it has ended:
@@ -106,7 +106,7 @@ class TokenText:
 
 
 class TextStream:
-    """What may be shown of one sample's text, piece by piece.
+    """The text of one sample that may be shown, piece by piece.
 
     All pieces together are the rollout's text, whatever tokens come in which steps. A stop string
     that is complete is held until more tokens come: then it was none (it came before
@@ -121,7 +121,7 @@ class TextStream:
         self._shown_len = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """What these tokens allow to be shown."""
+        """The text that these tokens allow to be shown."""
         if self._text is None or not token_ids:
             return ""
         held_len = len(self._held)

@@ -18,7 +18,7 @@ from rollout.weights.options import UpdateOptions
 
 
 class WeightReceiver(Protocol):
-    """What a hook asks of an engine, or of a handle to one elsewhere."""
+    """The protocol of an engine, or of a handle to one elsewhere, that receives weights."""
 
     @property
     def weight_version(self) -> int: ...
@@ -36,7 +36,7 @@ class WeightReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """What one `RolloutHook.sync` did, on this rank."""
+    """The result of one `RolloutHook.sync` on this rank."""
 
     version: int  # of the weights the engines have now
     num_tensors: int

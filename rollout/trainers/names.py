@@ -22,7 +22,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What a chain of FSDP1, compile and checkpoint wrappers holds: the module itself if none."""
+    """The module inside a chain of FSDP1, compile and checkpoint wrappers, or the module itself."""
     while True:
         inner = next((child for name, child in module.named_children() if name in _WRAPPING), None)
         if inner is None:

@@ -19,7 +19,7 @@ from rollout.weights.manifest import Manifest, TensorSpec
 
 
 def weights_of(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
-    """What to stream of ``model``, adapters merged.
+    """The weights to stream of ``model``, adapters merged.
 
     Raises InvalidInputError for parameters that cannot be streamed, by name.
     """
@@ -114,7 +114,7 @@ class ParameterSource(ABC):
         return param_refs(self.model)
 
     def piece(self, ref: ParamRef) -> tuple[Hashable, int]:
-        """What is gathered for a ref, by any name that tells it from others, and its bytes."""
+        """The unit gathered for a ref, by any name that tells it from others, and its bytes."""
         return (id(ref.module), ref.attribute), ref.numel * ref.dtype.itemsize
 
     def weights(self) -> list[Weight]:

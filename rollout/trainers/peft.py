@@ -108,7 +108,7 @@ def _kept(wrapper: ModulesToSaveWrapper, name: str) -> tuple[nn.Module, str]:
 def _merges(
     name: str, layer: LoraLayer, places: _Places
 ) -> Iterator[tuple[str, list[ParamRef], Combine]]:
-    """What is added to the tensors of a layer: attribute of its base, inputs, how they are added.
+    """The additions to a layer's tensors: attribute of its base, inputs, how they are added.
 
     What was merged into the base in place is there already.
     """

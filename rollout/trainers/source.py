@@ -85,7 +85,7 @@ def _is_deepspeed(model: nn.Module) -> bool:
 
 
 def _refuse_unknown_wrapper(model: nn.Module) -> None:
-    """What is around the transformers model must be something whose names are known."""
+    """Raise unless the wrappers around the transformers model are known."""
     inner = unwrapped(model)
     while isinstance(inner, (DistributedDataParallel, DataParallel, AveragedModel)):
         inner = unwrapped(inner.module)

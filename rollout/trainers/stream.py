@@ -21,7 +21,7 @@ from rollout.weights.manifest import Manifest
 
 
 class Gathering(Protocol):
-    """What a stream asks of a `ParameterSource`; see there."""
+    """The part of `ParameterSource` that a stream uses; see there."""
 
     ranks: Ranks
 

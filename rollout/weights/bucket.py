@@ -149,7 +149,7 @@ def _refuse_other(bucket: object, index: int) -> None:
 
 
 def _capacity(named_tensors: NamedTensors, bucket_bytes: int) -> int:
-    """What a bucket's buffer need hold: no more than all tensors where they are known."""
+    """The bytes a bucket's buffer must hold: no more than all tensors where they are known."""
     manifest = manifest_of(named_tensors)
     if manifest is None:
         return bucket_bytes

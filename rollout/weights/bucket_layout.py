@@ -119,7 +119,7 @@ def layouts(manifest: Manifest, bucket_bytes: int) -> list[BucketLayout]:
 
 
 def manifest_of_layouts(found: Iterable[BucketLayout]) -> Manifest:
-    """What buckets bring. Raises InvalidInputError for a name that comes twice."""
+    """The manifest of buckets. Raises InvalidInputError for a name that comes twice."""
     entries = [entry for layout in found for entry in layout.entries]
     _refuse_twice([entry.name for entry in entries], "entries")
     return {entry.name: TensorSpec(entry.shape, entry.dtype) for entry in entries}

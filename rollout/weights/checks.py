@@ -1,4 +1,4 @@
-"""What is wrong with tensors that are offered. Each check raises InvalidInputError, listing all."""
+"""Checks of offered tensors. Each raises InvalidInputError with a list of all problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTED = 8
 
 
 def pairs_of(named_tensors: object) -> NamedTensors:
-    """What a caller handed over as names and tensors: a mapping's items, or as it is."""
+    """Names and tensors as a caller handed them over: a mapping's items, or the iterable itself."""
     if isinstance(named_tensors, Mapping):
         return named_tensors.items()
     wrong = str | bytes | torch.Tensor
@@ -38,7 +38,8 @@ def checked_pair(pair: object) -> tuple[str, torch.Tensor]:
 
 
 def manifest_of(named_tensors: NamedTensors) -> Manifest | None:
-    """What is known of them now: all of a source or a collection, nothing of a generator."""
+    """The manifest of tensors as known now: all of a source or a collection, nothing of a
+    generator."""
     if isinstance(named_tensors, WeightSource):
         return named_tensors.manifest()
     if not isinstance(named_tensors, Collection):
@@ -71,7 +72,7 @@ def refuse_incoming(
     loaded: Manifest,
     incoming: Manifest,
 ) -> None:
-    """What comes must fit the model, be what was announced, if anything was, and come once."""
+    """Raise unless tensors fit the model, were announced (if any were), and come once."""
     refuse_mismatches(weight_loaders, incoming, partial=True)
     lines = [f"came twice: {name}" for name in incoming if name in loaded]
     if announced is not None:
@@ -84,7 +85,7 @@ def refuse_incoming(
 
 
 def refuse_conversion(weight_loaders: Mapping[str, WeightLoader], incoming: Manifest) -> None:
-    """What is written as it is must be of the model's dtype."""
+    """Raise unless tensors that are written unconverted have the model's dtype."""
     _refuse(
         [
             f"wrong dtype: {name} is {spec.dtype}, the model has {weight_loaders[name].dtype} and "

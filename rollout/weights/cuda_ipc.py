@@ -39,7 +39,7 @@ KIND = "cuda_ipc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedBuffer:
-    """What another process's torch needs to map a buffer on a GPU.
+    """A buffer on a GPU as another process's torch can map it.
 
     The device goes by its UUID: processes may number their devices differently. What is counted
     and the event are torch's own: when to free, when the buffer is filled.

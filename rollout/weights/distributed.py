@@ -42,7 +42,7 @@ _REFUSAL_SECONDS = 10.0  # at most, of each wait for the sender of an update tha
 
 
 class DistributedSource:
-    """What a group is about to bring, as a WeightSource, and a context manager around the update.
+    """The weights a group is about to send, as a WeightSource and a context manager of the update.
 
     Leaving it takes what is left off the wire and tells the sender how the update went.
 
@@ -167,7 +167,8 @@ class DistributedSource:
             yield bucket
 
     def _wire(self, bucket: FlattenedBucket) -> torch.Tensor:
-        """What is broadcast for this bucket: its bytes, or its one tensor as its owner has it."""
+        """The tensor to broadcast for this bucket: its bytes, or its one tensor as its owner has
+        it."""
         if self._has_notes:
             return bucket.used
         ((_, tensor),) = bucket.unflatten()

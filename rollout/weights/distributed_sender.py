@@ -25,7 +25,7 @@ class DistributedSender:
         self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
 
     def arguments(self, source: WeightSource) -> dict[str, Any]:
-        """What to hand to every engine's update_weights_from_distributed, JSON-able."""
+        """The arguments of every engine's update_weights_from_distributed, JSON-able."""
         manifest = source.manifest()
         return {
             "names": list(manifest),

@@ -66,7 +66,7 @@ class WeightGroups:
         load_format: str | None,
         timeout: float | None,
     ) -> Iterator[DistributedSource]:
-        """What the group's sender is about to send; it hears how the update in here went.
+        """The source of what the group's sender is about to send; the sender hears how it went.
 
         ``timeout``: seconds, of each wait; None: what the group was joined with.
         """

@@ -26,7 +26,7 @@ class HandleReceiver:
         self._segments = SharedMemoryReceiver()
 
     def tensors(self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> NamedTensors:
-        """What the handles stand for.
+        """The names and tensors that the handles stand for.
 
         A handle or a collection of them is a WeightSource, of which everything is checked now. Of
         a generator each handle is taken when the one before has been loaded. Raises

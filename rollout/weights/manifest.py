@@ -1,4 +1,4 @@
-"""What an update is going to bring, known before a byte moves."""
+"""The manifest of an update: names, shapes and dtypes, known before a byte moves."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class WeightParts(Mapping[str, WeightPart]):
         raise InvalidInputError("selector", selector, f"this worker has: {known}")
 
     def source(self, folder: Path, selector: str) -> WeightSource:
-        """What an update from a folder brings to these parts. Raises CheckpointError."""
+        """The source of an update from a folder to these parts. Raises CheckpointError."""
         parts = self.selected(selector)
         first = next(part for part in self if part in parts)  # the target, where it is among them
         return self._readers[first](folder, parts)
@@ -127,7 +127,7 @@ class WeightParts(Mapping[str, WeightPart]):
         return found
 
     def manifest(self, selector: str) -> Manifest:
-        """What a full update of these parts must bring, in the dtypes they are kept in."""
+        """The manifest of a full update of these parts, in the dtypes they are stored in."""
         return {
             name: TensorSpec(loader.shape, loader.dtype)
             for name, loader in self.weight_loaders(self.selected(selector)).items()

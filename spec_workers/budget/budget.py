@@ -18,7 +18,7 @@ from spec_workers.draft_tree import only_roots
 
 @dataclass(kw_only=True, slots=True)
 class Verified:
-    """What a step verifies, and what that is expected to give."""
+    """The nodes a step verifies, and what they are expected to give."""
 
     trees: DraftTrees
     values_N: NDArray[np.floating]  # of its nodes: probability of acceptance, corrected
@@ -40,7 +40,7 @@ class DraftBudget(Protocol):
         ...
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
-        """What to verify of what was proposed; None when nobody was asked."""
+        """Choose the proposed nodes to verify; None when nobody was asked."""
         ...
 
     def observe(

@@ -110,7 +110,7 @@ class LearnedBudget:
     def bought(
         self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]
     ) -> tuple[Choice, DraftTrees, NDArray[np.float64]]:
-        """What would be verified of ``trees`` if its nodes were worth ``values_N``.
+        """The nodes of ``trees`` that would be verified if they were worth ``values_N``.
 
         Gives the choice, the trees it leaves and the values of their nodes.
         """

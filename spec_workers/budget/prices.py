@@ -1,4 +1,4 @@
-"""What a batch's steps cost and what its tokens are worth, in milliseconds of plain decoding.
+"""Prices: the cost of a batch's steps and the worth of its tokens, in ms of plain decoding.
 
 Legend: B sampling entries, N draft nodes; K ranks, 1 for the last request to end; S lengths.
 """
@@ -24,7 +24,7 @@ _TOWARDS_LONGEST = 3  # power of even steps in rank: there the worth changes mos
 def token_worth(
     remaining_B: NDArray[np.float64], decode_ms_B: NDArray[np.float64], ends: bool
 ) -> NDArray[np.float64]:
-    """What one token more of each request spares, in milliseconds; their sum is a decode step's.
+    """The milliseconds that one more token of each request saves; their sum is a decode step's.
 
     While others wait for the seats every token brings the end equally near. When none do, a request
     that ends one step sooner spares the difference between decoding with it and without it, when
@@ -59,7 +59,7 @@ def _spared(
     remaining_B: NDArray[np.float64],
     spared_K: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """What a request of each length spares when its turn comes to end, > 0: O(S B)."""
+    """The milliseconds a request of each length saves when its turn comes to end, > 0: O(S B)."""
     outlives_SB = remaining_S[:, None] / (remaining_S[:, None] + remaining_B)
     survivors_S = (1.0 - outlives_SB).sum(1) - 0.5  # who outlives it; itself it does not
     variance_S = (outlives_SB * (1.0 - outlives_SB)).sum(1) - 0.25

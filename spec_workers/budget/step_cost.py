@@ -1,4 +1,4 @@
-"""What a step costs: forward, sampling and drafting, learned together and kept per device."""
+"""The cost of a step: forward, sampling and drafting, learned together and kept per device."""
 
 from __future__ import annotations
 

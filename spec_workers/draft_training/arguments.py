@@ -89,7 +89,7 @@ def train_draft_parser() -> argparse.ArgumentParser:
 
 
 def check_options(given: argparse.Namespace) -> None:
-    """What the parts that get the values do not check. Raises InvalidInputError."""
+    """Check what the parts that get the values do not. Raises InvalidInputError."""
     if not given.model.is_dir():
         raise InvalidInputError("--model", str(given.model), "no such folder")
     for name in ("minutes", "check_minutes"):
@@ -136,7 +136,7 @@ def shape_of(given: argparse.Namespace, target: ModelSpec) -> DraftShape:
 def _check_held(
     given: argparse.Namespace, shape: DraftShape, target: ModelSpec, config: Mapping[str, Any]
 ) -> None:
-    """What is asked for is what the folder holds, by its config.json."""
+    """Raise unless the folder holds what is asked for, by its config.json."""
     if stored_kind(config) is not shape.kind:
         raise InvalidInputError("kind", given.kind, f"is not what {given.output} holds")
     asked = {

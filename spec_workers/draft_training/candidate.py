@@ -25,7 +25,7 @@ class HeldOut(Protocol):
 
 
 class Trainer(Protocol):
-    """What is asked of a `DraftTrainer`."""
+    """The part of `DraftTrainer` that a candidate needs."""
 
     features: AuxHiddenStates
 

@@ -144,7 +144,8 @@ class CoTrainer:
         return self.tally.counters(self._engine.weight_version)
 
     def _follow_engine(self) -> None:
-        """What the engine has: its head makes the labels, and its draft may be another's."""
+        """Take over the engine's weights: its head makes the labels, and its draft may be
+        another's."""
         self._engine.worker.weights.require_resident()
         if self._engine.weight_version != self._target_version:
             self._trainer.take_head(head_rows(self._engine, self._trainer.draft))

@@ -168,7 +168,7 @@ class CoTrainingProcess:
         self._awaited += 1
 
     def _lend(self) -> None:
-        """What the target's part in training is: its embedding, and its head's rows."""
+        """The target's part in training: its embedding, and its head's rows."""
         head_DE = head_rows(self._engine, self._draft)
         self._lent_version = self._engine.weight_version
         embedding_VE = target_embedding(self._engine)

@@ -1,4 +1,4 @@
-"""What training asks of a draft, whatever its family.
+"""The protocol of a trainable draft, whatever its family.
 
 Legend: T rows of all sequences, S those that guess, L tokens of one sequence, M = L - 2 rows of it,
 R rows of a level, F feature columns, E hidden, D draft vocabulary.
@@ -40,7 +40,7 @@ class TrainableDraft(nn.Module):
         """config.json of a folder that holds it."""
 
     def tables(self) -> dict[str, torch.Tensor]:
-        """What a folder holds beside the parameters, by name."""
+        """The tensors that a folder holds beside the parameters, by name."""
         return {"d2t": self.vocabulary.offsets_D}
 
     @abstractmethod

@@ -72,7 +72,7 @@ def recorder_of(engine: RolloutEngine) -> FeatureRecorder:
 
 
 def target_model(engine: RolloutEngine) -> CausalLM:
-    """What every worker verifies with."""
+    """The target model of the engine's worker."""
     return engine.worker.target.model  # type: ignore[attr-defined]
 
 

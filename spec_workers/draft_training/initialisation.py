@@ -57,7 +57,8 @@ def _pass_on(linear: nn.Linear, hidden: int) -> None:
 
 
 def _copy_layer(layer: DecoderLayer, target: TargetTensors, index: int) -> None:
-    """What both have room for. Attention reads the hidden state with its last E columns."""
+    """Copy what both layers have room for. Attention reads the hidden state with its last E
+    columns."""
     theirs_of = {"q_proj": target.queries(index)} | {
         name: target.of_layer(index, f"self_attn.{name}") for name in ("k_proj", "v_proj")
     }

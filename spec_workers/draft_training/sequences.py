@@ -1,4 +1,4 @@
-"""What a draft is trained on: sequences of tokens, and what the target made of them.
+"""Training sequences: tokens, and the target's features of them.
 
 Legend: L tokens of a sequence, N = L - 1 rows of features, F feature columns.
 """

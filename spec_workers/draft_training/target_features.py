@@ -1,4 +1,4 @@
-"""What the target makes of recorded tokens: its hidden states, computed once and kept.
+"""The target's hidden states of recorded tokens, computed once and kept.
 
 Legend: T query rows, L tokens, N = L - 1 rows of features, F feature columns, H query heads, K kv
 heads, D head dim.

@@ -21,7 +21,7 @@ class TargetTensors:
         return self._destinations[name].read().float().cpu()
 
     def norm(self, name: str) -> torch.Tensor:
-        """What a norm multiplies by."""
+        """The factors of a norm."""
         weight_E = self.read(f"model.{name}.weight")
         return weight_E + 1 if self._spec.norm_unit_offset else weight_E
 

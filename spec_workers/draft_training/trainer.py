@@ -120,12 +120,13 @@ class DraftTrainer:
             yield SENT_PREFIX + name, parameter.detach().to(dtype, copy=True)
 
     def load_named_tensors(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What `named_tensors` gave, or an engine's draft has. What the optimizer knows stays."""
+        """Load tensors that `named_tensors` gave, or an engine's draft has. The optimizer's state
+        stays."""
         tensors = {name.removeprefix(SENT_PREFIX): tensor for name, tensor in named_tensors}
         self.draft.load_state_dict(tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on as if never interrupted."""
+        """The state that `load_state_dict` needs to go on as if never interrupted."""
         return {"draft": self.draft.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

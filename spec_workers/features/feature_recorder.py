@@ -21,7 +21,7 @@ SHORTEST = 2  # rows: one for the draft to read, one that says what it should ha
 
 @dataclass(slots=True)
 class _Unwritten:
-    """What is kept of a request that runs: the features of consecutive positions."""
+    """The kept features of a running request, of consecutive positions."""
 
     first_position: int
     weight_version: int
@@ -149,8 +149,8 @@ class FeatureRecorder:
             self._write(max(rows, key=rows.__getitem__))
 
     def _write(self, request: Request) -> None:
-        """What is kept of it, into the ring. Called between its rows and those of its next step:
-        its tokens reach beyond its rows."""
+        """Write what is kept of a request into the ring. Called between its rows and those of its
+        next step: its tokens reach beyond its rows."""
         kept = self._followed[request]
         # A step that raised may have kept rows of tokens that were never appended.
         if (

@@ -136,7 +136,7 @@ class FeatureRing:
 
     @property
     def name(self) -> str:
-        """What a reader in another process of this host and user opens it by."""
+        """The name by which another process of this host and user opens the ring."""
         return self._segment.name
 
     @property

@@ -1,4 +1,4 @@
-"""What a draft guesses behind nodes, where its logits are: `Guesser.children` without a read.
+"""`Guesser.children` on the device, where the draft's logits are, without a read.
 
 The same formulas as `shared_noise`, `mixture` and `reliability`, which are the reference and learn:
 what they learned comes as two small tables. Probabilities agree with theirs to rounding.
@@ -38,7 +38,7 @@ class DeviceGuessed:
 def noise_inputs(
     requests: list[Request], ends_G: NDArray[np.int64], padding: int
 ) -> dict[str, NDArray]:
-    """What samples depend on beside logits, for `DeviceGuesser.children`; ``top_k`` is there where
+    """The inputs of samples beside logits, for `DeviceGuesser.children`; ``top_k`` is there where
     any request truncates. ``padding``: trees behind those of the requests."""
     params = [request.params for request in requests]
     arrays: dict[str, NDArray] = {

@@ -30,7 +30,7 @@ _LONGEST_STEP = 4
 
 
 class Shape(NamedTuple):
-    """What a proposal's launches depend on, beside what they read."""
+    """The shape of a proposal: all that its launches depend on beside what they read."""
 
     trees: int  # padded
     levels: int  # 1: children of the roots alone
@@ -42,8 +42,8 @@ class Levels(Protocol):
     """The draft's networks, level by level."""
 
     def inputs(self, rows_G: NDArray[np.int64], padding: int) -> dict[str, NDArray]:
-        """What its launches read beside ``rows``, of fixed shapes, for trees of these rows of
-        ``req_to_token``, which were followed, and padding."""
+        """The arrays that launches read beside ``rows``, of fixed shapes, for trees of these rows
+        of ``req_to_token``, which were followed, and padding."""
         ...
 
     def longest(self, rows_G: NDArray[np.int64]) -> int:
@@ -51,7 +51,7 @@ class Levels(Protocol):
         ...
 
     def changes(self, rows_G: NDArray[np.int64]) -> dict[str, NDArray]:
-        """What the tables on the device must be told."""
+        """The changes to the tables on the device."""
         ...
 
     def apply(self, tensors: Tensors, rows_G: NDArray[np.int64]) -> None:
@@ -182,7 +182,7 @@ class DeviceProposer:
         return arrays | self._guesser.tables() | self._levels.inputs(wanted.rows_G, padding)
 
     def _grow(self, inputs: Tensors, shape: Shape) -> Tensors:
-        """What `ReadProposal` reads, of all P trees. Nothing waits."""
+        """The tensors that `ReadProposal` reads, of all P trees. Nothing waits."""
         topk, levels = self._topk, self._levels
         growth = DeviceGrowth(inputs["sizes"], inputs["depths"], inputs["floor"], topk)
         hidden_PFE = levels.roots(inputs)

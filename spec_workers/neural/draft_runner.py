@@ -36,7 +36,7 @@ class DraftTable:
         self.tensor = table if self._is_view else torch.zeros_like(table, device=device)
 
     def changes(self, rows_B: NDArray[np.int64], ends_B: NDArray) -> dict[str, NDArray]:
-        """What the device must be told to hold columns [0, end) of the rows, each named once:
+        """The changes that make the device hold columns [0, end) of the rows, each named once:
         ``table_places`` int64 [C], flat, and ``table_slots`` int32 [C]."""
         if self._is_view:
             return {}

@@ -1,4 +1,4 @@
-"""What a draft's keys and values take, before any model is loaded."""
+"""The bytes of a draft's keys and values, before any model is loaded."""
 
 from __future__ import annotations
 

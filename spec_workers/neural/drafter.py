@@ -1,4 +1,4 @@
-"""What a worker asks of a neural draft."""
+"""The protocol of a neural drafter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Drafter(Protocol):
 
     @property
     def features(self) -> AuxHiddenStates:
-        """What it reads of the target."""
+        """The hidden states of the target that it reads."""
         ...
 
     @property

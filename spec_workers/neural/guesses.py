@@ -1,4 +1,4 @@
-"""What a draft guesses behind each node, and what it learns from how that turned out.
+"""The guesses of a draft behind each node, and what it learns from how they turned out.
 
 Legend: G trees, R rows of logits, D draft vocabulary, C candidates, W children, K components.
 """
@@ -132,7 +132,7 @@ class Guesser:
         self._open.append(guesses)
 
     def tables(self) -> dict[str, NDArray]:
-        """What was learned, for `DeviceGuesser`."""
+        """The learned tables, for `DeviceGuesser`."""
         return {"weights": self._mixture.weights(), "ratios": self._reliability.ratios()}
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What was read of a proposal on a device: its trees, and what is learned from them later.
+"""A proposal that was read from a device: its trees, and what is learned from them later.
 
 Legend: G trees, W nodes of a level, N nodes of all levels, V children of a row, C = (1 + N) V
 candidates, R = 1 + N rows with guesses, the root's first, K candidates of a row.

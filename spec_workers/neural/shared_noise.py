@@ -44,7 +44,7 @@ COMPONENTS = len(WIDTHS) + 1
 
 
 class SharedNoise:
-    """What the samples of some requests depend on, beside the logits."""
+    """The inputs of some requests' samples beside the logits."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._params = [request.params for request in requests]

@@ -1,4 +1,4 @@
-"""What neural drafts have in common: whose trees grow, how large, and where that runs.
+"""The base of neural drafts: which trees grow, how large, and where that runs.
 
 Legend: B entries, G entries whose trees grow.
 """

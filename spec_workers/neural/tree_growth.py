@@ -97,7 +97,8 @@ class TreeGrowth:
         self._masks_C = np.concatenate([self._masks_C, none.view(np.uint64)])
 
     def expand(self) -> Expansion:
-        """What of the last level to run: what may yet have children among the nodes kept."""
+        """The nodes of the last level to run: those that may yet have children among the kept
+        nodes."""
         rank_C = self._ranks(0)
         level = slice(self._level, None)
         trees = self._trees_C[level]

@@ -1,4 +1,4 @@
-"""What an actor that died wrote last."""
+"""The last lines that a dead actor wrote."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ class RayReplica:
 
 
 def import_failure(error: BaseException) -> str | None:
-    """What could not be imported where the replica was to start; None: it failed otherwise.
+    """The module that could not be imported where the replica was to start; None for other
+    failures.
 
     Ray says it in words alone of an actor, or of an argument, that cannot be unpickled there.
     """
@@ -92,7 +93,7 @@ def import_failure(error: BaseException) -> str | None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised in the actor, where it was that; else ``error``."""
+    """The exception raised in the actor, else ``error``."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 

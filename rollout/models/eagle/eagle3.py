@@ -23,7 +23,7 @@ from rollout.parallel import ModelRanks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Options:
-    """What checkpoints of one DraftSpec differ in."""
+    """The options in which checkpoints of one DraftSpec differ."""
 
     own_embedding: bool = False  # else the target's
     own_head: bool = True  # else the target's
@@ -190,7 +190,7 @@ class Eagle3(OwnWeights):
         return [*self.layer.plain_weights(), *self._tables().values()]
 
     def _tables(self) -> dict[str, torch.Tensor]:
-        """What is neither a product's nor the layer's, by name."""
+        """Tensors that belong neither to a linear layer nor to the decoder layer, by name."""
         found = {
             "input_norm": self.feature_norm_F,
             "norm": self.final_norm_E,

@@ -38,7 +38,7 @@ class _Folder:
 
 
 def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
-    """What a draft is and reads, before any weights are loaded: config.json and headers.
+    """The spec of a draft, before any weights are loaded: from config.json and headers.
 
     Its layer has as many positions as the target, whatever its config says. Raises CheckpointError
     for a folder that is incomplete, of an unknown layout or for another target,
@@ -62,7 +62,7 @@ def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) ->
 def tensors_for(
     folder: str | Path, draft: Eagle | Eagle3, target: CausalLM
 ) -> tuple[Checkpoint, dict[str, str]]:
-    """What a loaded draft can take from a folder: names there, and of the draft's destinations.
+    """The tensors a loaded draft can take from a folder, by their names there and in the draft.
 
     Raises what `read_eagle_spec` does, and CheckpointError for a draft of another shape or with
     another vocabulary.
@@ -189,7 +189,7 @@ def _options(layout: EagleLayout, own_embedding: bool) -> Eagle3Options:
 def _require_width(
     spec: DraftSpec, layout: EagleLayout, target: ModelSpec, own_embedding: bool
 ) -> None:
-    """What is taken from the target must be as wide as the draft."""
+    """Raise unless tensors taken from the target are as wide as the draft."""
     own_head = layout.has("lm_head.weight")
     if not own_head and spec.draft_vocab_size != target.vocab_size:
         raise CheckpointError(

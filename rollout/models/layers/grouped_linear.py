@@ -68,7 +68,7 @@ class GroupedLinear:
         return self._linears
 
     def plain_weights(self) -> list[torch.Tensor]:
-        """What is no product's."""
+        """Parameters that do not belong to a linear layer."""
         return [] if self._weights_NOI is None else [self._weights_NOI]
 
     def weight_rows(self, expert: int, start: int, stop: int) -> WeightLoader:

@@ -187,7 +187,7 @@ def _shuffled(count: int, linear: Linear) -> torch.Tensor:
 
 
 def _signature(linear: Linear) -> tuple[object, ...]:
-    """What kernels are chosen by; values are not among it."""
+    """The properties that kernels are chosen by; values are not among them."""
     return (
         linear.in_features,
         linear.out_features,

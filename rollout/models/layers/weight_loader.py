@@ -101,7 +101,7 @@ def mismatches(
     *,
     partial: bool = False,
 ) -> list[str]:
-    """What keeps ``offered`` (name to shape) from filling ``destinations``: one line per tensor.
+    """The reasons why ``offered`` (name to shape) cannot be loaded: one line per tensor.
 
     Empty when all is well. ``partial`` lets names be missing. Of parts and their whole one comes.
     """

@@ -34,7 +34,7 @@ class MtpLayout:
     head: str | None = None  # likewise, or one of its own
 
     def features(self, num_layers: int) -> AuxHiddenStates:
-        """What the chain reads of a target of so many layers."""
+        """The hidden states the chain reads of a target of so many layers."""
         if self.before_final_norm:
             return AuxHiddenStates(layers=(num_layers,))
         return AuxHiddenStates(final=True)

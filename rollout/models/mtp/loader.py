@@ -38,7 +38,7 @@ def is_separate_chain(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpChain:
-    """What a folder says of its chain before weights are read."""
+    """The facts of a folder's chain that are known before weights are read."""
 
     checkpoint: Checkpoint
     layout: MtpLayout
@@ -115,7 +115,8 @@ class MtpChain:
         return steps
 
     def tensors_for(self, steps: Sequence[MtpStep]) -> dict[str, str]:
-        """What a loaded chain can take from this folder: names there, and of its destinations.
+        """The tensors a loaded chain can take from this folder, by their names there and in the
+        chain.
 
         Raises CheckpointError for a chain of another shape or with another vocabulary.
         """

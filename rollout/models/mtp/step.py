@@ -145,7 +145,7 @@ class MtpStep(OwnWeights):
         return [*self._layer.plain_weights(), *self._tables().values()]
 
     def _tables(self) -> dict[str, torch.Tensor]:
-        """What is neither a product's nor the layer's."""
+        """Tensors that belong neither to a linear layer nor to the decoder layer."""
         names = self.names
         found = {
             names.embedding_norm: self._embedding_norm_E,

@@ -1,4 +1,4 @@
-"""What attention must know of a step, besides queries and pools.
+"""The attention plan of a step: all that attention needs besides queries and pools.
 
 Legend: B entries, N draft nodes, T query rows, W columns: two blocks of positions.
 """

@@ -1,4 +1,4 @@
-"""What each program of a step's attention does, on a GPU: made once per step, read by every layer.
+"""The work of each program of a step's attention on a GPU: made once per step, read by every layer.
 
 A tile is a few query rows of one entry, `tile_queries` at most. Its keys are `splits`, and an item
 is some of its splits one after another, for one program per kv head. A tile that is one item is
@@ -36,7 +36,7 @@ _WAVES = 4
 
 
 class Limits(NamedTuple):
-    """What a device and the heads of a model set."""
+    """The limits that a device and the heads of a model set."""
 
     tile_queries: int  # query rows of the widest tiles
     programs: int  # that run at once, per kv head
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class ListSizes(NamedTuple):
-    """What no list of a step of certain shapes exceeds."""
+    """Upper bounds of the lists of all steps of certain shapes."""
 
     items: int
     folds: int

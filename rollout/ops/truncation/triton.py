@@ -130,7 +130,7 @@ def _through(
 
 @triton.jit
 def _before(through, bin, BINS: tl.constexpr):
-    """What is in the bins before one."""
+    """The sum of the bins before each one."""
     return tl.sum(tl.where(tl.arange(0, BINS) == bin - 1, through, 0), axis=0)
 
 

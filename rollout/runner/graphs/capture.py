@@ -1,4 +1,4 @@
-"""What captures a forward, and its CUDA form."""
+"""The protocol of a graph capture, and its CUDA form."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ class _Memory(NamedTuple):
         return _Memory(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
 
     def taken_until(self, after: _Memory) -> int:
-        """What the pool has grown by, which is nothing where a graph finds room in what others left
-        there; and what the driver keeps of a graph, which is a few MiB, and no more than can be
-        told from what other processes take meanwhile."""
+        """The bytes the pool has grown by, which is nothing where a graph finds room in what others
+        left there; and what the driver keeps of a graph, which is a few MiB, and no more than can
+        be told from what other processes take meanwhile."""
         grown = max(0, after.reserved - self.reserved)
         drivers = self.free - after.free - grown
         return grown + min(max(0, drivers), _MAX_OF_DRIVER)

@@ -92,8 +92,8 @@ class CapturedRuns:
         function: Callable[[], Tensors],
         kept: Callable[[Tensors], Tensors] | None = None,
     ) -> Tensors:
-        """What ``function`` gives, valid until the next run. It reads what was placed and what has
-        one address for as long as graphs are kept, and nothing else that changes under one key.
+        """The results of ``function``, valid until the next run. It reads what was placed and what
+        has one address for as long as graphs are kept, and nothing else that changes under one key.
 
         ``kept``: for results like these, where a graph leaves its own; default: tensors that no
         other graph has.

@@ -1,4 +1,4 @@
-"""What all answers have in common: usage, choices and their text."""
+"""The parts that all answers share: usage, choices and their text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OutputTexts:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What the parts of one answer repeat."""
+    """The fields that all chunks of one answer repeat."""
 
     id: str
     object: str  # its kind

@@ -40,7 +40,7 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """What else it holds is the chat template's."""
+    """One chat message; its other fields are for the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

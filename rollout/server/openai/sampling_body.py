@@ -1,4 +1,4 @@
-"""What both kinds of completion are asked with: OpenAI's fields, and vLLM's beside them."""
+"""The sampling fields of both kinds of completion: OpenAI's, and vLLM's beside them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class AnswerWriter:
         self._encoder = encoder
 
     def text(self, question: GenerateItem, rollout: Rollout) -> str:
-        """What ended it is left out, a stop token or a stop string, unless ``no_stop_trim``."""
+        """The text without its end, a stop token or a stop string, unless ``no_stop_trim``."""
         if self._encoder.tokenizer is None:
             return ""
         skips = question.skip_special_tokens
@@ -91,7 +91,7 @@ class AnswerWriter:
     def meta(
         self, question: GenerateItem, sample_index: int, versions: Sequence[int], count: int
     ) -> dict[str, Any]:
-        """What is known of a sample from its first token on."""
+        """The meta information of a sample, known from its first token on."""
         return {
             "id": question.sample_rid(sample_index),
             "finish_reason": None,
@@ -172,7 +172,7 @@ class AnswerWriter:
                 return {"type": "abort", "message": rollout.error, "status_code": 500}
 
     def _matched(self, question: GenerateItem, rollout: Rollout) -> int | str:
-        """What ended it: a stop string, or the last token."""
+        """The stop string, or the last token, that ended it."""
         params, ids = question.params, rollout.token_ids
         if ids[-1] in params.stop_token_ids or not params.stop:
             return ids[-1]

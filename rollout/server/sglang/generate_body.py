@@ -1,4 +1,4 @@
-"""What `/generate` is asked: sglang's body, taken apart into one question per prompt."""
+"""The body of `/generate`, taken apart into one `GenerateItem` per prompt."""
 
 from __future__ import annotations
 

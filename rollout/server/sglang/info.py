@@ -1,4 +1,4 @@
-"""What model is served, how, and how busy it is."""
+"""Information about the served model, its options and its load."""
 
 from __future__ import annotations
 

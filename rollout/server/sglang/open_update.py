@@ -101,7 +101,7 @@ class OpenUpdate:
         self._ends_with_pause = True
 
     def _news(self, engine: Engine, options: Options) -> Options:
-        """What a part says of the update that its first call did not, which the engine refuses.
+        """Options of a later part that the first call did not have, which the engine refuses.
 
         Before anything is loaded it is taken over: sglang's begin_weight_update has no options, and
         the calls that follow bring them.

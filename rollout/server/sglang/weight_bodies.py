@@ -1,4 +1,4 @@
-"""What calls about weights bring, by sglang's names."""
+"""The bodies of calls about weights, by sglang's names."""
 
 from __future__ import annotations
 

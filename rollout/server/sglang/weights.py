@@ -113,7 +113,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post("/update_weights_from_distributed", responses=CHANGED)
     async def update_weights_from_distributed(body: DistributedBody) -> JsonAnswer:
-        """What the group's sender broadcasts meanwhile."""
+        """Receive the weights that the group's sender broadcasts meanwhile."""
 
         def receive(engine: Engine, options: dict[str, Any]) -> None:
             engine.update_weights_from_distributed(

@@ -21,7 +21,7 @@ def model_folder(name_or_path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorSettings:
-    """What an actor's engine is made from. Sent to it by Ray."""
+    """The settings of an actor's engine, sent to it by Ray."""
 
     model: str  # a folder, or a name on the hub
     seed: int

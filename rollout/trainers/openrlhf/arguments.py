@@ -65,7 +65,7 @@ _RULES_WITHOUT_FLASH_ATTN: tuple[tuple[str, Callable[[Any], bool], str], ...] = 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerArguments:
-    """What the engine takes from OpenRLHF's command line and does not get from its trainer."""
+    """The arguments of OpenRLHF that the engine needs and its trainer does not pass on."""
 
     sync_backend: str  # nccl or gloo: how parameters are broadcast
     dtype: str  # the trainer's parameters'

@@ -1,4 +1,4 @@
-"""What OpenRLHF imports of vllm and flash_attn, where they are not installed.
+"""Stand-ins for what OpenRLHF imports of vllm and flash_attn, where they are not installed.
 
 `openrlhf.trainer.ray` imports vllm and `openrlhf.models` flash_attn when they are imported, used or
 not. The names they ask for, and no other, are put into `sys.modules` of each process: those that

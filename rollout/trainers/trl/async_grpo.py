@@ -1,4 +1,4 @@
-"""What trl.experimental.async_grpo takes. Apart, for TRL warns whoever imports that."""
+"""The parts for trl.experimental.async_grpo; apart, for TRL warns whoever imports that."""
 
 from rollout.trainers.trl.rollout_worker import RolloutWorker
 from rollout.trainers.trl.weight_transfer import WeightTransfer

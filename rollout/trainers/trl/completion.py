@@ -1,4 +1,4 @@
-"""What a trainer is given of a rollout."""
+"""A rollout as a TRL trainer takes it."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class RolloutWorker:
 
 @dataclass(slots=True)
 class _Shared:
-    """What TRL's loop takes for a multiprocessing.Value; here it is shared by threads."""
+    """A value that TRL's loop takes for a multiprocessing.Value; here it is shared by threads."""
 
     value: float
 

@@ -1,4 +1,4 @@
-"""What each of verl's trainer workers holds of the rollout: the way to its replica's server."""
+"""The rollout of one of verl's trainer workers: the way to its replica's server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asked of the rollout in verl's configuration: taken over, of no effect, or refused.
+"""The rollout options of verl's configuration: taken over, of no effect, or refused.
 
 Everything is judged before any process starts; docs/verl.md has the table.
 """

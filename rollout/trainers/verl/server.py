@@ -191,7 +191,7 @@ class Server:
         await self.set_global_steps(step)
 
     async def abandon_weight_update(self, reason: str) -> None:
-        """What came of the open update is lost."""
+        """Abandon the open update: what came of it is lost."""
         await self._call(lambda engine: engine.abandon_weight_update(reason))
         await self._refuse_if_torn()
 
@@ -258,7 +258,7 @@ class Server:
         await self._resume("kv_cache")
 
     async def _release(self, *tags: str) -> None:
-        """What is released already stays so: verl may ask again."""
+        """Release memory; what is released already stays so, for verl may ask again."""
 
         def release(engine: RolloutEngine) -> None:
             held = [tag for tag in tags if tag not in engine.released_tags]
