@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import cast
+from types import FrameType
+from typing import NoReturn, cast
 
 import hydra
 import rich
@@ -47,6 +49,7 @@ SUBCOMMANDS = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, _end)  # until something knows how to stop
     sys.argv = [_with_model_path(argument) for argument in sys.argv]
     if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
         sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))
@@ -74,6 +77,11 @@ def main() -> None:
     finally:
         command.sweep.print(rich.get_console())
     sys.exit(command.exit_code)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Close what is open, a Ray for one, as Ctrl-C does."""
+    sys.exit(EXIT_SIGNAL + number)
 
 
 def register_config_schema() -> None:
