@@ -49,7 +49,19 @@ SUBCOMMANDS = {
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _end)  # until something knows how to stop
+    former = signal.signal(signal.SIGTERM, _end)  # until something knows how to stop
+    try:
+        _run_command()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Close what is open, a Ray for one, as Ctrl-C does."""
+    sys.exit(EXIT_SIGNAL + number)
+
+
+def _run_command() -> NoReturn:
     sys.argv = [_with_model_path(argument) for argument in sys.argv]
     if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
         sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))
@@ -77,11 +89,6 @@ def main() -> None:
     finally:
         command.sweep.print(rich.get_console())
     sys.exit(command.exit_code)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Close what is open, a Ray for one, as Ctrl-C does."""
-    sys.exit(EXIT_SIGNAL + number)
 
 
 def register_config_schema() -> None:
