@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import cast
+from types import FrameType
+from typing import NoReturn, cast
 
 import hydra
 import rich
@@ -47,6 +49,19 @@ SUBCOMMANDS = {
 
 
 def main() -> None:
+    former = signal.signal(signal.SIGTERM, _end)  # until something knows how to stop
+    try:
+        _run_command()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Close what is open, a Ray for one, as Ctrl-C does."""
+    sys.exit(EXIT_SIGNAL + number)
+
+
+def _run_command() -> NoReturn:
     sys.argv = [_with_model_path(argument) for argument in sys.argv]
     if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
         sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))

@@ -46,11 +46,7 @@ class JobCorpus:
         """
         if not self._keeps:
             return
-        for scratch in self._paths.half_saved():
-            try:
-                scratch.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("%s was left by a job that died and stays: %s", scratch, error)
+        self._remove_half_saved()
         if not self._path.exists():
             if self._num_tokens:  # so that the same command finds it, whatever it overwrote
                 self._save()
@@ -97,7 +93,16 @@ class JobCorpus:
             self._engine.save_corpus(self._path)
         except (InvalidInputError, OSError) as error:  # such as a folder of that name
             log.warning("%s was not saved, a restarted job would draft less: %s", self._path, error)
+        self._remove_half_saved()  # by a replica that died
         self._saved_at = time.monotonic()
+
+    def _remove_half_saved(self) -> None:
+        """While nobody saves."""
+        for scratch in self._paths.half_saved():
+            try:
+                scratch.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s was left by a process that died and stays: %s", scratch, error)
 
     def _report(self) -> None:
         """Log each external corpus once when it is published, each failure once."""

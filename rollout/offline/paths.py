@@ -47,7 +47,7 @@ class JobPaths:
         self.learned = learned_file(self.corpus)
 
     def half_saved(self) -> list[Path]:
-        """Scratch files left by jobs that died while they saved their corpus."""
+        """Scratch files left by jobs and replicas that died while they saved the corpus."""
         return [path for path in self.output.parent.iterdir() if self._is_half_saved(path)]
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from tempfile import TemporaryDirectory
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,9 +21,10 @@ _EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 def main() -> int:
     ranks, *command = sys.argv[1:]
     rank_process = ["-m", "rollout.parallel.rank_process", str(os.getpid()), *command]
-    options = ["--standalone", f"--nproc-per-node={ranks}", *rank_process]
+    options = ["--standalone", f"--nproc-per-node={ranks}"]
     try:
-        run(parse_args(options))
+        with TemporaryDirectory(prefix="specrollout-ranks-") as logs:  # torchrun's own stays
+            run(parse_args([*options, f"--log-dir={logs}", *rank_process]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         code = failure.exitcode

@@ -115,3 +115,19 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, 
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in lines} >= {"run", "step", "rollout", "totals"}
     assert sum(line["kind"] == "rollout" for line in lines) == NUM_PROMPTS * N
+
+
+def test_killed_while_replicas_start_it_ends_at_once_and_leaves_none(start, tmp_path, own_ray):
+    """Ray's own handlers would abort the process, or end it with another status."""
+    before = replica_processes()
+    log = tmp_path / "log"
+    process = start(tmp_path / "out.jsonl", f"cluster.address={own_ray}")
+    while "starting 2 replicas" not in (log.read_text() if log.exists() else ""):
+        assert process.is_alive(), log.read_text()
+        time.sleep(0.02)
+    process.terminate()
+    process.join(HANG_SECONDS)
+    assert process.exitcode == 128 + signal.SIGTERM, log.read_text()
+    assert not any(word in log.read_text() for word in ("Traceback", "SIGTERM"))
+    assert not list(tmp_path.glob("out.jsonl*"))
+    wait_until_gone([each for each in replica_processes() if each not in before], 60)

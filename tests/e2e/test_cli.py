@@ -201,11 +201,16 @@ def test_no_ranks_are_started_for_a_model_they_cannot_share(
     assert shown.err.count("\n") == 1
 
 
-def test_ranks_that_fail_end_with_their_own_code() -> None:
+def test_ranks_that_fail_end_with_their_own_code_and_leave_no_folder(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "rollout.parallel.launcher", "2"]
     ended = subprocess.run(
-        [*launcher, "timeit", "--nonsense"], capture_output=True, text=True, timeout=HANG_SECONDS
+        [*launcher, "timeit", "--nonsense"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
+    assert not list(tmp_path.iterdir())
     assert ended.returncode == 2
     assert "option --nonsense not recognized" in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr

@@ -204,6 +204,23 @@ def test_saved_while_it_generates(config: RunConfig, monkeypatch: pytest.MonkeyP
     assert len(saves) == 1
 
 
+def test_what_a_replica_left_that_was_killed_while_it_saved_goes_with_the_next_save(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_save = RolloutEngine.save_corpus
+
+    def killed_first(engine: RolloutEngine, path: Path) -> None:
+        """The cluster then has another replica save it."""
+        Path(f"{path}.saving.abc").write_text("half of it")
+        Path(f"{path}.learned.json.saving.abc").write_text("half of it")
+        real_save(engine, path)
+
+    monkeypatch.setattr(RolloutEngine, "save_corpus", killed_first)
+    run(config)
+    assert corpus_file(config).exists()
+    assert not list(corpus_file(config).parent.glob("*.saving.*"))
+
+
 def test_no_corpus_where_none_is_wanted_or_there_is_none(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

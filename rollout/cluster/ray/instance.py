@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +52,8 @@ class RayInstance:
         cannot start."""
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            _connect(config)
+            with _own_sigterm():
+                _connect(config)
         self.resources: dict[str, float] = ray.cluster_resources()
         self.num_nodes = sum(node["Alive"] for node in ray.nodes())
 
@@ -57,6 +61,25 @@ class RayInstance:
         if self._is_ours:
             self._is_ours = False
             ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's handler: those that Ray puts in its place as it connects end the process
+    with a status of their own, or abort it and leave what it has started."""
+    former = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or former is None:
+        yield
+        return
+    try:
+        yield
+    except SystemExit as error:
+        signal.signal(signal.SIGTERM, former)
+        if error.code == signal.SIGTERM:  # Ray's handler raised it: ours says how to end
+            signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _started_here() -> str | None:
