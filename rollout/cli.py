@@ -42,7 +42,7 @@ DEFAULT_OUTPUT = "rollouts.jsonl"
 
 # Imported when asked for: the engine's packages know of no worker, and reports need no torch.
 SUBCOMMANDS = {
-    "report": "rollout.report.command:run_report",
+    "report": "rollout.report.report:run_report",
     "serve": "rollout.server.command:run_serve",
     "train-draft": "spec_workers.draft_training.command:run_train_draft",
 }

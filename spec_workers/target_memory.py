@@ -18,7 +18,7 @@ from rollout.memory.state_pool import StatePool
 from rollout.memory.state_slots import StateSizes
 from rollout.memory.system import free_bytes
 from rollout.models.causal_lm import CausalLM
-from rollout.models.layer_spec import ExpertsSpec
+from rollout.models.experts_config import ExpertsSpec
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
 from rollout.runner.activations import activation_bytes, warm_up

@@ -20,8 +20,7 @@ from traces import Trace
 
 from ngram_native import Corpus, Proposal
 from rollout.scheduler.length_forecast import LengthForecast
-from spec_workers.budget.choice import choose_nodes, falling
-from spec_workers.budget.prices import token_worth
+from spec_workers.budget.prices import choose_nodes, falling, token_worth
 
 Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Time of a step by its query tokens, roots included."""

@@ -18,13 +18,18 @@ from rollout.cluster.replica import Replica, ReplicaDiedError
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.errors import IntegrityError, InvalidInputError, RolloutError, WeightUpdateError
-from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets, unflattened
+from rollout.weights.bucket import (
+    CACHED_BUCKET_BYTES,
+    FlattenedBucket,
+    PackedBucket,
+    buckets,
+    unflattened,
+)
 from rollout.weights.checks import manifest_of, pairs_of, refuse_not_finite
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import announced_manifest
 from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights
 from rollout.weights.options import UpdateOptions
-from rollout.weights.packed_bucket import PackedBucket
 
 log = logging.getLogger(__name__)
 

@@ -20,14 +20,13 @@ from rollout.checked import (
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
-from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
+from rollout.weights.bucket import FlattenedBucket, PackedBucket, buckets, unflattened
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.checks import manifest_of, pairs_of
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
 from rollout.weights.options import UpdateOptions
-from rollout.weights.packed_bucket import PackedBucket
 from rollout.weights.transaction import WeightState
 
 

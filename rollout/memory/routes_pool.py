@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.models.layer_spec import ExpertsSpec
+from rollout.models.experts_config import ExpertsSpec
 
 
 class RoutesPool:

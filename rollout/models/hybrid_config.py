@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.config_fields import size
-from rollout.models.layer_spec import LinearAttentionSpec
+from rollout.models.experts_config import LinearAttentionSpec
 
 HYBRIDS = frozenset(
     {

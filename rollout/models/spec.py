@@ -12,7 +12,7 @@ import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.models.config_fields import size
-from rollout.models.experts_config import experts_spec
+from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec
 from rollout.models.hybrid_config import (
     HYBRIDS,
     VISION,
@@ -21,7 +21,6 @@ from rollout.models.hybrid_config import (
     plain_rope,
     text_config,
 )
-from rollout.models.layer_spec import ExpertsSpec, LinearAttentionSpec
 from rollout.models.layers.rope import RopeSpec
 from rollout.models.mtp.names import is_mtp_tensor
 from rollout.models.rope_config import context_limit, rope_spec

@@ -1,21 +1,19 @@
-"""The job: check, resume, generate, write.
-
-while work is left:
-    submit what the engine has room for
-    for rollout in engine.step(): write it
-"""
+"""The job: check, resume, generate, write; stopped between two steps by the first Ctrl-C."""
 
 from __future__ import annotations
 
 import enum
 import logging
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -35,10 +33,48 @@ from rollout.offline.progress import Progress, loading_model, open_progress
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
-from rollout.offline.signals import StopSignals
 from rollout.offline.summary import Summary
 from rollout.parallel import rank_of
 from rollout.types import FinishReason, Rollout, SamplingParams
+
+
+class StopSignals:
+    """While the context lasts, these signals are noted in ``received`` instead of obeyed.
+
+    SIGINT, SIGTERM and, unless it is ignored, as under nohup, SIGHUP. A second one finds the former
+    handlers in place. Off the main thread, where Python allows no
+    handlers, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
+                self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+
 
 log = logging.getLogger(__name__)
 

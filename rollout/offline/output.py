@@ -1,14 +1,13 @@
-"""One output file, and what stands beside it while it grows; see paths.py.
-
-The run record is written before the first rollout and again after the last; whatever moment the
-process dies at, the files say what is done.
-"""
+"""One output file and its run record, and the files beside it while it grows; see paths.py."""
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollout.offline.arrow import read_json_rows, rollout_schema, write_parquet
@@ -18,9 +17,65 @@ from rollout.offline.fingerprint import differences
 from rollout.offline.paths import JobPaths
 from rollout.offline.prompts import PromptRow, carried
 from rollout.offline.rows import rollout_columns, rollout_row, row_fault, to_json_line
-from rollout.offline.run_record import REMEDY, Completion, RunRecord
-from rollout.offline.sink import JsonlSink, OutputError, whole_rows
+from rollout.offline.sink import JsonlSink, OutputError, whole_rows, write_whole
 from rollout.types import Rollout, SamplingParams
+
+REMEDY = "choose another output.path, or replace it with output.overwrite=true"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    rollouts: int
+    skipped_prompts: int
+    num_bytes: int  # of the output
+
+    def __post_init__(self) -> None:
+        for value in (self.rollouts, self.skipped_prompts, self.num_bytes):
+            if type(value) is not int or value < 0:  # bool is an int too
+                raise ValueError("complete must hold counts")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    fingerprint: dict[str, Any]
+    complete: Completion | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord:
+        """Raises OutputError for what is no such record."""
+        try:
+            return cls._parse(json.loads(path.read_bytes()))
+        except (ValueError, RecursionError) as error:
+            raise OutputError(f"{path} is not the record of a run ({error}): {REMEDY}") from None
+
+    @classmethod
+    def _parse(cls, record: Any) -> RunRecord:
+        if not isinstance(record, dict):
+            raise ValueError("it must be an object")
+        if (number := record.get("format")) != _FORMAT:
+            raise ValueError(f"it has format {number!r}, and {_FORMAT} is known here")
+        fingerprint, complete = record.get("fingerprint"), record.get("complete")
+        if not isinstance(fingerprint, dict) or not fingerprint:
+            raise ValueError("its fingerprint must be an object")
+        if complete is None:
+            return cls(fingerprint)
+        if not isinstance(complete, dict):
+            raise ValueError("its complete must be null or an object")
+        names = ("rollouts", "skipped_prompts", "bytes")
+        counts: list[Any] = [complete.get(name) for name in names]  # Completion checks them
+        return cls(fingerprint, Completion(*counts))
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all. Raises OutputError."""
+        complete = self.complete and {
+            "rollouts": self.complete.rollouts,
+            "skipped_prompts": self.complete.skipped_prompts,
+            "bytes": self.complete.num_bytes,
+        }
+        record = {"format": _FORMAT, "complete": complete, "fingerprint": self.fingerprint}
+        write_whole(path, json.dumps(record, indent=2).encode() + b"\n")
+
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""How far the job is: a bar on a terminal, a line every few seconds elsewhere."""
+"""How far the job is, on one console: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import rich
 import rich.progress
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from rollout.models.loader import Progress as LoadProgress
+
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints through rich's own console, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = escape(self.format(record))
+        style = _STYLES.get(record.levelno)
+        prefix = f"[{style}]{record.levelname.lower()}:[/] " if style else ""
+        rich.get_console().print(prefix + text, highlight=False, soft_wrap=True)
+
 
 log = logging.getLogger(__name__)
 

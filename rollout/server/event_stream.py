@@ -1,11 +1,14 @@
-"""Server-sent events."""
+"""Server-sent events, and work for a client that may leave."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -45,3 +48,28 @@ async def _events(objects: AsyncGenerator[dict[str, Any], None]) -> AsyncIterato
 
 def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
+
+
+T = TypeVar("T")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; cancels it and raises ClientDisconnect when the client has left.
+
+    The request's body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -15,8 +15,7 @@ import torch
 
 from rollout.checked import checked_int, checked_list, checked_name, checked_object
 from rollout.errors import InvalidInputError
-from rollout.weights.dtype_names import dtype_name, named_dtype
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.manifest import Manifest, TensorSpec, dtype_name, named_dtype
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 

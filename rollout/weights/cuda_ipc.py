@@ -24,7 +24,7 @@ from rollout.weights.bucket import (
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import NamedTensors
-from rollout.weights.nonce import (
+from rollout.weights.segment import (
     HEADER_BYTES,
     NO_BUCKET,
     NONCE_BYTES,

@@ -34,9 +34,8 @@ from rollout.checked import checked_int, checked_list, checked_name
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import FlattenedBucket
 from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts
-from rollout.weights.dtype_names import named_dtype
 from rollout.weights.group import BroadcastGroup, WeightGroup
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.manifest import Manifest, TensorSpec, named_dtype
 
 _REFUSAL_SECONDS = 10.0  # at most, of each wait for the sender of an update that has failed
 

@@ -10,9 +10,8 @@ from rollout.weights.bucket import CACHED_BUCKET_BYTES, buckets
 from rollout.weights.bucket_layout import checked_bucket_bytes, layouts
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import manifest_digest, outcome
-from rollout.weights.dtype_names import dtype_name
 from rollout.weights.group import WeightGroup
-from rollout.weights.manifest import Manifest, WeightSource
+from rollout.weights.manifest import Manifest, WeightSource, dtype_name
 
 
 class DistributedSender:

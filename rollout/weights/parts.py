@@ -1,4 +1,4 @@
-"""The models of one worker that weights are sent to, and what they share."""
+"""The models of one worker that weights are sent to, target and drafts, and what they share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,7 +15,29 @@ from rollout.errors import InvalidInputError
 from rollout.models.layers.weight_loader import WeightLoader, same_values
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.manifest import Manifest, TensorSpec, WeightSource
-from rollout.weights.part import WeightPart
+
+
+class WeightPart(Protocol):
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        """Checkpoint names to where their tensors go. Ask anew for each update: tied names
+        remember which of them was written."""
+        ...
+
+    def finish_loading(self) -> None:
+        """Called when the writes of an update are done."""
+        ...
+
+    def release(self) -> int:
+        """Free the memory of every tensor; the bytes freed. 0 for what another part freed.
+
+        Nothing is read, written or run until ``allocate``.
+        """
+        ...
+
+    def allocate(self) -> None:
+        """Memory for every tensor again, to be written to; the values are undefined."""
+        ...
+
 
 FolderReader = Callable[[Path, frozenset[str]], WeightSource]
 """Opens a folder that drafts are kept in: the tensors of the named parts, by the names updates use.

@@ -25,8 +25,15 @@ from rollout.weights.bucket import (
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import NamedTensors
-from rollout.weights.nonce import checked_nonce, new_nonce, refuse_refilled, refuse_replaced
-from rollout.weights.segment import MappedSegment, OwnedSegment, remove_orphans
+from rollout.weights.segment import (
+    MappedSegment,
+    OwnedSegment,
+    checked_nonce,
+    new_nonce,
+    refuse_refilled,
+    refuse_replaced,
+    remove_orphans,
+)
 
 KIND = "shared_memory"
 

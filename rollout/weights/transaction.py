@@ -36,8 +36,7 @@ from rollout.weights import checks
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, TensorSpec
 from rollout.weights.options import UpdateOptions
-from rollout.weights.part import WeightPart
-from rollout.weights.parts import WeightParts
+from rollout.weights.parts import WeightPart, WeightParts
 
 TARGET = "target"
 """The part whose version tokens carry. Others only propose: their updates leave it alone."""

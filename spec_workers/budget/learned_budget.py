@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast, StepTimes
 from spec_workers.budget.budget import Verified
-from spec_workers.budget.choice import Choice, choose_nodes, falling
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.loaded import mapping
 from spec_workers.budget.node_values import NodeValues, RequestTrust
-from spec_workers.budget.prices import KnownPrices, Prices
+from spec_workers.budget.prices import Choice, KnownPrices, Prices, choose_nodes, falling
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker

@@ -13,9 +13,8 @@ from rollout.config import DType
 from rollout.errors import InvalidInputError
 from rollout.models.spec import ModelSpec, read_json
 from spec_workers.draft_training.building import DraftKind, DraftShape, stored_kind
-from spec_workers.draft_training.checkpoint import CONFIG
 from spec_workers.draft_training.sequences import SHORTEST
-from spec_workers.draft_training.training_run import STATE
+from spec_workers.draft_training.training_run import CONFIG, STATE
 
 
 def train_draft_parser() -> argparse.ArgumentParser:

@@ -16,12 +16,12 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.rope_config import rope_fields
 from rollout.models.spec import ModelSpec, read_json
-from spec_workers.draft_training.checkpoint import CONFIG
 from spec_workers.draft_training.draft import Embed, TrainableDraft
 from spec_workers.draft_training.eagle3 import Eagle3
 from spec_workers.draft_training.initialisation import initialise
 from spec_workers.draft_training.mtp import MtpChain
-from spec_workers.draft_training.vocabulary import DraftVocabulary
+from spec_workers.draft_training.target_tensors import DraftVocabulary
+from spec_workers.draft_training.training_run import CONFIG
 
 _TABLES = ("d2t", "t2d")
 

@@ -20,12 +20,11 @@ import torch
 from rollout.engine.engine import RolloutEngine
 from rollout.errors import RolloutError
 from rollout.trainers.hook import WeightSync
-from rollout.weights.dtype_names import dtype_name
 from rollout.weights.ipc import HandleReceiver
+from rollout.weights.manifest import dtype_name
 from rollout.weights.segment import remove_orphans
 from spec_workers.draft_training import trainer_process
 from spec_workers.draft_training.candidate import Judgement, Verdict
-from spec_workers.draft_training.checkpoint import save_draft
 from spec_workers.draft_training.co_training import CoTrainingRound, Tally
 from spec_workers.draft_training.co_training_config import FOLLOWING, CoTrainingConfig
 from spec_workers.draft_training.config import TrainingConfig
@@ -37,6 +36,7 @@ from spec_workers.draft_training.engine_draft import (
     trainable_draft,
 )
 from spec_workers.draft_training.trainer_process import EMBEDDING, HEAD, SentTensors
+from spec_workers.draft_training.training_run import save_draft
 
 log = logging.getLogger(__name__)
 

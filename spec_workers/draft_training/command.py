@@ -15,7 +15,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import load_model, resolve_device
 from rollout.models.spec import ModelSpec
-from rollout.offline.signals import StopSignals
+from rollout.offline.job import StopSignals
 from spec_workers.draft_training.arguments import (
     check_options,
     naming_options,
@@ -32,11 +32,10 @@ from spec_workers.draft_training.sequences import (
     split_by_prompt,
 )
 from spec_workers.draft_training.target_features import TargetFeatures
-from spec_workers.draft_training.target_tensors import TargetTensors
+from spec_workers.draft_training.target_tensors import DraftVocabulary, TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
 from spec_workers.draft_training.training_log import LOG
 from spec_workers.draft_training.training_run import RunOptions, TrainingRun
-from spec_workers.draft_training.vocabulary import DraftVocabulary
 
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 

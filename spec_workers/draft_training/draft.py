@@ -16,7 +16,7 @@ from torch import nn
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.decoder_layer import KeysValues
 from spec_workers.draft_training.packed_rows import PackedRows
-from spec_workers.draft_training.vocabulary import DraftVocabulary
+from spec_workers.draft_training.target_tensors import DraftVocabulary
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """The target's embedding: token ids [R] to [R, E]. It is the target's, and is not trained."""

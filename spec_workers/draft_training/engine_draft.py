@@ -19,9 +19,8 @@ from spec_workers.draft_training.building import layer_fields
 from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.draft_swap import DraftSwap
 from spec_workers.draft_training.eagle3 import Eagle3
-from spec_workers.draft_training.target_tensors import TargetTensors
+from spec_workers.draft_training.target_tensors import DraftVocabulary, TargetTensors
 from spec_workers.draft_training.trainer import SENT_PREFIX
-from spec_workers.draft_training.vocabulary import DraftVocabulary
 from spec_workers.features.feature_recorder import FeatureRecorder
 
 

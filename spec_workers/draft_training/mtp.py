@@ -20,7 +20,7 @@ from rollout.models.spec import ModelSpec
 from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm, attend
 from spec_workers.draft_training.draft import Chain, Embed, TrainableDraft
 from spec_workers.draft_training.packed_rows import PackedRows
-from spec_workers.draft_training.vocabulary import DraftVocabulary
+from spec_workers.draft_training.target_tensors import DraftVocabulary
 
 
 class MtpStep(DecoderLayer):

@@ -25,9 +25,8 @@ from typing import Any, TextIO
 import torch
 from torch.nn.functional import embedding
 
-from rollout.weights.dtype_names import named_dtype
 from rollout.weights.ipc import HandleReceiver
-from rollout.weights.manifest import NamedTensors
+from rollout.weights.manifest import NamedTensors, named_dtype
 from rollout.weights.shared_memory import SharedMemorySender
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict

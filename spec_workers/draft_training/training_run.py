@@ -1,11 +1,13 @@
 """A run of training on recorded rollouts: so many minutes, checked on held-out ones, resumable.
 
 In the folder: the best draft so far, as the engine reads it; `training.pt`, what a resumed run
-needs; `training.jsonl`, the log.
+needs; `training.jsonl`, the log. EAGLE-3 is laid out as its authors do, an MTP chain as
+`SpecrolloutMTP`, whose tensors carry the names an engine knows them by.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import time
 from collections.abc import Callable
@@ -14,15 +16,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from rollout.engine.durable import replace_durably
 from rollout.errors import InvalidInputError
-from spec_workers.draft_training.checkpoint import save_draft
+from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.held_out import HeldOutResult
 from spec_workers.draft_training.packed_rows import BatchOrder
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.trainer import DraftTrainer
 from spec_workers.draft_training.training_log import LOG, TrainingLog
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
+    """Write a draft; whoever reads the folder meanwhile finds the old one or the new."""
+    tensors = {
+        draft.stored_prefix + name: parameter.detach().to("cpu", dtype).contiguous()
+        for name, parameter in draft.named_parameters()
+    }
+    tensors |= {name: table.cpu() for name, table in draft.tables().items()}
+    config = draft.config() | {"dtype": str(dtype).removeprefix("torch."), "torch_dtype": None}
+    config = {name: value for name, value in config.items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """A file is there whole or, if anything fails, as it was."""
+    scratch = path.with_name(path.name + ".tmp")
+    try:
+        write(scratch)
+        replace_durably(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
 
 STATE = "training.pt"
 _CONSTANT_SHARE = 0.5

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.config import MemoryConfig
+from rollout.runner.graphs.capture import CudaCapture
 from rollout.runner.graphs.captured_runs import CapturedRuns
 from rollout.runner.transfers import download, upload
 from rollout.types import Batch
@@ -22,6 +24,7 @@ from spec_workers.neural.device_growth import DeviceGrowth, DeviceNodes
 from spec_workers.neural.device_guesses import DeviceGuessed, DeviceGuesser, noise_inputs
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.read_proposal import ReadProposal
+from spec_workers.target import TargetWorker
 
 Tensors = dict[str, torch.Tensor]
 
@@ -218,3 +221,20 @@ def padded_count(count: int) -> int:
     """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is as large."""
     power = 1 << max(0, count - 1).bit_length()
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
+
+
+def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> CapturedRuns | None:
+    """None where nothing is to be captured. The target's graphs have what they need of the bound,
+    drafts what that leaves. When memory is given back theirs go too."""
+    device = target.model.device
+    if device.type != "cuda" or not config.graph_bytes or target.ranks.all.size > 1:
+        return None
+    forwards = None if target.graphs is None else target.graphs.runs
+    graphs = CapturedRuns(
+        "proposals",
+        max_bytes=lambda: config.graph_bytes - (0 if forwards is None else forwards.num_bytes),
+        capture=CudaCapture(device),
+        device=device,
+    )
+    target.residency.add_graphs(graphs)
+    return graphs

@@ -28,8 +28,7 @@ from rollout.runner.graphs.captured_runs import CapturedRuns
 from rollout.runner.transfers import upload
 from rollout.types import Batch, Request, Scheduled
 from spec_workers.neural.chain_extend import ChainExtension
-from spec_workers.neural.chain_levels import ChainLevels
-from spec_workers.neural.chain_state import ChainNodes, ChainState, NodeLevel
+from spec_workers.neural.chain_state import ChainLevels, ChainNodes, ChainState, NodeLevel
 from spec_workers.neural.device_proposal import TreesToGrow
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows

@@ -18,10 +18,9 @@ from rollout.cluster import weights
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.weights.bucket import buckets
+from rollout.weights.bucket import PackedBucket, buckets
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.manifest import TensorSpec
-from rollout.weights.packed_bucket import PackedBucket
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster.thread_pool import ThreadPool, ThreadReplica, kill, rejoined
 from tests.cluster.workload import content, drain, key, ngram

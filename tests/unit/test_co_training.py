@@ -19,13 +19,13 @@ from rollout.config import ParallelConfig
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict
-from spec_workers.draft_training.checkpoint import save_draft
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.co_training_process import CoTrainingProcess
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
 from spec_workers.draft_training.engine_draft import trainable_draft
+from spec_workers.draft_training.training_run import save_draft
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama

@@ -24,7 +24,6 @@ from rollout.models.spec import read_json
 from rollout.types import SamplingParams
 from spec_workers.draft_training import command
 from spec_workers.draft_training.building import DraftKind, DraftShape, load_draft, new_draft
-from spec_workers.draft_training.checkpoint import save_draft
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.held_out import TreeShape, matched_lengths
 from spec_workers.draft_training.loss import SoftCrossEntropy, unrolled_loss
@@ -36,11 +35,10 @@ from spec_workers.draft_training.sequences import (
     split_by_prompt,
 )
 from spec_workers.draft_training.target_features import TargetFeatures
-from spec_workers.draft_training.target_tensors import TargetTensors
+from spec_workers.draft_training.target_tensors import DraftVocabulary, TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
 from spec_workers.draft_training.training_log import LOG, read_log
-from spec_workers.draft_training.training_run import RunOptions, TrainingRun
-from spec_workers.draft_training.vocabulary import DraftVocabulary
+from spec_workers.draft_training.training_run import RunOptions, TrainingRun, save_draft
 from tests.helpers.dense_attention import DenseAttention
 from tests.helpers.plain_eagle import PlainEagle3
 from tests.helpers.tiny_model import save_tiny_llama

@@ -12,8 +12,8 @@ from rollout.config import DType
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftFamily
+from rollout.models.eagle.eagle3 import target_token_ids
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec
-from rollout.models.eagle.vocabulary import target_token_ids
 from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec
 from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3

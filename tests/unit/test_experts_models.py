@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from rollout.models.layer_spec import ExpertsSpec
+from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers.experts import Experts
 from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec

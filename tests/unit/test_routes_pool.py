@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from rollout.memory.routes_pool import RoutesPool, StepRoutes
-from rollout.models.layer_spec import ExpertsSpec
+from rollout.models.experts_config import ExpertsSpec
 
 
 def pool_of(num_experts=8, slots=6):

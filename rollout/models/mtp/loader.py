@@ -12,8 +12,8 @@ from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.draft_model import DraftFamily, DraftSpec
+from rollout.models.eagle.eagle3 import target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
-from rollout.models.eagle.vocabulary import target_token_ids
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import mismatches, same_values
 from rollout.models.mtp.layout import (

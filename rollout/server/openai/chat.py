@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import Listed, check_extra_fields
 from rollout.server.delta_stream import Delta, DeltaStream, SampleRequest
-from rollout.server.disconnect import while_connected
 from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream
+from rollout.server.event_stream import EventStream, while_connected
 from rollout.server.openai.answer import (
     Heading,
     OutputTexts,

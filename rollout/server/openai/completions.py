@@ -11,9 +11,8 @@ from fastapi import APIRouter, Request, Response
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import KnownIds, Listed
 from rollout.server.delta_stream import DeltaStream, SampleRequest
-from rollout.server.disconnect import while_connected
 from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream
+from rollout.server.event_stream import EventStream, while_connected
 from rollout.server.openai.answer import (
     Heading,
     OutputTexts,

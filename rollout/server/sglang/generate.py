@@ -12,9 +12,8 @@ from fastapi import APIRouter, Request, Response
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.server.delta_stream import Delta, DeltaStream
-from rollout.server.disconnect import while_connected
 from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream
+from rollout.server.event_stream import EventStream, while_connected
 from rollout.server.json_answer import json_bytes
 from rollout.server.json_route import JsonRoute
 from rollout.server.serving import Serving

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from rollout.server.body_fields import Body, Listed
 from rollout.server.received_tensors import Handles, PerTensor
-from rollout.weights.dtype_names import named_dtype
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.manifest import Manifest, TensorSpec, named_dtype
 from rollout.weights.options import UpdateOptions
 
 Version = Annotated[int, Field(ge=0, lt=2**63)]

@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollout.trainers.openrlhf.actor import RolloutActor
 from rollout.trainers.openrlhf.actor_settings import ActorSettings
 from rollout.trainers.openrlhf.arguments import TrainerArguments
-from rollout.trainers.openrlhf.executor import Executor, load_executor
 from rollout.trainers.openrlhf.options import OwnOptions
+from rollout.trainers.openrlhf.sample import Executor, load_executor
 
 _CALLS_AT_ONCE = 100_000
 """Of one actor. A prompt occupies one until it is done, and an update must not wait behind them."""

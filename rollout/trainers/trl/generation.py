@@ -12,14 +12,13 @@ import torch
 from rollout.cluster.opening import open_pretrained
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine
-from rollout.trainers.trl.completion import completion_of
 from rollout.trainers.trl.engine_options import (
     engine_overrides,
     model_folder,
     require_room_for_each,
     require_supported,
 )
-from rollout.trainers.trl.sampling import sampling_params
+from rollout.trainers.trl.sampling import completion_of, sampling_params
 from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import Rollout
 

@@ -1,13 +1,13 @@
-"""TRL's sampling options as SamplingParams."""
+"""TRL's sampling options as SamplingParams, and rollouts as its trainers take them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rollout.errors import InvalidInputError
-from rollout.types import SamplingParams
+from rollout.types import Rollout, SamplingParams
 
 # What `generation_kwargs` may hold: names of vLLM's SamplingParams, and those of transformers'
 # GenerationConfig, which TRL wants where no vLLM is configured.
@@ -93,3 +93,19 @@ def _refuse_unless_known(name: str, value: object) -> None:
         raise InvalidInputError(
             field, value, f"is nothing this engine can honour; there are {known}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """At least one token: TRL reads the last one of each."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]  # None: unknown, which TRL takes for the trainer's own
+    mask: list[int]  # 1: sampled, to be trained on
+
+
+def completion_of(rollout: Rollout, filler_id: int) -> Completion:
+    """The rollout's tokens; ``filler_id``, masked, for one that failed before its first token."""
+    if not rollout.token_ids:
+        return Completion([filler_id], [None], [0])
+    return Completion(rollout.token_ids, [*rollout.logprobs], [1] * len(rollout.token_ids))
