@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import EngineConfig, ParallelMode
+from rollout.models.draft_model import is_separate_chain
 from rollout.models.loader import Progress
-from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget

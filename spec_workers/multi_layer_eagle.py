@@ -12,9 +12,9 @@ from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES
 from rollout.weights.disk import CheckpointSource
 from spec_workers.budget import FixedBudget, LearnedBudget
+from spec_workers.draft_sizing import draft_bytes
 from spec_workers.eagle import EagleWorker
 from spec_workers.neural.device_proposal import proposal_graphs
-from spec_workers.neural.draft_sizing import draft_bytes
 from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
 from spec_workers.options import check_budget, check_number, check_topk
 from spec_workers.target import TargetWorker

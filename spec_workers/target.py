@@ -34,7 +34,7 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weights.transaction import WeightTransaction
-from spec_workers.neural.draft_sizing import NO_DRAFT, DraftBytes
+from spec_workers.draft_sizing import NO_DRAFT, DraftBytes
 from spec_workers.scorer import Scorer, joined
 from spec_workers.target_memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,7 +17,10 @@ from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import LayerAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import ModelSpec, read_json
+
+CHAIN_ARCHITECTURE = "SpecrolloutMTP"
+"""The architecture that config.json names in a folder of an MTP chain alone."""
 
 
 class DraftFamily(enum.StrEnum):
@@ -122,3 +126,9 @@ class DraftModel(Protocol):
     def allocate(self) -> None:
         """Memory for them again, to be written to."""
         ...
+
+
+def is_separate_chain(folder: Path) -> bool:
+    """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
+    config = read_json(folder / "config.json", "a draft's folder")
+    return config.get("architectures") == [CHAIN_ARCHITECTURE]

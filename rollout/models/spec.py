@@ -22,7 +22,7 @@ from rollout.models.hybrid_config import (
     text_config,
 )
 from rollout.models.layers.rope import RopeSpec
-from rollout.models.mtp.names import is_mtp_tensor
+from rollout.models.mtp_names import is_mtp_tensor
 from rollout.models.rope_config import context_limit, rope_spec
 
 _DTYPES = {

@@ -19,7 +19,7 @@ from rollout.server.config import ServeConfig
 from rollout.server.delta_stream import DeltaStream, SampleRequest, call_soon
 from rollout.server.errors import DrainingError, QueueFullError
 from rollout.server.http_metrics import HttpMetrics
-from rollout.server.sglang.open_update import OpenUpdate
+from rollout.server.open_update import OpenUpdate
 from rollout.server.status_cache import StatusCache
 from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras
 

@@ -11,7 +11,7 @@ from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenS
 from rollout.models.eagle.loader import read_eagle_spec
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
-from rollout.models.mtp.names import is_mtp_tensor
+from rollout.models.mtp_names import is_mtp_tensor
 from rollout.models.spec import ModelSpec
 from tests.helpers.dense_attention import DenseAttention, logits_of
 from tests.helpers.tiny_draft import save_tiny_eagle3

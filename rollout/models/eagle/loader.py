@@ -17,12 +17,11 @@ from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
-from rollout.models.draft_model import DraftFamily, DraftModel, DraftSpec
+from rollout.models.draft_model import DraftFamily, DraftModel, DraftSpec, is_separate_chain
 from rollout.models.eagle.eagle import Eagle
 from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options, target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
 from rollout.models.layers.weight_loader import mismatches, same_values
-from rollout.models.mtp.loader import is_separate_chain
 from rollout.models.spec import ModelSpec, read_json
 
 _COMPARED_ROWS = 4096

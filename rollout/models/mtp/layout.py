@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import listed
+from rollout.models.draft_model import CHAIN_ARCHITECTURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ DEEPSEEK_V3 = MtpLayout(
     head="model.layers.{layer}.shared_head.head.weight",
 )
 SEPARATE = MtpLayout(
-    title="SpecrolloutMTP",
+    title=CHAIN_ARCHITECTURE,
     embedding_norm="draft.layers.{step}.enorm.weight",
     hidden_norm="draft.layers.{step}.hnorm.weight",
     projection="draft.layers.{step}.eh_proj.weight",

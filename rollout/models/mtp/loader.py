@@ -11,7 +11,7 @@ import torch
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
-from rollout.models.draft_model import DraftFamily, DraftSpec
+from rollout.models.draft_model import DraftFamily, DraftSpec, is_separate_chain
 from rollout.models.eagle.eagle3 import target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
 from rollout.models.layers.rope import cos_sin_table
@@ -28,12 +28,6 @@ from rollout.models.mtp.step import ChainTensors, MtpStep
 from rollout.models.spec import ModelSpec, read_json
 
 _VOCABULARY_TABLE = "d2t"
-
-
-def is_separate_chain(folder: Path) -> bool:
-    """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
-    config = read_json(folder / "config.json", "a draft's folder")
-    return config.get("architectures") == [SEPARATE.title]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

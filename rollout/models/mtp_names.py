@@ -1,4 +1,4 @@
-"""Which tensors of a target's checkpoint are its MTP heads'."""
+"""The names of MTP heads in a target's checkpoint."""
 
 from __future__ import annotations
 
