@@ -1,6 +1,7 @@
-"""Attention over paged KV: store this step's keys and values, then attend.
+"""Attention over paged KV: rotate, store this step's keys and values, then attend.
 
-Legend: T query rows, H query heads, K kv heads, D head dim.
+Legend: T query rows, H query heads, K kv heads, D head dim; of the rotary table P positions,
+D rotary dims.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
-from rollout.ops.store_kv import store_kv
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 
 
 class PagedAttention:
@@ -33,9 +34,15 @@ class PagedAttention:
         self._scale = scale
 
     def run(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
     ) -> torch.Tensor:
         """Store keys and values of all rows, then attend from all rows. Returns [T, H, D]."""
         keys, values = self._keys[layer], self._values[layer]
-        store_kv(k_TKD, v_TKD, keys, values, self._slots_T)
+        rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, self._slots_T)
         return paged_attention(q_THD, keys, values, self._plan, self._scale)
