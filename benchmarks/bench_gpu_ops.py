@@ -32,9 +32,8 @@ from rollout.ops.categorical import categorical
 from rollout.ops.matmul import matmul
 from rollout.ops.paged_attention import paged_attention
 from rollout.ops.rms_norm import add_rms_norm
-from rollout.ops.rotary import rotary_
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.silu_mul import silu_mul
-from rollout.ops.store_kv import store_kv
 from rollout.ops.tree_accept import accept
 from rollout.ops.truncation import truncation_threshold
 
@@ -140,17 +139,14 @@ def _row_cases(rows: int, weight: torch.Tensor, cos_sin: torch.Tensor) -> Iterat
     )
     fused = [normal(rows, H + 2 * K, D).split([H, K, K], dim=1) for _ in range(16)]
     positions = torch.randint(8192, (rows,), device="cuda")
-    yield Case(
-        name=f"rotary {rows} rows",
-        ours=each(lambda qkv: rotary_(qkv[0], qkv[1], positions, cos_sin), fused),
-        num_bytes=4 * rows * (H + K) * D,
-    )
     keys, values = normal(2, 65536, K, D)
     slots = torch.randperm(65536, device="cuda")[:rows]
     yield Case(
-        name=f"store_kv {rows} rows",
-        ours=each(lambda qkv: store_kv(qkv[1], qkv[2], keys, values, slots), fused),
-        num_bytes=8 * rows * K * D,
+        name=f"rotary_store_kv {rows} rows",
+        ours=each(
+            lambda qkv: rotary_store_kv_(*qkv, positions, cos_sin, keys, values, slots), fused
+        ),
+        num_bytes=4 * rows * (H + 2 * K) * D,
     )
 
 
@@ -219,7 +215,7 @@ def step_us(
 ) -> float:
     """All ops of a step, drawing included: with torch's matrix products, or with ours."""
     products = [times[f"matmul {name} {rows} rows"][fast] for name in LINEARS]
-    others = [f"{op} {rows} rows" for op in ("silu_mul", "rotary", "store_kv")]
+    others = [f"{op} {rows} rows" for op in ("silu_mul", "rotary_store_kv")]
     others += [f"add_rms_norm {rows} rows"] * 2 + [f"attention {attention}"]
     layer = sum(products) + sum(times[name][0] for name in others)
     last = times[f"matmul head {rows} rows"][fast] + times[f"categorical {rows} rows"][0]

@@ -21,9 +21,8 @@ from table import Row, finish, parser, row
 from rollout.ops.categorical import categorical
 from rollout.ops.paged_attention import paged_attention
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
-from rollout.ops.rotary import rotary_
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.silu_mul import silu_mul
-from rollout.ops.store_kv import store_kv
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, LAYERS = 576, 9, 3, 64, 1536, 49152, 30
 DTYPE = torch.bfloat16
@@ -107,22 +106,24 @@ def elementwise_calls(rows: int) -> Iterator[tuple[str, Call, Call]]:
     cos_sin_PR = torch.cat((angles.cos(), angles.sin()), dim=1)
     cos, sin = angles.repeat(1, 2).cos().to(DTYPE), angles.repeat(1, 2).sin().to(DTYPE)
 
-    def torch_rotary() -> None:
+    k_pool, v_pool = torch.zeros(2, 16384, KV_HEADS, HEAD_DIM, dtype=DTYPE)
+    slots_T = torch.randperm(16384)[:rows]
+
+    def torch_rotary_store_kv() -> None:
         c, s = cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
         for x in (q_THD, k_TKD):
             first, second = x.chunk(2, dim=-1)
             x.copy_(x * c + torch.cat((-second, first), dim=-1) * s)
-
-    yield "rotary", lambda: rotary_(q_THD, k_TKD, positions_T, cos_sin_PR), torch_rotary
-
-    k_pool, v_pool = torch.zeros(2, 16384, KV_HEADS, HEAD_DIM, dtype=DTYPE)
-    slots_T = torch.randperm(16384)[:rows]
-
-    def torch_store() -> None:
         k_pool[slots_T] = k_TKD
         v_pool[slots_T] = v_TKD
 
-    yield "store_kv", lambda: store_kv(k_TKD, v_TKD, k_pool, v_pool, slots_T), torch_store
+    yield (
+        "rotary_store_kv",
+        lambda: rotary_store_kv_(
+            q_THD, k_TKD, v_TKD, positions_T, cos_sin_PR, k_pool, v_pool, slots_T
+        ),
+        torch_rotary_store_kv,
+    )
 
     gate_up = torch.randn(rows, 2 * FFN).to(DTYPE)
     yield (

@@ -14,7 +14,6 @@ from rollout.models.layers.shard import input_shards_of, shards_of, summed
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
-from rollout.ops.rotary import rotary_
 from rollout.ops.sigmoid_gate import sigmoid_gate_
 from rollout.parallel import RankGroup
 from rollout.parallel.partition import scaled
@@ -75,8 +74,7 @@ class Attention:
         if self.q_norm_D is not None and self.k_norm_D is not None:
             q_THD = rms_norm(q_THD, self.q_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
             k_TKD = rms_norm(k_TKD, self.k_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
-        rotary_(q_THD, k_TKD, positions_T, cos_sin_PD)
-        attended_THD = attention.run(index, q_THD, k_TKD, v_TKD)
+        attended_THD = attention.run(index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         if spec.gated_attention:
             sigmoid_gate_(attended_THD, gate_THD)
         return summed(self.o, attended_THD.flatten(1), self._group)

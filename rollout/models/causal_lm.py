@@ -1,7 +1,8 @@
 """The protocol of a language model.
 
 Legend: T query rows, R sampled rows, E hidden, H query heads, K kv heads, D head dim, V vocabulary;
-of linear attention C channels, W taps, H key heads of K, G value heads of V; X experts per token.
+of the rotary table P positions, D rotary dims; of linear attention C channels, W taps, H key heads
+of K, G value heads of V; X experts per token.
 """
 
 from __future__ import annotations
@@ -24,13 +25,20 @@ class LayerAttention(Protocol):
     """One step's attention, handed to ``forward``. The model knows of no pool, slot or plan."""
 
     def run(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend from every row. Returns [T, H, D] in the dtype of q.
+        """Rotate queries and keys, then attend from every row. Returns [T, H, D], dtype of q.
 
         ``layer`` counts the layers that attend, from 0.
 
-        The inputs are rotated already and may be strided views.
+        q, k and v may be strided views. q is rotated in place, and what k holds afterwards is
+        unspecified: nobody may read it. See `rotary_store_kv_`.
         """
         ...
 

@@ -16,8 +16,8 @@ from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
-from rollout.ops.store_kv import store_kv
 from rollout.types import Batch, DraftTrees
 
 
@@ -43,11 +43,17 @@ class PagedAttention:
         self._scale = scale
 
     def run(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
     ) -> torch.Tensor:
         """Store keys and values of all rows, then attend from all rows. Returns [T, H, D]."""
         keys, values = self._keys[layer], self._values[layer]
-        store_kv(k_TKD, v_TKD, keys, values, self._slots_T)
+        rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, self._slots_T)
         return paged_attention(q_THD, keys, values, self._plan, self._scale)
 
 

@@ -1,7 +1,7 @@
 """The target's hidden states of recorded tokens, computed once and kept.
 
 Legend: T query rows, L tokens, N = L - 1 rows of features, F feature columns, H query heads, K kv
-heads, D head dim.
+heads, D head dim; of the rotary table P positions, D rotary dims.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE
 from rollout.runner.attention import RecurrentStates, state_plan
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
@@ -106,11 +107,22 @@ class _CausalAttention:
         self._lengths = lengths
 
     def run(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
     ) -> torch.Tensor:
+        keys_TKD, values_TKD = torch.empty_like(k_TKD), torch.empty_like(v_TKD)
+        slots_T = torch.arange(len(k_TKD), device=k_TKD.device)
+        rotary_store_kv_(
+            q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T
+        )
         attended = []
         for q_LHD, k_LKD, v_LKD in zip(
-            *(each.split(self._lengths) for each in (q_THD, k_TKD, v_TKD)), strict=True
+            *(each.split(self._lengths) for each in (q_THD, keys_TKD, values_TKD)), strict=True
         ):
             attended_HLD = scaled_dot_product_attention(
                 q_LHD.transpose(0, 1)[None],

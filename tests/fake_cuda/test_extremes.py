@@ -8,7 +8,7 @@ import torch
 from rollout.ops.categorical import categorical, entropy, token_logprobs
 from rollout.ops.matmul import matmul
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
-from rollout.ops.store_kv import store_kv
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.tree_accept import accept
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
@@ -47,7 +47,10 @@ def test_attention_over_long_contexts(gpu: FakeGpu, entries, run_len, nodes) -> 
     q_THD = on_gpu(entries * (run_len + nodes), 32, DIM)
     pools = on_gpu(2, SLOTS, KV_HEADS, DIM)
     paged_attention(q_THD, pools[0], pools[1], plan, DIM**-0.5)
-    store_kv(*on_gpu(2, len(q_THD), KV_HEADS, DIM), *pools, on_gpu(len(q_THD), dtype=torch.int64))
+    kv = on_gpu(2, len(q_THD), KV_HEADS, DIM)
+    places_T = on_gpu(len(q_THD), dtype=torch.int64)
+    table = on_gpu(CONTEXT, DIM, dtype=torch.float32)
+    rotary_store_kv_(q_THD, *kv, places_T, table, *pools, places_T)
     fits(gpu)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True, top_p=0.9, raw_logpro
 def test_an_engine_scores_sleeps_wakes_and_is_updated(gpu: FakeGpu, tmp_path) -> None:
     engine = make_engine(tmp_path, "demo", exact=False, nodes=3, max_kv_tokens=4096)
     assert engine.worker.target.kv_pool.num_slots == 4096
-    engine.generate([[5, 6, 7], [8] * 40], PARAMS)
+    prompts = [[5, 6, 7], [8] * 40]
+    engine.generate(prompts, PARAMS)
     graphs = engine.worker.target.graphs
     captured = graphs.runs.num_graphs
     assert captured > 0
@@ -33,7 +35,7 @@ def test_an_engine_scores_sleeps_wakes_and_is_updated(gpu: FakeGpu, tmp_path) ->
         assert graphs.runs.num_graphs == 0
         engine.resume_memory()
         send_weights(engine)
-        engine.generate([[5, 6, 7]], PARAMS)
+        engine.generate(prompts, replace(PARAMS, max_new_tokens=2))  # no shape comes twice
         assert graphs.runs.num_graphs > 0
     assert not graphs.runs.failure
     assert not {problem for launch in gpu.launches.all for problem in launch.problems}

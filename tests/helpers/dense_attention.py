@@ -7,7 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 from tests.helpers.dense_states import DenseStates
+
+
+def rotated(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    positions_T: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in tensors of their own; queries are rotated in place. The keys handed in are
+    NaN afterwards, so that whoever reads them shows."""
+    keys_TKD, values_TKD = torch.empty_like(k_TKD), torch.empty_like(v_TKD)
+    slots_T = torch.arange(len(k_TKD))
+    rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T)
+    k_TKD.fill_(torch.nan)
+    return keys_TKD, values_TKD
 
 
 class DenseAttention:
@@ -16,9 +33,8 @@ class DenseAttention:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
 
-    def run(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD) -> torch.Tensor:
+        k_TKD, v_TKD = rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         out = [
             scaled_dot_product_attention(
                 q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
@@ -39,13 +55,12 @@ class GrowingAttention:
     def __init__(self) -> None:
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD) -> torch.Tensor:
+        k_TKD, v_TKD = rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         if layer in self.kept:
             old_k, old_v = self.kept[layer]
             k_TKD, v_TKD = torch.cat([old_k, k_TKD]), torch.cat([old_v, v_TKD])
-        self.kept[layer] = (k_TKD.clone(), v_TKD.clone())
+        self.kept[layer] = (k_TKD, v_TKD)
         rows, keys = len(q_THD), len(k_TKD)
         mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
         return scaled_dot_product_attention(

@@ -37,15 +37,29 @@ def test_what_comes_back_is_captured_and_reads_what_is_placed_then() -> None:
     assert runs.num_bytes == 2000
     assert runs.drop() == 2000
     assert (runs.num_graphs, capture.resets) == (0, 1)
-    assert summed(runs, [1, 2]) == 3
+    assert summed(runs, [1]) == 1
     assert runs.num_graphs == 0
+
+
+def test_what_was_captured_is_captured_again_as_soon_as_it_comes() -> None:
+    """However often all graphs went since, and whatever came in between."""
+    runs = runs_of(ReplayingCapture())
+    for numbers in ([1], [2], [1, 2], [3, 4], [1, 2, 3]):
+        summed(runs, numbers)
+    for came in ([], [[5]], [[6, 7], [8]]):
+        runs.drop()
+        for num_graphs, numbers in enumerate(came, start=1):
+            assert summed(runs, numbers) == sum(numbers)
+            assert (runs.num_graphs, runs.is_settled) == (num_graphs, False)
+    assert summed(runs, [9, 9, 9]) == 27
+    assert runs.num_graphs == 2, "it came but once before they went"
 
 
 def test_graphs_that_outgrow_what_is_left_go_and_come_back_more_slowly() -> None:
     capture = ReplayingCapture()
     left = [2500]
     runs = CapturedRuns("sums", max_bytes=lambda: left[0], capture=capture, device=CPU)
-    for _ in range(2):
+    for _ in range(4):
         assert summed(runs, [1]) == 1
         assert summed(runs, [1, 2]) == 3
     assert runs.num_graphs == 2

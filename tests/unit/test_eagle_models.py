@@ -14,34 +14,13 @@ from rollout.models.eagle.loader import load_eagle, read_eagle_spec
 from rollout.models.loader import load_model
 from rollout.weights.backup import WeightBackup
 from rollout.weights.parts import WeightParts
-from tests.helpers.dense_attention import DenseAttention
+from tests.helpers.dense_attention import DenseAttention, GrowingAttention
 from tests.helpers.plain_eagle import PlainEagle1, PlainEagle3
 from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([5, 9, 11, 3, 70, 2, 96, 0, 33])  # the last follows the sequence
-
-
-class GrowingAttention:
-    """Dense attention of rows over all rows that came before, in earlier calls too."""
-
-    def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def run(self, layer, q_THD, k_TKD, v_TKD):
-        assert layer == 0
-        self.keys.append(k_TKD.clone())
-        self.values.append(v_TKD.clone())
-        keys, values = torch.cat(self.keys), torch.cat(self.values)
-        rows, seen = len(q_THD), len(keys)
-        mask = torch.ones(rows, seen, dtype=torch.bool).tril(seen - rows)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q_THD.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1),
-            attn_mask=mask, enable_gqa=True,
-        )  # fmt: skip
-        return out.transpose(0, 1).contiguous()
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ class CapturedRuns:
 
     A graph reads and writes fixed addresses: inputs in one buffer, weights and KV where they are.
     Updates of weights write in place, so graphs stay valid; memory that is given back and taken
-    again may lie elsewhere, so then all graphs go (`drop`).
+    again may lie elsewhere, so then all graphs go (`drop`), and what had been captured is captured
+    at its first use.
 
     A shared pool's memory comes back only as a whole. So what fits neither beside the graphs there
     are nor in their room is not captured until they go; and should they outgrow their bound all the
@@ -112,7 +113,8 @@ class CapturedRuns:
         return graph.results
 
     def drop(self) -> int:
-        """Let go of every graph; the bytes that come back. What comes up is captured anew."""
+        """Let go of every graph; the bytes that come back. What came often enough to be captured is
+        captured anew as soon as it comes."""
         freed = self.num_bytes
         if self._graphs:
             if self._device.type == "cuda":
@@ -121,9 +123,15 @@ class CapturedRuns:
             self.num_bytes = 0
             self._on_drop()
             self._capture.reset()
-        self._uses.clear()
+        wanted = self._uses_wanted
+        self._uses = Counter({key: uses for key, uses in self._uses.items() if uses >= wanted})
         self._too_large.clear()
         return freed
+
+    def _forget(self) -> None:
+        """Let go of every graph, and of how often each run came."""
+        self.drop()
+        self._uses.clear()
 
     def _captured(
         self, key: Hashable, function: Callable[[], Tensors], kept: Callable[[Tensors], Tensors]
@@ -150,12 +158,12 @@ class CapturedRuns:
         except RuntimeError as error:
             self.failure = f"capturing {self._name} of {key} failed: {error}"
             log.warning("%s; they run without graphs from now on, and slower", self.failure)
-            self.drop()
+            self._forget()
             return None
         self._graphs[key] = graph
         self.num_bytes += graph.captured.num_bytes
         if graph.captured.num_bytes > self._max_bytes():
-            self.drop()
+            self._forget()
             self._too_large.add(key)
         elif self.num_bytes > self._max_bytes():
             self._outgrown()
@@ -177,7 +185,7 @@ class CapturedRuns:
             self._max_bytes() >> 20,
             self._uses_wanted,
         )
-        self.drop()
+        self._forget()
 
 
 def _like(results: Tensors) -> Tensors:

@@ -1,4 +1,4 @@
-"""Norms, gate, rotary and the KV scatter: against their references, and row by row."""
+"""Norms, gate, and rotary with the KV scatter: against their references, and row by row."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import torch
 
 from rollout.ops.rms_norm import reference as rms_norm_reference
 from rollout.ops.rms_norm import triton as rms_norm_triton
-from rollout.ops.rotary import reference as rotary_reference
-from rollout.ops.rotary import triton as rotary_triton
+from rollout.ops.rotary_store_kv import reference as rotary_store_kv_reference
+from rollout.ops.rotary_store_kv import triton as rotary_store_kv_triton
 from rollout.ops.silu_mul import reference as silu_mul_reference
 from rollout.ops.silu_mul import triton as silu_mul_triton
-from rollout.ops.store_kv import reference as store_kv_reference
-from rollout.ops.store_kv import triton as store_kv_triton
 
 EPS = 1e-5
 
@@ -70,59 +68,92 @@ def test_silu_mul_is_the_reference(dtype, device, width: int) -> None:
     assert_near(out, silu_mul_reference.silu_mul(gate_up.cpu()), dtype)
 
 
+def table(rotated: int) -> torch.Tensor:
+    angles = torch.rand(50, rotated // 2) * 6
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotated"),
-    [(4, 2, 24, 16), (9, 3, 64, 64), (5, 1, 80, 20), (3, 3, 128, 128)],
+    [(4, 2, 24, 16), (9, 3, 64, 64), (5, 1, 80, 20), (9, 11, 128, 128), (3, 2, 24, 0)],
 )
-@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_rotary_is_the_reference(
-    dtype, device, heads, kv_heads, head_dim, rotated, position_dtype
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_rotary_store_kv_is_the_reference(
+    dtype, device, heads, kv_heads, head_dim, rotated, index_dtype
 ) -> None:
     torch.manual_seed(head_dim)
+    parts = [heads, kv_heads, kv_heads]
     qkv = normal(4, heads + 2 * kv_heads, head_dim, dtype=dtype, device=device)
-    q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-    positions = torch.randint(50, (4,), dtype=position_dtype)
-    angles = torch.rand(50, rotated // 2) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    expected = qkv.cpu().clone()
-    expected_q, expected_k = expected[:, :heads], expected[:, heads : heads + kv_heads]
-    rotary_reference.rotary_(expected_q, expected_k, positions, cos_sin)
-    rotary_triton.rotary_(q, k, positions.to(device), cos_sin.to(device))
-    assert_near(qkv, expected, dtype)
-    assert torch.equal(qkv[..., rotated:].cpu(), expected[..., rotated:])
-    assert torch.equal(qkv[:, heads + kv_heads :].cpu(), expected[:, heads + kv_heads :])
+    pools = torch.full((9, 2, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
+    expected, expected_pools = qkv.cpu().clone(), pools.cpu().clone()
+    positions, slots = (torch.randint(50, (4,)), torch.randperm(9)[:4])
+    positions, slots, cos_sin = positions.to(index_dtype), slots.to(index_dtype), table(rotated)
+    rotary_store_kv_reference.rotary_store_kv_(
+        *expected.split(parts, dim=1), positions, cos_sin, *expected_pools.unbind(1), slots
+    )
+    rotary_store_kv_triton.rotary_store_kv_(
+        *qkv.split(parts, dim=1), positions.to(device), cos_sin.to(device), *pools.unbind(1),
+        slots.to(device),
+    )  # fmt: skip
+    pools, written = pools.cpu(), slots.long()
+    assert_near(qkv[:, :heads], expected[:, :heads], dtype)
+    assert_near(pools[written, 0], expected_pools[written, 0], dtype)
+    assert torch.equal(qkv[:, :heads, rotated:].cpu(), expected[:, :heads, rotated:])
+    assert torch.equal(pools[written, 0, :, rotated:], expected_pools[written, 0, :, rotated:])
+    assert torch.equal(pools[written, 1], expected_pools[written, 1])
+    assert torch.equal(qkv[:, -kv_heads:].cpu(), expected[:, -kv_heads:]), "values are left alone"
+    assert torch.equal(pools.isnan(), expected_pools.isnan()), "so are other slots"
 
 
 @pytest.mark.parametrize("position", [-1, 5])
 def test_a_position_outside_the_table_makes_its_row_nan(device, position: int) -> None:
-    q, k = torch.ones(2, 2, 8, device=device), torch.ones(2, 1, 8, device=device)
-    positions = torch.tensor([0, position], device=device)
-    rotary_triton.rotary_(q, k, positions, torch.ones(5, 8, device=device))
-    assert q[0].isfinite().all()
-    assert q[1].isnan().all()
-    assert k[1].isnan().all()
-
-
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-def test_store_kv_is_the_reference(dtype, device, slot_dtype) -> None:
-    torch.manual_seed(0)
-    qkv = normal(5, 9, 24, dtype=dtype, device=device)
-    k, v = qkv[:, 3:6], qkv[:, 6:]
-    pools = torch.full((20, 2, 3, 24), torch.nan, dtype=dtype, device=device)
-    expected = pools.cpu().clone()
-    slots = torch.randperm(20)[:5].to(slot_dtype)
-    store_kv_reference.store_kv(k.cpu(), v.cpu(), expected[:, 0], expected[:, 1], slots)
-    store_kv_triton.store_kv(k, v, pools[:, 0], pools[:, 1], slots.to(device))
-    torch.testing.assert_close(pools.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    q, kv = torch.ones(2, 2, 12, device=device), torch.ones(2, 1, 12, device=device)
+    pools = torch.zeros(2, 4, 1, 12, device=device)
+    positions, slots = (torch.tensor(each, device=device) for each in ([0, position], [1, 2]))
+    cos_sin = torch.ones(5, 8, device=device)
+    rotary_store_kv_triton.rotary_store_kv_(q, kv, kv.clone(), positions, cos_sin, *pools, slots)
+    for rows in (q, pools[0, 1:3]):
+        assert rows[0].isfinite().all()
+        assert rows[1, :, :8].isnan().all()
+        assert (rows[1, :, 8:] == 1).all()
+    assert pools[1].sum(dim=(1, 2)).tolist() == [0, 12, 12, 0]
 
 
 @pytest.mark.parametrize("slot", [-1, 4])
 def test_a_slot_outside_the_pool_is_not_written(device, slot: int) -> None:
-    rows = torch.ones(2, 1, 8, device=device)
-    memory = torch.zeros(12, 1, 8, device=device)
-    pool = memory[4:8]
-    store_kv_triton.store_kv(rows, rows, pool, pool, torch.tensor([slot, 2], device=device))
-    assert memory.sum(dim=(1, 2)).tolist() == [0] * 6 + [8] + [0] * 5
+    q, kv = torch.ones(2, 1, 8, device=device), torch.ones(2, 1, 8, device=device)
+    memory = torch.zeros(12, 2, 1, 8, device=device)
+    positions, slots = (torch.tensor(each, device=device) for each in ([1, 0], [slot, 2]))
+    cos_sin = torch.tensor([1.0] * 4 + [0.0] * 4, device=device) * torch.tensor([[1], [3]])
+    rotary_store_kv_triton.rotary_store_kv_(
+        q, kv, kv.clone(), positions, cos_sin, *memory[4:8].unbind(1), slots
+    )
+    assert memory.sum(dim=(1, 2, 3)).tolist() == [0] * 6 + [16] + [0] * 5
+    assert q.sum(dim=(1, 2)).tolist() == [24, 8], "queries are rotated all the same"
+
+
+def test_rotated_rows_do_not_depend_on_each_other(dtype, device) -> None:
+    """Padding rows, which share a slot, are among them."""
+    torch.manual_seed(3)
+    qkv = normal(7, 8, 80, dtype=dtype, device=device)
+    positions, slots = torch.randint(50, (7,)), torch.tensor([3, 0, 5, 0, 1, 0, 8])
+    positions, slots, cos_sin = (each.to(device) for each in (positions, slots, table(20)))
+
+    def rotated(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their queries, and the slots that only they have."""
+        q, k, v = qkv[rows].split([4, 2, 2], dim=1)
+        pools = torch.zeros(2, 9, 2, 80, dtype=dtype, device=device)
+        rotary_store_kv_triton.rotary_store_kv_(
+            q, k, v, positions[rows], cos_sin, *pools, slots[rows]
+        )
+        assert pools.isfinite().all()
+        return q, pools[:, slots[rows][slots[rows] > 0]]
+
+    order = torch.arange(7, device=device)
+    together_q, together_stored = rotated(order)
+    alone = [rotated(order[row : row + 1]) for row in range(7)]
+    assert torch.equal(together_q, torch.cat([q for q, _ in alone]))
+    assert torch.equal(together_stored, torch.cat([stored for _, stored in alone], dim=1))
 
 
 def test_rows_do_not_depend_on_each_other(dtype, device) -> None:
@@ -147,5 +178,5 @@ def test_no_rows(device) -> None:
     assert rms_norm_triton.add_rms_norm(empty, empty, weight, EPS).shape == (0, 8)
     assert silu_mul_triton.silu_mul(empty).shape == (0, 4)
     heads, none = empty.view(0, 1, 8), torch.empty(0, dtype=torch.int64, device=device)
-    rotary_triton.rotary_(heads, heads, none, torch.ones(5, 8, device=device))
-    store_kv_triton.store_kv(heads, heads, heads, heads, none)
+    cos_sin = torch.ones(5, 8, device=device)
+    rotary_store_kv_triton.rotary_store_kv_(heads, heads, heads, none, cos_sin, heads, heads, none)

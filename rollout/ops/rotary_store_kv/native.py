@@ -1,4 +1,4 @@
-"""Scatter keys and values between CPU tensors."""
+"""Rotary position embedding and the scatter of keys and values, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,36 @@ import torch
 
 from rollout.ops.extension import DTYPE_CODES, IS_INT64, cpu, supports
 
-__all__ = ["store_kv", "supports"]
+__all__ = ["rotary_store_kv_", "supports"]
 
 
-def store_kv(
+def rotary_store_kv_(
+    q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,
+    positions_T: torch.Tensor,
+    cos_sin_PR: torch.Tensor,
     k_pool_SKD: torch.Tensor,
     v_pool_SKD: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
+    positions_T, cos_sin_PR = positions_T.contiguous(), cos_sin_PR.float().contiguous()
     slots_T = slots_T.contiguous()
+    cpu.rotary(
+        DTYPE_CODES[q_THD.dtype],
+        q_THD.data_ptr(),
+        q_THD.shape,
+        q_THD.stride(),
+        k_TKD.data_ptr(),
+        k_TKD.shape,
+        k_TKD.stride(),
+        positions_T.data_ptr(),
+        positions_T.numel(),
+        IS_INT64[positions_T.dtype],
+        cos_sin_PR.data_ptr(),
+        cos_sin_PR.shape,
+        torch.get_num_threads(),
+    )
     cpu.store_kv(
         DTYPE_CODES[k_TKD.dtype],
         k_TKD.shape,
