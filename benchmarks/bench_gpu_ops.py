@@ -144,7 +144,8 @@ def _row_cases(rows: int, weight: torch.Tensor, cos_sin: torch.Tensor) -> Iterat
     yield Case(
         name=f"rotary_store_kv {rows} rows",
         ours=each(
-            lambda qkv: rotary_store_kv_(*qkv, positions, cos_sin, keys, values, slots), fused
+            lambda q, k, v: rotary_store_kv_(q, k, v, positions, cos_sin, keys, values, slots),
+            *zip(*fused, strict=True),
         ),
         num_bytes=4 * rows * (H + 2 * K) * D,
     )
