@@ -108,7 +108,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
             records_routes=worker.memory.routes is not None,
         )
         self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
-        self._halving = TwoBatchOverlap(
+        self._overlap = TwoBatchOverlap(
             config.scheduler.overlap, hides=worker.model_device.type == "cuda"
         )
         self._cache_hits = 0  # of the memory's life, before this step
@@ -269,7 +269,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         self.require_running()
         self.load_configured_corpora()
         started = time.perf_counter()
-        halved = self.worker.overlaps and self._halving.wants(self.scheduler.num_running)
+        halved = self.worker.overlaps and self._overlap.wants(self.scheduler.num_running)
         self.calls.begin_step()
         try:
             while len(self._under_way) < 1 + halved and self._begin_step(halved):
@@ -316,7 +316,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         self._record(step, result, ended)
         last = self.last_step
         if not settled and step.batch.num_run_tokens == last.sampling > 0:
-            self._halving.observe(step.running, step.halved, last.generated_tokens, result.times)
+            self._overlap.observe(step.running, step.halved, last.generated_tokens, result.times)
 
     def _settle(self) -> None:
         """Drain steps in flight before the engine's state is changed."""

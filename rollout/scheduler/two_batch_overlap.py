@@ -1,4 +1,7 @@
-"""Whether two halves of the running requests take turns: while it is measured to be faster."""
+"""Two-batch overlap: whether two halves of the running requests take turns on the device.
+
+SGLang calls it TBO and vLLM DBO. It is on while it is measured to be faster.
+"""
 
 from __future__ import annotations
 
