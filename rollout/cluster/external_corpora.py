@@ -33,7 +33,7 @@ class _Corpus:
     telling: dict[Replica, Future[None]] | None = None  # to publish it, who had joined by then
 
     @property
-    def is_warm(self) -> bool:
+    def is_final(self) -> bool:
         """Nothing happens to it unasked any more."""
         waits = self.publishing is Publishing.ON_REQUEST and self.seen.state is ExternalState.READY
         return self.seen.state is ExternalState.PUBLISHED or (waits and self.telling is None)
@@ -99,7 +99,7 @@ class ExternalCorpora:
 
         Raises InvalidInputError where it could not be loaded; its name is free again.
         """
-        while name in self._corpora and not self._corpora[name].is_warm:
+        while name in self._corpora and not self._corpora[name].is_final:
             self.poll()
             self._members.poll(WAIT_SECONDS)
         if (failed := self._failed.pop(name, None)) is not None:
@@ -146,9 +146,9 @@ class ExternalCorpora:
     def poll(self) -> None:
         """Go on as far as answers have come. Waits for none but those of configured ones."""
         self.begin_configured()
-        self._settle()
+        self._note_published()
         self._take_refusals()
-        if all(each.is_warm for each in self._corpora.values()):
+        if all(each.is_final for each in self._corpora.values()):
             return
         if not self._looking:
             if time.monotonic() - self._looked_at >= _POLL_SECONDS:
@@ -217,16 +217,16 @@ class ExternalCorpora:
         self._members.repeat_joins()
 
     def _wait_until_told(self) -> None:
-        self._settle()
-        while any(each.telling and not each.is_warm for each in self._corpora.values()):
+        self._note_published()
+        while any(each.telling and not each.is_final for each in self._corpora.values()):
             self._members.poll(WAIT_SECONDS)
-            self._settle()
+            self._note_published()
 
-    def _settle(self) -> None:
+    def _note_published(self) -> None:
         """Published: when all that were told, and live, have answered."""
         for name, corpus in list(self._corpora.items()):
             telling = corpus.telling
-            if telling is None or corpus.is_warm:
+            if telling is None or corpus.is_final:
                 continue
             if not all(answer.done() for answer in telling.values()):
                 continue

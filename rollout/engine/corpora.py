@@ -220,7 +220,7 @@ class CorpusCalls(ABC):
         Trouble with the file beside it is logged and left at that.
         """
         corpus, path = self._corpus(), checked_path(path, "path")
-        self._settle()
+        self._drain_steps()
         file = learned_file(path)
         learned = _whole_learned(file)
         corpus.load(path)
@@ -281,7 +281,7 @@ class CorpusCalls(ABC):
             self.worker.begin({})
 
     @abstractmethod
-    def _settle(self) -> None: ...
+    def _drain_steps(self) -> None: ...
 
     def _configured_documents(self) -> dict[str, FileDocuments]:
         corpus = self.worker.draft_corpus

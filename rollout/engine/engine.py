@@ -301,9 +301,9 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         )
         return True
 
-    def _finish_step(self, started: float, *, settled: bool = False) -> None:
-        """``started``: when the host turned to it, by the performance counter. ``settled``: to no
-        other step than this: its time is that of the wait alone."""
+    def _finish_step(self, started: float, *, drains: bool = False) -> None:
+        """``started``: when the host turned to it, by the performance counter. ``drains``: no
+        other step follows, so its time is that of the wait alone."""
         step = self._under_way.popleft()
         with self._all_or_none():
             result = step.finish()
@@ -315,15 +315,15 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         result.times.total = (now - started) * 1e3
         self._record(step, result, ended)
         last = self.last_step
-        if not settled and step.batch.num_run_tokens == last.sampling > 0:
+        if not drains and step.batch.num_run_tokens == last.sampling > 0:
             self._overlap.observe(step.running, step.halved, last.generated_tokens, result.times)
 
-    def _settle(self) -> None:
+    def _drain_steps(self) -> None:
         """Drain steps in flight before the engine's state is changed."""
         self.calls.begin_step()
         try:
             while self._under_way:
-                self._finish_step(time.perf_counter(), settled=True)
+                self._finish_step(time.perf_counter(), drains=True)
         except BaseException:
             self._under_way.clear()
             raise
@@ -344,7 +344,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         request_id = checked_int(request_id, "request_id")
         if not self.scheduler.has(request_id):
             return
-        self._settle()
+        self._drain_steps()
         with self.calls.uninterrupted():
             request = self.scheduler.abort(request_id)
             if request is not None:
@@ -406,7 +406,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
 
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None:
         """No later request may meet KV of the old weights; running ones may, unless retracted."""
-        self._settle()
+        self._drain_steps()
         if abort:
             self._abort_all()
         with self.calls.uninterrupted():
@@ -415,7 +415,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
             self.worker.memory.reset()
 
     def _abort_all(self) -> None:
-        self._settle()
+        self._drain_steps()
         with self.calls.uninterrupted():
             self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
 

@@ -184,7 +184,7 @@ class GenerationCalls(ABC):
         Where this rank's call is refused, others in lockstep with it are served all the same.
         """
         self.require_running()
-        self._settle()
+        self._drain_steps()
         try:
             request, output = self._scored(
                 prompt_ids, output_ids, SamplingParams() if params is None else params
@@ -215,7 +215,7 @@ class GenerationCalls(ABC):
     def require_running(self) -> None: ...
 
     @abstractmethod
-    def _settle(self) -> None: ...
+    def _drain_steps(self) -> None: ...
 
     @abstractmethod
     def _run_step(self) -> None: ...

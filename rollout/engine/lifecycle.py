@@ -34,7 +34,7 @@ class StateCalls(ABC):
         Requests can be submitted meanwhile; they wait.
         """
         mode = checked_member(mode, "mode", PauseMode)
-        self._settle()
+        self._drain_steps()
         if mode is PauseMode.ABORT:
             self._abort_all()
         elif mode is PauseMode.RETRACT:
@@ -77,7 +77,7 @@ class StateCalls(ABC):
         keep_weights = checked_flag(keep_weights, "keep_weights")
         residency = self.worker.residency
         residency.require_held(wanted)
-        self._settle()
+        self._drain_steps()
         if MemoryTag.KV_CACHE in wanted:
             self._leave_old_weights(retract=True, abort=False)
         self.weight_handles.release()
@@ -122,7 +122,7 @@ class StateCalls(ABC):
             raise EngineStateError(self.unavailable_reason)
 
     @abstractmethod
-    def _settle(self) -> None: ...
+    def _drain_steps(self) -> None: ...
 
     @abstractmethod
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...

@@ -282,7 +282,7 @@ class EngineLoop(Generic[E]):
         try:
             request = submit()
         except Exception as error:  # the input's fault: the engine is as it was
-            self._settle(handle, error)
+            self._resolve(handle, error)
             return
         handle.request_id = request.request_id
         self._queued[request.request_id] = handle
@@ -322,9 +322,9 @@ class EngineLoop(Generic[E]):
                 listener.tell()
             handle = self._queued.pop(rollout.request_id, None)
             if handle is not None:
-                self._settle(handle, rollout)
+                self._resolve(handle, rollout)
 
-    def _settle(self, handle: RequestHandle, outcome: Rollout | BaseException) -> None:
+    def _resolve(self, handle: RequestHandle, outcome: Rollout | BaseException) -> None:
         with self._changed:
             self._unfinished.discard(handle)
         if not handle.future.set_running_or_notify_cancel():
@@ -346,7 +346,7 @@ class EngineLoop(Generic[E]):
             self._engine.take_ended()
         finally:
             for handle in handles:
-                self._settle(handle, _broken(error))
+                self._resolve(handle, _broken(error))
             for command in commands:
                 future = command.future
                 if future is not None and future.set_running_or_notify_cancel():

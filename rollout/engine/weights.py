@@ -68,7 +68,7 @@ class WeightCalls(ABC):
         for name, spec in (manifest or {}).items():
             if not isinstance(spec, TensorSpec):
                 raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
-        self._settle()
+        self._drain_steps()
         with self.worker.weights.broadcast_failures():
             self.worker.weights.begin(UpdateOptions.of(options), manifest)
 
@@ -80,7 +80,7 @@ class WeightCalls(ABC):
         their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
         weights, everything of the target's is kept.
         """
-        self._settle()
+        self._drain_steps()
         weights = self.worker.weights
         if weights.is_under_way and weights.state is WeightState.LOADING:
             # Before they serve: nothing the old weights computed may be met by the new ones,
@@ -312,7 +312,7 @@ class WeightCalls(ABC):
         self, named_tensors: NamedTensors, options: dict[str, Any], *, direct: bool = False
     ) -> None:
         """One whole update, or a part of the one that is under way."""
-        self._settle()
+        self._drain_steps()
         weights = self.worker.weights
         if weights.is_under_way:
             if options:
@@ -331,7 +331,7 @@ class WeightCalls(ABC):
             raise
 
     @abstractmethod
-    def _settle(self) -> None: ...
+    def _drain_steps(self) -> None: ...
 
     @abstractmethod
     def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...

@@ -37,7 +37,7 @@ class RoutesPool:
     def put(self, slots_T: NDArray[np.int64], routes_TC: torch.Tensor) -> None:
         """Keep the routes of a forward whose rows wrote these slots; see StepRoutes. What it holds
         may change afterwards."""
-        self._settle()
+        self._store_pending()
         experts_TLX = routes_TC.view(-1, *self._shape[1:]).to(self._dtype, copy=True)
         if experts_TLX.is_cuda:
             on_host = torch.empty(
@@ -51,7 +51,7 @@ class RoutesPool:
 
     def read(self, slots_P: NDArray[np.int32]) -> NDArray[np.integer]:
         """A copy [P, L, X], uint8 or int16: the most probable expert first."""
-        self._settle()
+        self._store_pending()
         return self._experts_SLX[slots_P]
 
     def release(self) -> int:
@@ -66,7 +66,7 @@ class RoutesPool:
         kind = torch.empty(0, dtype=self._dtype).numpy().dtype
         self._experts_SLX = np.zeros(self._shape, dtype=kind)
 
-    def _settle(self) -> None:
+    def _store_pending(self) -> None:
         if self._pending is not None:
             slots_T, experts_TLX = self._pending
             if self._copied is not None:

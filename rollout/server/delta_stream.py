@@ -65,7 +65,7 @@ class DeltaStream(AsyncIterator[Delta]):
 
     def watch(self, index: int, handle: RequestHandle) -> None:
         self._handles.append(handle)
-        handle.future.add_done_callback(lambda future: self._settled(index, future))
+        handle.future.add_done_callback(lambda future: self._on_done(index, future))
 
     async def ready(self) -> None:
         """Wait for the next delta, and leave it there. Raises what the next `anext` would."""
@@ -99,7 +99,7 @@ class DeltaStream(AsyncIterator[Delta]):
 
     # The engine's thread
 
-    def _settled(self, index: int, future: Future[Rollout]) -> None:
+    def _on_done(self, index: int, future: Future[Rollout]) -> None:
         if future.cancelled():
             return
         error = future.exception()

@@ -261,7 +261,7 @@ class WeightTransaction:
         self._versions |= update.versions
         for part in update.parts:
             self._torn.pop(part, None)
-        self._settle()
+        self._update_state()
 
     def abandon(self, reason: str) -> None:
         """Give the open update up, if there is one: torn if it had written, else as it was."""
@@ -281,7 +281,7 @@ class WeightTransaction:
     def tear(self, parts: Iterable[str], reason: str) -> None:
         """The values of these parts are lost: only a full update makes them serve again."""
         self._torn |= dict.fromkeys(parts, reason)
-        self._settle()
+        self._update_state()
 
     def digest(self, selector: str = "all") -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
@@ -312,7 +312,7 @@ class WeightTransaction:
             raise InvalidInputError("weight_version", given, "must differ from the one in use")
         return following | dict.fromkeys({TARGET} & parts or parts, given)
 
-    def _settle(self) -> None:
+    def _update_state(self) -> None:
         """Torn while a part is, else whole."""
         if not self._torn:
             self.state, self.reason = WeightState.WHOLE, ""

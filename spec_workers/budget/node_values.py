@@ -71,7 +71,7 @@ class NodeValues:
         if full.any():
             self._expected_SD[full] *= 0.5
             self._accepted_SD[full] *= 0.5
-        self._settle()
+        self._update_ratios()
         tenth_N = np.minimum((corrected_N * _TENTHS).astype(np.intp), _TENTHS - 1)
         for row, weights in enumerate((None, corrected_N, accepted_N)):
             self._by_tenth[row] += np.bincount(tenth_N, weights, _TENTHS)
@@ -80,13 +80,13 @@ class NodeValues:
         """The policy changed: what was learned counts for less."""
         self._expected_SD *= _DECAY
         self._accepted_SD *= _DECAY
-        self._settle()
+        self._update_ratios()
 
     def fade(self) -> None:
         """Time passed: what sank so low that nobody verifies it any more gets another chance."""
         self._expected_SD *= _FADE
         self._accepted_SD *= _FADE
-        self._settle()
+        self._update_ratios()
 
     def learned(self) -> dict[str, Any]:
         """JSON-able, for `restore` and for people to look at."""
@@ -110,9 +110,9 @@ class NodeValues:
         seen_SD = np.maximum(expected_SD, accepted_SD / _FURTHEST_OFF)
         believed_SD = _MEMORY / np.maximum(seen_SD, _MEMORY)
         self._expected_SD, self._accepted_SD = expected_SD * believed_SD, accepted_SD * believed_SD
-        self._settle()
+        self._update_ratios()
 
-    def _settle(self) -> None:
+    def _update_ratios(self) -> None:
         accepted_SD = self._accepted_SD + _FIRST_GUESS * _INERTIA
         self._ratio_SD = accepted_SD / (self._expected_SD + _INERTIA)
 

@@ -50,7 +50,7 @@ def test_what_was_captured_is_captured_again_as_soon_as_it_comes() -> None:
         runs.drop()
         for num_graphs, numbers in enumerate(came, start=1):
             assert summed(runs, numbers) == sum(numbers)
-            assert (runs.num_graphs, runs.is_settled) == (num_graphs, False)
+            assert (runs.num_graphs, runs.is_warm) == (num_graphs, False)
     assert summed(runs, [9, 9, 9]) == 27
     assert runs.num_graphs == 2, "it came but once before they went"
 

@@ -39,26 +39,26 @@ class RayReplica:
         self._send(self.actor.sync, serial)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        settled: Future[Any] = Future()
+        result: Future[Any] = Future()
 
-        def settle(answered: Future[Any]) -> None:  # on a thread of Ray's
+        def resolve(answered: Future[Any]) -> None:  # on a thread of Ray's
             error = answered.exception()
             if error is not None:
                 lost = isinstance(error, RayActorError)
-                settled.set_exception(ReplicaDiedError(str(error)) if lost else cause_of(error))
+                result.set_exception(ReplicaDiedError(str(error)) if lost else cause_of(error))
                 return
             answer = answered.result()
             with self._lock:  # large answers may be overtaken by later ones
                 if turn > self._answered:
                     self._answered, self.unavailable_reason = turn, answer.unavailable_reason
             if answer.error is not None:
-                settled.set_exception(answer.error)
+                result.set_exception(answer.error)
             else:
-                settled.set_result(answer.value)
+                result.set_result(answer.value)
 
         turn, reference = self._send(self.actor.call, method, *args, **kwargs)
-        reference.future().add_done_callback(settle)
-        return settled
+        reference.future().add_done_callback(resolve)
+        return result
 
     def pulse(self) -> Future[float]:
         """See `Heartbeats`."""

@@ -47,7 +47,7 @@ def routes(serving: Serving) -> APIRouter:
         """When it is drafted from. Generation goes on meanwhile."""
         pause = _POLL_SECONDS[0]
         while True:
-            corpus = await attempt(serving, lambda engine: _settled(engine, corpus_id))
+            corpus = await attempt(serving, lambda engine: _loaded_or_loading(engine, corpus_id))
             if corpus.state is ExternalState.PUBLISHED:
                 return corpus
             if serving.is_draining:
@@ -120,7 +120,7 @@ def _by_name(engine: Engine) -> dict[str, ExternalCorpus]:
     return {corpus.name: corpus for corpus in engine.external_corpora()}
 
 
-def _settled(engine: Engine, name: str) -> ExternalCorpus:
+def _loaded_or_loading(engine: Engine, name: str) -> ExternalCorpus:
     """The corpus, loading or loaded; one that failed is forgotten, and its name free again."""
     corpus = _by_name(engine).get(name)
     if corpus is None:
