@@ -251,7 +251,7 @@ def _step_rows(times: dict[str, tuple[float, float]], ceilings: Ceilings) -> Ite
 
 
 def tests_row() -> Row:
-    files = ("tests/ops", "tests/unit/test_row_invariance.py")
+    files = ("tests/ops", "tests/models/test_row_invariance.py")
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *files]
     name = "tests marked gpu: exit status"
     try:

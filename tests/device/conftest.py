@@ -1,6 +1,6 @@
 """An engine as it runs on a GPU: on one, and otherwise in Triton's interpreter on the CPU.
 
-Triton reads TRITON_INTERPRET when it is imported, so tests/unit/test_interpreted_engine.py runs
+Triton reads TRITON_INTERPRET when it is imported, so tests/runner/test_interpreted_engine.py runs
 this folder in a process of its own; in any other without a GPU these tests skip.
 """
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _on_a_device() -> None:
     if not INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs a GPU; tests/unit/test_interpreted_engine.py runs it interpreted")
+        pytest.skip("needs a GPU; tests/runner/test_interpreted_engine.py runs it interpreted")
 
 
 @pytest.fixture(scope="session")

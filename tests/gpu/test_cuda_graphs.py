@@ -1,4 +1,4 @@
-"""CUDA graphs as torch makes them: see tests/unit/test_graphs.py for what a stand-in can show."""
+"""CUDA graphs as torch makes them: see tests/runner/test_graphs.py for what a stand-in can show."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout import time_limit
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.parallel import time_limit
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.group_store import GroupStore

@@ -27,9 +27,10 @@ from areal.infra.remote_inf_engine import _init_weights_update_group_remote
 from areal.utils import name_resolve, names
 
 from rollout import RolloutEngine, SamplingParams
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_text_model
-from tests.server.conftest import TIMEOUT, Live, run_server
+from tests.server.conftest import Live, run_server
 from tests.server.policies import PROMPT, Policy, policy
 
 GROUP = "update_weight_group"
@@ -60,7 +61,7 @@ def remote(live: Live, root: Path) -> Iterator[RemoteSGLangEngine]:
         trial_name="trial",
         fileroot=str(root),
         request_retries=1,
-        setup_timeout=TIMEOUT,
+        setup_timeout=HANG_SECONDS,
         max_concurrent_rollouts=4,
     )
     engine = RemoteSGLangEngine(config)
@@ -107,7 +108,7 @@ def test_a_rollout_that_a_pause_cuts_goes_on_after_it(remote):
     remote.pause_generation()
     remote.continue_generation()
     remote.resume()
-    cut.join(TIMEOUT)
+    cut.join(HANG_SECONDS)
     assert found[0].output_tokens == whole
 
 
@@ -129,7 +130,7 @@ def test_weights_from_disk(remote, root, second, tmp_path):
     updated = remote.update_weights_from_disk(meta)
     key = names.update_weights_from_disk("experiment", "trial", remote.get_version())
     name_resolve.add(key, str(time.time()))  # as when the trainer has written the folder
-    updated.result(TIMEOUT)
+    updated.result(HANG_SECONDS)
     remote.continue_generation()
     assert generate(remote).output_tokens == greedy(second.folder)
 
@@ -144,14 +145,14 @@ def test_weights_through_a_group(remote, live, root, second, bucket_bytes):
     )  # fmt: skip
     joining = threading.Thread(
         target=_init_weights_update_group_remote,
-        args=(SGLangBackend(), meta, remote._engine.addresses, TIMEOUT),
+        args=(SGLangBackend(), meta, remote._engine.addresses, HANG_SECONDS),
     )
     joining.start()
     group = init_custom_process_group(
         backend="gloo", world_size=2, rank=0, group_name=GROUP,
         init_method=f"tcp://127.0.0.1:{meta.nccl_master_port}",
     )  # fmt: skip
-    joining.join(TIMEOUT)
+    joining.join(HANG_SECONDS)
     try:
         for folder in (second.folder, root / "model"):
             remote.pause_generation()
@@ -163,7 +164,7 @@ def test_weights_through_a_group(remote, live, root, second, bucket_bytes):
                 done = remote.update_weights_from_distributed(meta, specs)
                 for _, tensor in bucket:
                     dist.broadcast(tensor, src=0, group=group)
-                done.result(TIMEOUT)
+                done.result(HANG_SECONDS)
             remote.continue_generation()
             assert generate(remote).output_tokens == greedy(folder)
     finally:

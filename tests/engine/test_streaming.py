@@ -1,4 +1,4 @@
-"""What a stream hands out when a step fails. Its order: tests/unit/test_stream_order.py."""
+"""What a stream hands out when a step fails. Its order: tests/engine/test_stream_order.py."""
 
 from __future__ import annotations
 

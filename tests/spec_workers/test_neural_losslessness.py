@@ -18,7 +18,7 @@ from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_growth import TreeGrowth
 from tests.helpers.requests import decode_batch, make_request
 from tests.helpers.tree_checks import check_trees
-from tests.unit.test_losslessness import CHAIN, ROOT, VOCAB, chi_square, exact_joint
+from tests.sampling.test_losslessness import CHAIN, ROOT, VOCAB, chi_square, exact_joint
 
 DRAWS = 4000
 DRAFT = CHAIN + 0.4 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2))

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rollout import RolloutEngine, call_guard
+from rollout import RolloutEngine
+from rollout.engine import call_guard
 from rollout.engine.spmd import Rank0Engine
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.parallel import SingleRank

@@ -22,7 +22,7 @@ from tests.helpers.hang import HANG_SECONDS
 
 FEATURES = AuxHiddenStates(layers=(0, 2), final=True)
 HIDDEN = 8
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_record_that_does_not_add_up_is_never_handed_out(ring):
 
 WRITER = """
 import json, random, sys
-from tests.unit.test_feature_ring import FEATURES, HIDDEN, FeatureRing, torch, write
+from tests.spec_workers.features.test_feature_ring import FEATURES, HIDDEN, FeatureRing, torch, write
 chance = random.Random(int(sys.argv[1]))
 ring = FeatureRing(1 << 20, FEATURES, HIDDEN, torch.bfloat16)
 print(json.dumps({"ring": ring.name}), flush=True)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from rollout import time_limit
+from rollout.parallel import time_limit
 from tests.helpers.hang import HANG_SECONDS
 
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollout import RolloutEngine, SamplingParams, call_guard
+from rollout import RolloutEngine, SamplingParams
+from rollout.engine import call_guard
 from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError
 from tests.helpers.hang import HANG_SECONDS
