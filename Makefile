@@ -75,7 +75,7 @@ demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on t
 	  $(if $(wildcard $(DRAFTS)/mtp/training.pt),--resume)
 
 # Files side by side, each process with one thread: two that wait for each other are slower than one.
-# In the order of the folders, the many short files of unit and weights come last and fill both.
+# In the order of the folders, the many short files of spec_workers and weights come last and fill both.
 # Where bytecode may not be written, pytest compiles its plugins and all tests anew in each process.
 TEST_PROCESSES ?= 2
 

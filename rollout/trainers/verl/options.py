@@ -6,28 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import HFModelConfig
-
 from rollout.config import EngineConfig
 from rollout.engine.overrides import engine_config
 from rollout.engine.specs import WorkerFactory, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.sampling import ResponseLimits
-
-
-def options_of(config: Any, model_config: Any, *, standalone: bool) -> ServerOptions:
-    """Raises InvalidInputError for whatever cannot be honoured, naming it."""
-    rollout = omega_conf_to_dataclass(config)
-    model = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
-    own = rollout.engine_kwargs.get(NAME) or {}
-    if isinstance(own, DictConfig):
-        own = OmegaConf.to_container(own, resolve=True)
-    if not isinstance(own, Mapping):
-        raise InvalidInputError(OWN, own, "must be a mapping")
-    return server_options(rollout, model, own, standalone=standalone)
-
 
 NAME = "specrollout"
 _FIELD = "actor_rollout_ref.rollout"

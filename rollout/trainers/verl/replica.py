@@ -11,7 +11,8 @@ from verl.utils.device import get_resource_name, get_visible_devices_keyword
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.verl.options import NAME, options_of, server_name
+from rollout.trainers.verl.configuration import options_of
+from rollout.trainers.verl.options import NAME, server_name
 from rollout.trainers.verl.seeds import RequestSeeds
 from rollout.trainers.verl.server import Server
 

@@ -16,7 +16,7 @@ from rollout.engine.engine import RolloutEngine
 from rollout.engine.loop import EngineLoop
 from rollout.engine.tokenizer import prompt_group
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
-from rollout.trainers.verl.options import options_of
+from rollout.trainers.verl.configuration import options_of
 from rollout.trainers.verl.sampling import engine_params
 from rollout.trainers.verl.seeds import RequestStart
 from rollout.types import FinishReason, Rollout

@@ -155,7 +155,8 @@ def test_a_record_that_does_not_add_up_is_never_handed_out(ring):
 
 WRITER = """
 import json, random, sys
-from tests.spec_workers.features.test_feature_ring import FEATURES, HIDDEN, FeatureRing, torch, write
+from tests.spec_workers.features.test_feature_ring import FEATURES, HIDDEN, FeatureRing
+from tests.spec_workers.features.test_feature_ring import torch, write
 chance = random.Random(int(sys.argv[1]))
 ring = FeatureRing(1 << 20, FEATURES, HIDDEN, torch.bfloat16)
 print(json.dumps({"ring": ring.name}), flush=True)
