@@ -30,13 +30,14 @@ class _Corpus:
     source: Mapping[str, Any]  # arguments of `add_external_corpus`
     publishing: Publishing
     seen: ExternalCorpus  # of all replicas, when they were last looked at
-    telling: dict[Replica, Future[None]] | None = None  # to publish it, who had joined by then
+    # By the replicas that had joined when it was published.
+    publish_calls: dict[Replica, Future[None]] | None = None
 
     @property
     def is_final(self) -> bool:
         """Nothing happens to it unasked any more."""
         waits = self.publishing is Publishing.ON_REQUEST and self.seen.state is ExternalState.READY
-        return self.seen.state is ExternalState.PUBLISHED or (waits and self.telling is None)
+        return self.seen.state is ExternalState.PUBLISHED or (waits and self.publish_calls is None)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +168,9 @@ class ExternalCorpora:
     def note_loaded(self, path: str) -> None:
         """All replicas loaded a corpus file: what was published is gone, or is the file's now."""
         self._file = path
-        self._corpora = {name: each for name, each in self._corpora.items() if not each.telling}
+        self._corpora = {
+            name: each for name, each in self._corpora.items() if not each.publish_calls
+        }
         self._removed.clear()
         self._change()
 
@@ -205,7 +208,7 @@ class ExternalCorpora:
             failed = next((r for r, each in on.items() if each.state is ExternalState.FAILED), None)
             if failed is not None:
                 self._fail(name, f"on {failed}: {on[failed].error}")
-            elif corpus.telling is None and on:
+            elif corpus.publish_calls is None and on:
                 corpus.seen = _slowest(list(on.values()), len(by_replica))
                 is_ready = corpus.seen.state is ExternalState.READY
                 if is_ready and corpus.publishing is Publishing.WHEN_READY:
@@ -213,24 +216,24 @@ class ExternalCorpora:
 
     def _tell(self, corpus: _Corpus) -> None:
         """From now on who joins has published it before."""
-        corpus.telling = self._call_all("publish_external_corpus", corpus.name)
+        corpus.publish_calls = self._call_all("publish_external_corpus", corpus.name)
         self._members.repeat_joins()
 
     def _wait_until_told(self) -> None:
         self._note_published()
-        while any(each.telling and not each.is_final for each in self._corpora.values()):
+        while any(each.publish_calls and not each.is_final for each in self._corpora.values()):
             self._members.poll(WAIT_SECONDS)
             self._note_published()
 
     def _note_published(self) -> None:
         """Published: when all that were told, and live, have answered."""
         for name, corpus in list(self._corpora.items()):
-            telling = corpus.telling
-            if telling is None or corpus.is_final:
+            publish_calls = corpus.publish_calls
+            if publish_calls is None or corpus.is_final:
                 continue
-            if not all(answer.done() for answer in telling.values()):
+            if not all(answer.done() for answer in publish_calls.values()):
                 continue
-            errors = {each.name: answer.exception() for each, answer in telling.items()}
+            errors = {each.name: answer.exception() for each, answer in publish_calls.items()}
             for replica, error in errors.items():
                 if error is not None and not isinstance(error, ReplicaDiedError):
                     self._fail(name, f"on {replica}: {error}")
@@ -284,10 +287,10 @@ class ExternalCorpora:
         brought = self._brought.get(replica.name)
         if brought is None or brought.replica is not replica:
             brought = self._brought[replica.name] = _Brought(replica)
-        told = {name for name, each in self._corpora.items() if each.telling is not None}
+        published = {name for name, each in self._corpora.items() if each.publish_calls is not None}
         # First of all: what looks at an engine begins to load those it is configured with.
         configured = replica.call("take_configured_corpora")
-        args = (brought, configured, self._file, dict(self._corpora), told, set(self._removed))
+        args = (brought, configured, self._file, dict(self._corpora), published, set(self._removed))
 
         def run() -> None:
             try:
@@ -306,7 +309,7 @@ class ExternalCorpora:
         taken: Future[dict[str, str]],
         file: str | None,
         corpora: Mapping[str, _Corpus],
-        told: set[str],
+        published: set[str],
         removed: set[str],
     ) -> None:
         replica = brought.replica
@@ -335,7 +338,7 @@ class ExternalCorpora:
                 ).result()
             except InvalidInputError as error:
                 self._refusals.put((corpus, replica.name, str(error)))
-        for name in told:
+        for name in published:
             self._publish_on(replica, corpora[name])
 
     def _publish_on(self, replica: Replica, corpus: _Corpus) -> None:

@@ -56,13 +56,13 @@ class _Command:
 class _Listener:
     def __init__(self, request: Request, on_tokens: OnTokens) -> None:
         self._request, self._on_tokens = request, on_tokens
-        self._told = 0
+        self._reported = 0
 
     def tell(self) -> None:
         count = len(self._request.tokens) - self._request.prompt_len
-        if count > self._told:
-            told, self._told = self._told, count
-            self._on_tokens(self._request, told)
+        if count > self._reported:
+            reported, self._reported = self._reported, count
+            self._on_tokens(self._request, reported)
 
 
 class EngineLoop(Generic[E]):

@@ -77,8 +77,8 @@ def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None
 
 def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
     engine: Engine | None = None
-    while told := group.tell(""):
-        name, arguments, options = json.loads(told, object_hook=_from_json)
+    while message := group.tell(""):
+        name, arguments, options = json.loads(message, object_hook=_from_json)
         if name == "open":
             engine = open_engine(None)
             continue

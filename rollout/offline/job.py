@@ -134,8 +134,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
                      "output.overwrite=true", path, output.completion.rollouts)  # fmt: skip
             return JobResult(JobStatus.NOTHING_TO_DO, path)
         started = time.perf_counter()
-        with loading_model(console, config.model.path) as told:
-            engine = opened(told)
+        with loading_model(console, config.model.path) as progress:
+            engine = opened(progress)
         at_end.callback(engine.close)
         check_tokens(prompts, engine, config.sampling, config.data.on_error)
         load_seconds = time.perf_counter() - started

@@ -111,12 +111,12 @@ class ProcessRanks:
     def tell(self, text: str) -> str:
         data = bytearray(text.encode())
         (size,) = self.first([len(data)])
-        told = torch.zeros(int(size), dtype=torch.uint8)
+        received = torch.zeros(int(size), dtype=torch.uint8)
         if data and self.rank == 0:
-            told.copy_(torch.frombuffer(data, dtype=torch.uint8))
+            received.copy_(torch.frombuffer(data, dtype=torch.uint8))
         if size:
-            self._run(lambda: self._groups[0].broadcast(told, 0))
-        return told.numpy().tobytes().decode()
+            self._run(lambda: self._groups[0].broadcast(received, 0))
+        return received.numpy().tobytes().decode()
 
     def _gather_bytes(self, data: np.ndarray) -> np.ndarray:
         gathered = torch.empty((self.size, data.size), dtype=torch.uint8)

@@ -130,12 +130,18 @@ def _accepted(run: Run) -> str:
 
 
 def _step_time(run: Run) -> str:
-    told = run.has_forecast
-    if not told.any():
+    has_forecast = run.has_forecast
+    if not has_forecast.any():
         return UNKNOWN
-    predicted, real = run.steps["predicted_ms"][told].mean(), run.step_ms[told].mean()
+    predicted, real = (
+        run.steps["predicted_ms"][has_forecast].mean(),
+        run.step_ms[has_forecast].mean(),
+    )
     error = np.median(
-        np.abs(run.steps["predicted_ms"][told] / np.maximum(run.step_ms[told], 1e-9) - 1)
+        np.abs(
+            run.steps["predicted_ms"][has_forecast] / np.maximum(run.step_ms[has_forecast], 1e-9)
+            - 1
+        )
     )
     return f"{predicted:.2f} / {real:.2f}, half of the steps within {error:.0%}"
 

@@ -95,8 +95,8 @@ def read_log(path: Path) -> Log:
             str(path),
             f"is not the log of a run, {found}: give the file that log.jsonl named",
         )
-    told = [run for run in runs if run.num_lines] or runs[-1:]  # some were stopped at once
-    return Log(path=path, runs=_one_after_the_other(told), num_unreadable=num_unreadable)
+    with_lines = [run for run in runs if run.num_lines] or runs[-1:]  # some were stopped at once
+    return Log(path=path, runs=_one_after_the_other(with_lines), num_unreadable=num_unreadable)
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

@@ -79,8 +79,8 @@ def serve(config: ServeConfig) -> None:
     _set_log_levels(config.server.log_level)
     allow_open_files(config.server.max_connections + _OTHER_FILES)
     with contextlib.closing(_bound(config.server)) as listener:  # before the model is waited for
-        with loading_model(rich.get_console(), config.model.path) as told:
-            engine = open_engine(config.engine, config.spec, config.cluster, told)
+        with loading_model(rich.get_console(), config.model.path) as progress:
+            engine = open_engine(config.engine, config.spec, config.cluster, progress)
         with contextlib.closing(engine), contextlib.closing(Serving(engine, config)) as serving:
             server = _Server(
                 uvicorn.Config(

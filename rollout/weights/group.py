@@ -194,10 +194,11 @@ class WeightGroup(BroadcastGroup):
         while True:
             found = {rank: self.notes.get(f"member/{rank}") for rank in range(self.world_size)}
             for rank, theirs in found.items():
-                told = None if theirs is None else {key: theirs[key] for key in mine}
-                if told is not None and told != mine:
+                given = None if theirs is None else {key: theirs[key] for key in mine}
+                if given is not None and given != mine:
                     raise WeightUpdateError(
-                        f"group {self.name!r}: rank {rank} was told {told}, rank {self.rank} {mine}"
+                        f"group {self.name!r}: rank {rank} was given {given}, "
+                        f"rank {self.rank} {mine}"
                     )
             missing = [str(rank) for rank, theirs in found.items() if theirs is None]
             if not missing:

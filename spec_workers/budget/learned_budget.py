@@ -75,8 +75,8 @@ class LearnedBudget:
         prices = self._priced(batch)
         if prices.width == 0 or prices.with_nodes_N1.size == 1:
             return None
-        dearer = prices.with_nodes_N1[1:] - prices.with_nodes_N1[0]
-        cheapest = float((dearer / np.arange(1, dearer.size + 1)).min())
+        extra_ms = prices.with_nodes_N1[1:] - prices.with_nodes_N1[0]
+        cheapest = float((extra_ms / np.arange(1, extra_ms.size + 1)).min())
         # What is asked for is estimated before it is corrected.
         trust = float(self._trust.ratios([e.request.request_id for e in batch.entries]).max())
         raised = max(1.0, self._values.highest_ratio * trust)
@@ -243,16 +243,16 @@ class LearnedBudget:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)
             return
-        spared = sum(
+        saved_ms = sum(
             len(result.path) * float(worth)
             for result, worth in zip(results, verified.worth_B, strict=True)
         )
         plain = float(prices.with_nodes_N1[0])
-        dearer = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
+        extra_ms = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)
         if math.isnan(times.draft) and not usual:
             return  # nobody knows yet what it takes
         spent = usual if math.isnan(times.draft) else min(times.draft, _BELIEVED * usual)
         drafting = spent - self.cost.of_following(prices.width)
-        gained = spared - dearer - max(0.0, drafting)
+        gained = saved_ms - extra_ms - max(0.0, drafting)
         self._gate.observe(prices.width, gained, plain, prices.temperature)

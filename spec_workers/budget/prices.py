@@ -45,28 +45,28 @@ def token_worth(
     share = decode_ms_B[-1] / size
     if not ends or size == 1:
         return np.full(size, share)
-    spared_K = np.diff(decode_ms_B, prepend=0.0)
+    saved_K = np.diff(decode_ms_B, prepend=0.0)
     if size <= _MAX_EXACT:
-        worth_B = _spared(remaining_B, remaining_B, spared_K)
+        worth_B = _saved(remaining_B, remaining_B, saved_K)
     else:
         remaining_S = _some_lengths(remaining_B)
-        worth_S = _spared(remaining_S, remaining_B, spared_K)
+        worth_S = _saved(remaining_S, remaining_B, saved_K)
         worth_B = np.exp(np.interp(np.log(remaining_B), np.log(remaining_S), np.log(worth_S)))
     return worth_B * (decode_ms_B[-1] / worth_B.sum())
 
 
-def _spared(
+def _saved(
     remaining_S: NDArray[np.float64],
     remaining_B: NDArray[np.float64],
-    spared_K: NDArray[np.float64],
+    saved_K: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """The milliseconds a request of each length saves when its turn comes to end, > 0: O(S B)."""
     outlives_SB = remaining_S[:, None] / (remaining_S[:, None] + remaining_B)
     survivors_S = (1.0 - outlives_SB).sum(1) - 0.5  # who outlives it; itself it does not
     variance_S = (outlives_SB * (1.0 - outlives_SB)).sum(1) - 0.25
-    rank_K = np.arange(spared_K.size)
+    rank_K = np.arange(saved_K.size)
     closeness_SK = np.exp(-((rank_K - survivors_S[:, None]) ** 2) / (2 * variance_S[:, None] + 0.1))
-    return closeness_SK @ spared_K / closeness_SK.sum(1) + _LEAST
+    return closeness_SK @ saved_K / closeness_SK.sum(1) + _LEAST
 
 
 def _some_lengths(remaining_B: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -79,9 +79,9 @@ def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
         )
     times, gains = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for run, bins in _binned(runs):
-        told = run.has_forecast
-        real = np.where(told, run.step_ms, np.nan)
-        predicted = np.where(told, run.steps["predicted_ms"], np.nan)
+        has_forecast = run.has_forecast
+        real = np.where(has_forecast, run.step_ms, np.nan)
+        predicted = np.where(has_forecast, run.steps["predicted_ms"], np.nan)
         coarse = Bins(run, _FEW)
         _line(times, coarse.ends, coarse.median(real), color=theme.series[0], label="real")
         _line(times, coarse.ends, coarse.median(predicted), color=theme.series[1], linestyle="--",
