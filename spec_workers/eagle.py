@@ -51,7 +51,7 @@ class EagleWorker(SpecWorker):
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         trees = self.drafter.propose(batch, floor)
-        self.drafting_is_usual = self.drafter.is_warm
+        self.drafting_is_steady = self.drafter.is_warm
         return trees
 
     def observe(self, step: Observation) -> None:

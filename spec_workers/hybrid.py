@@ -96,7 +96,7 @@ class HybridWorker(NgramWorker):
             return copied
         with self._gate.timed():
             grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
-        self.drafting_is_usual = self.drafter.is_warm
+        self.drafting_is_steady = self.drafter.is_warm
         if not grown.num_nodes:
             return copied
         merged = merge_trees(
@@ -118,7 +118,7 @@ class HybridWorker(NgramWorker):
             self.drafter.observe(step, prompts_alone=True)
         if self.budget.is_open:
             copied = self._copied if step.was_asked else only_roots(len(step.results))
-            self._gate.judge(step, copied, self._asked_now, is_usual=self.drafting_is_usual)
+            self._gate.judge(step, copied, self._asked_now, is_steady=self.drafting_is_steady)
 
     def _num_verified(self, step: Observation) -> list[int]:
         copied_B, verified_B = np.diff(self._copied.offsets_B1), np.diff(step.trees.offsets_B1)

@@ -47,8 +47,8 @@ class Launched:
     proposed: DraftTrees | None  # None: nobody was asked
     verified: Verified
     forwarded: Forwarded
-    is_usual: bool  # the forward's time tells what such a forward takes
-    drafting_is_usual: bool  # and that of drafting what drafting does
+    is_steady: bool  # the forward's time tells what such a forward takes
+    drafting_is_steady: bool  # and that of drafting what drafting does
     samples: PendingSamples
     clock: StepClock
     draft_ms: float
@@ -75,7 +75,7 @@ class SpecWorker:
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
-        self.drafting_is_usual = True  # the last step's took a time that comes again
+        self.drafting_is_steady = True  # the last step's took a time that comes again
         self._unlearned: Callable[[], None] | None = None  # what the budget is to learn of a step
         self._turn = 0  # counts steps that were launched or finished
         self._finished_at = 0.0
@@ -164,7 +164,7 @@ class SpecWorker:
     def _launch(self, batch: Batch) -> Launched:
         clock = StepClock(self.model_device)
         self.prepare(batch)
-        self.drafting_is_usual = True
+        self.drafting_is_steady = True
         floor = self.budget.floor(batch)
         proposed = None if floor is None else self.propose(batch, floor)
         verified = self.budget.choose(batch, proposed)
@@ -185,8 +185,8 @@ class SpecWorker:
             # Nobody reads logits again: their memory is the next step's.
             forwarded=replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0)),
             # Kernels were compiled or a graph captured: no time that comes again.
-            is_usual=self.target.graphs is None or self.target.graphs.is_warm,
-            drafting_is_usual=self.drafting_is_usual,
+            is_steady=self.target.graphs is None or self.target.graphs.is_warm,
+            drafting_is_steady=self.drafting_is_steady,
             samples=samples,
             clock=clock,
             draft_ms=draft_ms,
@@ -253,8 +253,8 @@ class SpecWorker:
         """Tell the budget what the step cost and gave, and book its share to each request."""
         learned = replace(
             times,
-            forward=times.forward if step.is_usual else math.nan,
-            draft=times.draft if step.drafting_is_usual else math.nan,
+            forward=times.forward if step.is_steady else math.nan,
+            draft=times.draft if step.drafting_is_steady else math.nan,
         )
         self.budget.observe(step.batch, step.verified, results, learned)
         if not self._learns_later:

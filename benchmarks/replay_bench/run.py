@@ -159,7 +159,7 @@ def _is_warm(engine: RolloutEngine) -> bool:
     """Whether the last step took a time that comes again."""
     worker: Any = engine.worker
     graphs = worker.target.graphs
-    return worker.drafting_is_usual and (graphs is None or graphs.is_warm)
+    return worker.drafting_is_steady and (graphs is None or graphs.is_warm)
 
 
 def _run(engine: RolloutEngine, trace: Trace, wave: list[int]) -> None:

@@ -64,14 +64,14 @@ class NeuralGate:
             self._spent_ms += (time.perf_counter() - started) * 1e3
 
     def judge(
-        self, step: Observation, copied: DraftTrees, num_asked: int, *, is_usual: bool = True
+        self, step: Observation, copied: DraftTrees, num_asked: int, *, is_steady: bool = True
     ) -> None:
         """At the end of a step, in which the draft ran if the gate was open.
 
         Args:
             copied: what the corpus proposed.
             num_asked: of the batch's requests, those the draft was asked about.
-            is_usual: the draft took a time that comes again.
+            is_steady: the draft took a time that comes again.
         """
         (spent_ms,) = self._group.first([self._spent_ms])
         self._spent_ms = 0.0
@@ -85,7 +85,7 @@ class NeuralGate:
         if not self.is_open:
             self._gate.skip(width, temperature)
             return
-        if is_usual and not step.runs_prompts:  # those are read whether the gate is open or not
+        if is_steady and not step.runs_prompts:  # those are read whether the gate is open or not
             self._drafting.observe(num_asked, spent_ms)
         values_N = self._values.corrected(copied.probs_N, copied.sources_N, copied.depths_N)
         choice, alone, values_N = budget.bought(batch, copied, values_N)

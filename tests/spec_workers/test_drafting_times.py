@@ -48,9 +48,9 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
     if spec == "hybrid":  # whose gate asks, besides, what the draft takes beside the corpus
         judge, learn = worker._gate.judge, worker._gate._drafting.observe
 
-        def judged(*arguments, is_usual) -> None:
-            gated.append([is_usual, 0])
-            judge(*arguments, is_usual=is_usual)
+        def judged(*arguments, is_steady) -> None:
+            gated.append([is_steady, 0])
+            judge(*arguments, is_steady=is_steady)
 
         def learned(*arguments) -> None:
             gated[-1][1] += 1
@@ -65,6 +65,6 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
     assert sum(map(math.isnan, drafting)) == unsettled
     json.dumps(worker.budget.learned(), allow_nan=False)
     if spec == "hybrid":
-        assert [is_usual for is_usual, _ in gated].count(False) == unsettled
-        assert all(is_usual for is_usual, count in gated if count)
+        assert [is_steady for is_steady, _ in gated].count(False) == unsettled
+        assert all(is_steady for is_steady, count in gated if count)
         assert any(count for _, count in gated)
