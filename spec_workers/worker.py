@@ -47,8 +47,8 @@ class Launched:
     proposed: DraftTrees | None  # None: nobody was asked
     verified: Verified
     forwarded: Forwarded
-    is_steady: bool  # the forward's time tells what such a forward takes
-    drafting_is_steady: bool  # and that of drafting what drafting does
+    is_steady: bool  # nothing was compiled or captured in the forward's time
+    drafting_is_steady: bool  # nor in the time of drafting
     samples: PendingSamples
     clock: StepClock
     draft_ms: float
@@ -75,7 +75,7 @@ class SpecWorker:
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
-        self.drafting_is_steady = True  # the last step's took a time that comes again
+        self.drafting_is_steady = True  # the last step's timing
         self._unlearned: Callable[[], None] | None = None  # what the budget is to learn of a step
         self._turn = 0  # counts steps that were launched or finished
         self._finished_at = 0.0
@@ -184,7 +184,7 @@ class SpecWorker:
             verified=verified,
             # Nobody reads logits again: their memory is the next step's.
             forwarded=replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0)),
-            # Kernels were compiled or a graph captured: no time that comes again.
+            # Kernels were compiled or a graph captured: the timing is not steady-state.
             is_steady=self.target.graphs is None or self.target.graphs.is_warm,
             drafting_is_steady=self.drafting_is_steady,
             samples=samples,

@@ -156,7 +156,7 @@ def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step
 
 
 def _is_warm(engine: RolloutEngine) -> bool:
-    """Whether the last step took a time that comes again."""
+    """Whether the last step's timing is steady-state."""
     worker: Any = engine.worker
     graphs = worker.target.graphs
     return worker.drafting_is_steady and (graphs is None or graphs.is_warm)

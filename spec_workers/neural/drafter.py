@@ -36,7 +36,7 @@ class Drafter(Protocol):
 
     @property
     def is_warm(self) -> bool:
-        """Whether the last `propose` took a time that comes again: on a GPU the first ones of a
+        """Whether the timing of the last `propose` is steady-state: on a GPU the first ones of a
         shape compile kernels and capture graphs."""
         ...
 

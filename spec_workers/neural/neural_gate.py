@@ -71,7 +71,7 @@ class NeuralGate:
         Args:
             copied: what the corpus proposed.
             num_asked: of the batch's requests, those the draft was asked about.
-            is_steady: the draft took a time that comes again.
+            is_steady: the timing is steady-state: nothing was compiled or captured in it.
         """
         (spent_ms,) = self._group.first([self._spent_ms])
         self._spent_ms = 0.0
