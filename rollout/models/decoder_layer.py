@@ -70,7 +70,7 @@ class Layer:
         return [*self._mixer.linears(), *self.mlp.linears()]
 
     def plain_weights(self) -> list[torch.Tensor]:
-        """Those that are no product's."""
+        """Parameters that do not belong to a linear layer."""
         halves = [*self._mixer.plain_weights(), *self.mlp.plain_weights()]
         return [*self._norms().values(), *halves]
 
