@@ -185,9 +185,6 @@ def _set_log_levels(level: LogLevel) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
-log = logging.getLogger(__name__)
-
-
 def allow_open_files(count: int) -> None:
     """Raise the limit to ``count``, as far as this user may; shells often start with 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)

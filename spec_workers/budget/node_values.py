@@ -121,8 +121,8 @@ def _bucket(depths_N: NDArray) -> NDArray[np.intp]:
     return _BUCKET_OF_DEPTH[np.minimum(depths_N, len(_BUCKET_OF_DEPTH) - 1)]
 
 
-_INERTIA = 5.0  # expected acceptances that all requests together count for
-_MEMORY = 30.0  # expected acceptances remembered
+_REQUEST_INERTIA = 5.0  # expected acceptances that all requests together count for
+_REQUEST_MEMORY = 30.0  # expected acceptances remembered
 
 
 class RequestTrust:
@@ -137,13 +137,13 @@ class RequestTrust:
             return np.ones(len(request_ids))
         nothing = (0.0, 0.0)
         seen = np.array([self._seen.get(each, nothing) for each in request_ids]).reshape(-1, 2)
-        return (seen[:, 1] + _INERTIA) / (seen[:, 0] + _INERTIA)
+        return (seen[:, 1] + _REQUEST_INERTIA) / (seen[:, 0] + _REQUEST_INERTIA)
 
     def observe(self, request_id: int, expected: float, accepted: int) -> None:
         """Learn from nodes that were verified; ``expected`` without this correction."""
         before = self._seen.get(request_id, (0.0, 0.0))
         expected, total = before[0] + expected, before[1] + accepted
-        keep = 0.5 if expected > _MEMORY else 1.0
+        keep = 0.5 if expected > _REQUEST_MEMORY else 1.0
         self._seen[request_id] = (expected * keep, total * keep)
 
     def forget(self, request_id: int) -> None:

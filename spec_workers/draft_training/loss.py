@@ -63,7 +63,6 @@ class SoftCrossEntropy(torch.autograd.Function):
         return hidden_grad_SE * grads[0], head_grad_DE * grads[0], None, None, None
 
 
-_ROWS_AT_ONCE = 128
 STEP_DECAY = 0.8
 """Of a step's weight to the one before: deeper guesses are reached less often (EAGLE-3's value)."""
 

@@ -78,7 +78,7 @@ class LearnedMixture:
 
 KNOTS_P = np.array([0.01, 0.03, 0.08, 0.18, 0.32, 0.5, 0.68, 0.82, 0.92, 0.98])
 _INERTIA = 4.0  # expected cases that the estimates' own word is worth
-_MEMORY = 150.0  # expected cases, of each knot
+_KNOT_MEMORY = 150.0  # expected cases, of each knot
 
 
 class Reliability:
@@ -119,7 +119,7 @@ class Reliability:
             cells = (np.broadcast_to(contexts_R[:, None], below_RC.shape), knots_RC)
             np.add.at(self._expected_XP, cells, weights_RC * estimates_RC)
             np.add.at(self._true_XP, cells, weights_RC * came_true_RC)
-        keep_XP = np.minimum(1.0, _MEMORY / np.maximum(self._expected_XP, _MEMORY))
+        keep_XP = np.minimum(1.0, _KNOT_MEMORY / np.maximum(self._expected_XP, _KNOT_MEMORY))
         self._expected_XP *= keep_XP
         self._true_XP *= keep_XP
 
