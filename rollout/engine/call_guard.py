@@ -114,8 +114,9 @@ class CallGuard:
         self._depth -= 1
         if self._holds_interrupts and not self._depth:
             self._holds_interrupts = False
-            if signal.getsignal(signal.SIGINT) == self._hold_interrupt:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+            if previous != self._hold_interrupt:  # set by the user meanwhile
+                signal.signal(signal.SIGINT, previous)
 
     def _run_deferred(self) -> None:
         """Whoever holds the lock meanwhile comes here after it was released."""
