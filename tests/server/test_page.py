@@ -85,9 +85,11 @@ def test_it_says_why_nothing_runs(live, tab):
     open_page(tab, live)
     tab.wait_for(SHOWN)
     live.serving.loop.call(lambda engine: engine.pause_generation()).result()
-    tab.wait_for("byId('state').dataset.state === 'stopped'")
-    assert "continue_generation" in tab.text("#reason")
-    live.serving.loop.call(lambda engine: engine.continue_generation()).result()
+    try:
+        tab.wait_for("byId('state').dataset.state === 'stopped'")
+        assert "continue_generation" in tab.text("#reason")
+    finally:
+        live.serving.loop.call(lambda engine: engine.continue_generation()).result()
     tab.wait_for("byId('state').dataset.state === 'idle'")
     assert tab.evaluate("byId('reason').hidden")
 

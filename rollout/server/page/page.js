@@ -94,7 +94,7 @@ function setState(state, words, reason = "") {
 function showState(body) {
   const { engine } = body;
   const busy = engine.running + engine.waiting > 0;
-  if (engine.why_not) setState("stopped", "not generating", engine.why_not);
+  if (engine.unavailable_reason) setState("stopped", "not generating", engine.unavailable_reason);
   else if (body.draining) setState("draining", "draining", "No new requests are taken: the server ends when these have ended.");
   else if (busy) setState("generating", "generating");
   else setState("idle", "idle");
@@ -103,7 +103,7 @@ function showState(body) {
     ? `as of ${duration(body.age)} ago: the engine is in a long step or an update`
     : `up ${duration(body.uptime)}`;
   byId("model").textContent = body.model;
-  document.title = `${engine.why_not ? "stopped" : whole(engine.running)} · ${body.model}`;
+  document.title = `${engine.unavailable_reason ? "stopped" : whole(engine.running)} · ${body.model}`;
 }
 
 function showTiles({ engine }) {
@@ -221,7 +221,7 @@ function showReplicas({ engine }) {
   fill("replicas", replicas.map(([name, replica]) => {
     const counts = (sample) => sample.replicas[name];
     return [
-      name, leftCell(replica.why_not || "ready"), whole(replica.running), whole(replica.waiting),
+      name, leftCell(replica.unavailable_reason || "ready"), whole(replica.running), whole(replica.waiting),
       decimal(tokensPerSecond(counts), 0), decimal(acceptLength(replica.total, counts), 2),
       `${decimal(100 * ratio(replica.kv_used, replica.kv_slots), 1)} %`, versionsOf(replica),
     ];
