@@ -85,10 +85,9 @@ void ChainedLog::append(Cursor& cursor, Token token, ContextView context, std::u
   const Position position = log_.push(page, token);
   cursor.last = position;
   for (std::uint32_t which = 0; which < chains_.size(); ++which) {
-    log_.link(position, which) =
-        links(chains_[which], cursor, context)
-            ? exchange_head(slot(which, context, cursor.group), position)
-            : kNoPosition;
+    log_.link(position, which) = links(chains_[which], cursor, context)
+                                     ? exchange_head(slot(which, context, cursor.group), position)
+                                     : kNoPosition;
   }
 }
 
