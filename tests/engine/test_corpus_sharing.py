@@ -420,6 +420,7 @@ def test_engines_learn_from_each_other_and_their_tokens_stay_the_same(model: str
     own = second.take_corpus_delta()
     second.learn_corpus_deltas([own])  # passed over
     assert own.num_tokens == sum(len(r.token_ids) for r in rollouts)  # none of what it learned
+    assert own.ends_B.sum() == len(rollouts)  # so that nothing of them waits for more
     counters = second.worker.counters()
     assert counters["corpus/learned_tokens"] == counters["corpus/shared_tokens"] == own.num_tokens
     assert not any("learned_tokens" in name for name in alone.worker.counters())
