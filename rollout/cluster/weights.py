@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,9 +23,10 @@ from rollout.weights.bucket import (
     FlattenedBucket,
     PackedBucket,
     buckets,
+    offered_tensors,
     unflattened,
 )
-from rollout.weights.checks import manifest_of, pairs_of, refuse_not_finite
+from rollout.weights.checks import manifest_of, refuse_not_finite
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import announced_manifest
 from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights
@@ -135,13 +136,7 @@ class ClusterWeightCalls(ABC):
         **options: Any,
     ) -> None:
         """Each bucket is copied once into memory that all replicas of a host share."""
-        if load_format not in (None, "direct", "flattened_bucket"):
-            raise InvalidInputError(
-                "load_format", load_format, "must be None, direct or flattened_bucket"
-            )
-        if load_format == "flattened_bucket":
-            named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
-        pairs = pairs_of(named_tensors)
+        pairs = offered_tensors(named_tensors, load_format)
         with self._transaction(lambda: manifest_of(pairs), options) as update:
             if update.options.check_finite and isinstance(pairs, Collection | StoredWeights):
                 for name, tensor in pairs:

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -20,9 +20,15 @@ from rollout.checked import (
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
-from rollout.weights.bucket import FlattenedBucket, PackedBucket, buckets, unflattened
+from rollout.weights.bucket import (
+    FlattenedBucket,
+    PackedBucket,
+    buckets,
+    offered_tensors,
+    unflattened,
+)
 from rollout.weights.bucket_layout import BucketLayout
-from rollout.weights.checks import manifest_of, pairs_of
+from rollout.weights.checks import manifest_of
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
@@ -123,15 +129,9 @@ class WeightCalls(ABC):
 
         Raises InvalidInputError, WeightUpdateError, and whatever a generator raises.
         """
-        formats = ("direct", "flattened_bucket")
-        if load_format is not None and checked_name(load_format, "load_format") not in formats:
-            raise InvalidInputError(
-                "load_format", load_format, "must be None, direct or flattened_bucket"
-            )
-        if load_format == "flattened_bucket":
-            named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
         with self.worker.weights.broadcast_failures():
-            self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
+            pairs = offered_tensors(named_tensors, load_format)
+            self._load(pairs, options, direct=load_format == "direct")
 
     @exclusive
     def update_weights_from_bucket(
