@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -68,11 +68,10 @@ def called_on(*where: Ranks | Replicas) -> Callable[[M], M]:
     return mark
 
 
-def methods_on(where: Ranks | Replicas) -> Iterator[str]:
+def methods_on(where: Ranks | Replicas) -> frozenset[str]:
     """The names of the protocol's methods that are marked so."""
-    for name, method in vars(Engine).items():
-        if where in getattr(method, "called_on", ()):
-            yield name
+    methods = vars(Engine).items()
+    return frozenset(name for name, each in methods if where in getattr(each, "called_on", ()))
 
 
 def part_call(

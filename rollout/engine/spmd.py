@@ -79,8 +79,8 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
 class Rank0Engine:
     """Rank 0's engine; see `rollout.engine.protocol.Engine`. What changes it is told to all."""
 
-    _told = frozenset(methods_on(Ranks.EVERY))
-    _own = frozenset(methods_on(Ranks.FIRST))
+    _told = methods_on(Ranks.EVERY)
+    _own = methods_on(Ranks.FIRST)
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         self._engine = engine
