@@ -5,10 +5,8 @@ Shape legend: B sequences of a call, N tokens or draft nodes of a call, flat.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
-import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -234,22 +232,13 @@ class Corpus:
         self._ext.reset()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write rollouts, external corpora and calibration to a file, whole or not at all.
+        """Write rollouts, external corpora and calibration to a file, over the one there is.
 
-        Other calls wait until it is written. Raises OSError when it cannot be. A process that dies
-        meanwhile leaves a `<path>.saving.*` behind.
+        Other calls wait until it is written. Raises OSError when it cannot be; a part may have
+        been then, which `load` refuses.
         """
-        temporary = f"{os.fspath(path)}.saving.{secrets.token_hex(8)}"
-        try:
-            with open(temporary, "xb") as file:
-                self._ext.save(file.fileno())
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-        _sync_folder(os.path.dirname(os.path.abspath(path)))
+        with open(path, "wb") as file:
+            self._ext.save(file.fileno())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote, in place of all that is held.
@@ -304,15 +293,6 @@ def _array(name: str, value: object, dtype: type[np.generic]) -> NDArray:
     if value.ndim != 1:
         raise ValueError(f"{name}=<array of shape {value.shape}>: must have one dimension")
     return np.ascontiguousarray(value)
-
-
-def _sync_folder(folder: str) -> None:
-    """A new name is durable once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def flat_documents(

@@ -14,6 +14,7 @@ from ngram_native import Corpus
 from ngram_native.external_loads import ExternalLoads
 from ngram_native.external_loads import ExternalState as LoadState
 from rollout.checked import checked_path
+from rollout.durable import whole_file
 from rollout.engine.corpus_delta import CorpusDelta
 from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
 from rollout.errors import InvalidInputError
@@ -179,7 +180,8 @@ class NgramCorpus:
                 self.inbox.put(delta)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        self.corpus.save(path)
+        with whole_file(Path(path), shared=True) as file:
+            self.corpus.save(file.name)
 
     def load(self, path: str | os.PathLike[str], field: str = "path") -> None:
         try:

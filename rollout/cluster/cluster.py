@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.corpora import ClusterCorpusCalls
+from rollout.cluster.corpora import ClusterCorpora
 from rollout.cluster.corpus_exchange import CorpusExchange
-from rollout.cluster.external_corpora import ExternalCorpora
 from rollout.cluster.in_flight import InFlightRequest
+from rollout.cluster.lifecycle import ClusterLifecycle
 from rollout.cluster.messages import ReplicaFacts, Report
 from rollout.cluster.replica import ReplicaPool
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
-from rollout.cluster.replica_weight_sync import ReplicaWeightSync
+from rollout.cluster.reports import ReplicaReports
 from rollout.cluster.router import Router
-from rollout.cluster.state_calls import ClusterStateCalls
-from rollout.cluster.totals import ClusterMetrics, sum_of_metrics
-from rollout.cluster.weights import ClusterWeightCalls
+from rollout.cluster.weights import ClusterWeights
 from rollout.config import EngineConfig
+from rollout.engine.metrics import StepMetrics
+from rollout.engine.protocol import Engine, Replicas, methods_on, part_call
 from rollout.engine.requests import RequestFactory
+from rollout.engine.status import EngineStatus
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.errors import WeightUpdateError
+from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.scheduler.fitting import check_length
-from rollout.types import FinishReason, Prompt, Request, Rollout, SamplingParams, TokenExtras
+from rollout.types import (
+    FinishReason,
+    MemoryTag,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    TokenExtras,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
+def _forwarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method of `Engine` that replicas answer: every one of them, or any, as it is marked."""
+    name = method.__name__
+    asks_one = name in methods_on(Replicas.ONE)
+    assert asks_one or name in methods_on(Replicas.EVERY), name
+
+    @wraps(method)
+    def call(cluster: RolloutCluster, *args: Any, **kwargs: Any) -> Any:
+        if asks_one:
+            return cluster.members.on_one(name, *args, **kwargs)
+        cluster.members.on_all(name, *args, **kwargs)
+
+    return cast(Callable[Concatenate[Any, P], T], call)
+
+
+class RolloutCluster:
     """An `Engine`. Means to its callers what a `RolloutEngine` does. One thread calls it.
 
     Requests are checked here and run on replicas. One whose replica dies goes on elsewhere, with
@@ -41,9 +69,11 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
         self.config = config
         self._cluster = cluster
         self.members = ReplicaManager(pool, self)
-        self._externals = ExternalCorpora(self.members)
-        self.members.on_join(self._bring_state)
-        self.weight_bringer = ReplicaWeightSync(self.members)
+        self.reports = ReplicaReports(self.members)
+        # What a replica is brought before it joins comes in this order.
+        self.corpora = ClusterCorpora(self.members)
+        self.lifecycle = ClusterLifecycle(self.members, self.reports, self._abort_all)
+        self.weights = ClusterWeights(self.members, self._abort_all)
         self.corpus_exchange = (
             CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
             if cluster.share_corpus and cluster.replicas > 1
@@ -52,14 +82,6 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
         self._router = Router(pool.names)
         self._flights: dict[int, InFlightRequest] = {}
         self._ended: list[Rollout] = []
-        self._reports = {}
-        self._statuses = {}
-        self._past = ClusterMetrics()
-        self._num_steps = self._serial = 0
-        self.is_paused = False
-        self._released = {}
-        self._update = None
-        self._groups = {}
         self.facts: dict[str, ReplicaFacts] = {}
         try:
             while not self.members.all_joined:
@@ -70,8 +92,7 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
         except BaseException:
             pool.close()
             raise
-        self._versions = next(iter(self._statuses.values())).weight_versions
-        self._last_version = self._versions["target"]
+        self.weights.start_from(next(iter(self.reports.statuses.values())).weight_versions)
         some = next(iter(self.facts.values()))
         self._requests = RequestFactory(
             self.encoder,
@@ -131,11 +152,11 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
     def step(self) -> list[Rollout]:
         """Hand out what ended; waits some milliseconds where nothing has."""
         if self._flights and not self.is_paused:
-            self._require_running()
+            self.require_running()
         self._dispatch()
         self.members.poll(0.0 if self._ended else WAIT_SECONDS)
         self._dispatch()
-        self._externals.poll()
+        self.corpora.poll()
         if self.corpus_exchange is not None:
             self.corpus_exchange.poll()
         return self.take_ended()
@@ -161,9 +182,7 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
         scored = self.members.on_one("score_with_extras", prompt_ids, output_ids, params)
-        if (
-            lost := self._weights_unavailable_reason()
-        ):  # replicas that came later have the checkpoint's
+        if lost := self.weights.unavailable_reason:  # who came later has the checkpoint's
             raise WeightUpdateError(lost)
         return scored
 
@@ -176,13 +195,117 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
 
     def _abort_all(self) -> None:
         """They end with all tokens there are."""
-        self.sync()
+        self.reports.sync()
         for request_id in list(self._flights):
             self.abort(request_id)
+
+    # Whether it may run
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause_generation` was called, and not `continue_generation` since."""
+        return self.lifecycle.is_paused
+
+    @property
+    def released_tags(self) -> frozenset[MemoryTag]:
+        """The memory that all replicas have given back."""
+        return self.lifecycle.released_tags
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no step can run now; empty when one can."""
+        if self.is_paused:
+            return self.lifecycle.unavailable_reason
+        return self.weights.unavailable_reason or self.lifecycle.unavailable_reason
+
+    @property
+    def can_run(self) -> bool:
+        """Whether requests are sent to replicas now."""
+        return not self.unavailable_reason
+
+    def require_running(self) -> None:
+        """Raises EngineStateError without memory, WeightUpdateError while weights are not whole."""
+        if reason := self.unavailable_reason:
+            raise (EngineStateError if self.released_tags else WeightUpdateError)(reason)
+
+    pause_generation = part_call("lifecycle", ClusterLifecycle.pause_generation)
+    continue_generation = part_call("lifecycle", ClusterLifecycle.continue_generation)
+    release_memory = part_call("lifecycle", ClusterLifecycle.release_memory)
+
+    def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
+        """Take back what `release_memory` gave; replicas that start are brought weights again."""
+        self.lifecycle.resume_memory(tags)
+        self.weights.sync.try_again()
+
+    flush_cache = _forwarded(Engine.flush_cache)
+    check_integrity = _forwarded(Engine.check_integrity)
 
     def close(self) -> None:
         """End all replicas, and Ray where the cluster started it."""
         self.members.close()
+
+    # What it does
+
+    metrics = part_call("reports", ReplicaReports.metrics)
+
+    @property
+    def last_step(self) -> StepMetrics:
+        """The latest step of each replica, added up."""
+        return self.reports.last_step
+
+    def status(self) -> EngineStatus:
+        """The replicas' latest, a second old at most, and their sums."""
+        self.members.poll(0.0)
+        known = self.reports.statuses
+        return self.reports.status(
+            waiting=self._router.num_waiting,
+            unavailable_reason=self.unavailable_reason,
+            weight_versions=self.weight_versions,
+            corpora=self.corpora.known({name: each.corpora for name, each in known.items()}),
+        )
+
+    # Weights
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights, which each token carries."""
+        return self.weights.weight_version
+
+    @property
+    def weight_versions(self) -> dict[str, int]:
+        """The versions of all parts: see `RolloutEngine.weight_versions`."""
+        return self.weights.weight_versions
+
+    begin_weight_update = part_call("weights", ClusterWeights.begin_weight_update)
+    end_weight_update = part_call("weights", ClusterWeights.end_weight_update)
+    abandon_weight_update = part_call("weights", ClusterWeights.abandon_weight_update)
+    update_weights_from_tensor = part_call("weights", ClusterWeights.update_weights_from_tensor)
+    update_weights_from_bucket = part_call("weights", ClusterWeights.update_weights_from_bucket)
+    update_weights_from_disk = part_call("weights", ClusterWeights.update_weights_from_disk)
+    update_weights_from_ipc = part_call("weights", ClusterWeights.update_weights_from_ipc)
+    update_weights_from_distributed = part_call(
+        "weights", ClusterWeights.update_weights_from_distributed
+    )
+    init_weights_update_group = part_call("weights", ClusterWeights.init_weights_update_group)
+    destroy_weights_update_group = part_call("weights", ClusterWeights.destroy_weights_update_group)
+    weights_digest = part_call("weights", ClusterWeights.weights_digest)
+
+    get_weights_by_name = _forwarded(Engine.get_weights_by_name)
+
+    # Corpora
+
+    @property
+    def corpus_tokens(self) -> int | None:
+        """Tokens in the corpus of the replica that has most."""
+        return self.reports.corpus_tokens
+
+    add_external_corpus = part_call("corpora", ClusterCorpora.add_external_corpus)
+    remove_external_corpus = part_call("corpora", ClusterCorpora.remove_external_corpus)
+    publish_external_corpus = part_call("corpora", ClusterCorpora.publish_external_corpus)
+    external_corpora = part_call("corpora", ClusterCorpora.external_corpora)
+    load_corpus = part_call("corpora", ClusterCorpora.load_corpus)
+    save_corpus = _forwarded(Engine.save_corpus)
+    learned = _forwarded(Engine.learned)
 
     # Replicas
 
@@ -200,10 +323,7 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
 
     def reported(self, name: str, report: Report) -> None:
         """`Listener`'s."""
-        self._num_steps += 1
-        self._reports[name] = report
-        if report.status is not None:
-            self._statuses[name] = report.status
+        self.reports.note(name, report)
         for growth in report.grown:
             flight = self._flights.get(growth.request_id)
             if flight is not None:
@@ -217,13 +337,10 @@ class RolloutCluster(ClusterWeightCalls, ClusterCorpusCalls, ClusterStateCalls):
 
     def died(self, name: str, reason: str) -> None:
         """`Listener`'s. Its requests come first among those that wait, in their order."""
-        report = self._reports.pop(name, None)
-        if report is not None:
-            buried = replace(report.total, kv_slots=0, memory_bytes=0)
-            self._past = sum_of_metrics([self._past, buried])
+        self.reports.bury(name)
         for request_id in reversed(self._router.leave(name)):
             self._try_again(self._flights[request_id], reason)
-        self._abandon_if_dead()
+        self.weights.abandon_if_dead()
 
     def _try_again(self, flight: InFlightRequest, reason: str) -> None:
         """Whatever killed the replica, this request may have done it.

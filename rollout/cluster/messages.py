@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.cluster.totals import ClusterMetrics
-from rollout.engine.metrics import StepMetrics
+from rollout.engine.metrics import EngineMetrics, StepMetrics
 from rollout.engine.status import EngineStatus
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import FinishReason, RequestStats, SamplingParams, TokenExtras
@@ -42,11 +41,31 @@ class Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
+    """A request that ended on a replica."""
+
     growth: Growth  # the last tokens
     finish_reason: FinishReason
     error: str | None
     stats: RequestStats  # of its life on this replica
     routed_experts: NDArray[np.integer] | None = None  # of all its tokens but the last
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterMetrics(EngineMetrics):
+    """The metrics of engines in other processes at one moment, their memory read there."""
+
+    memory_bytes: int = 0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Peak resident memory of their processes, added up."""
+        return self.memory_bytes
+
+    @classmethod
+    def of(cls, metrics: EngineMetrics) -> Self:
+        """A copy, of this process's engine."""
+        counters = {each.name: getattr(metrics, each.name) for each in fields(EngineMetrics)}
+        return cls(**counters, memory_bytes=metrics.peak_memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

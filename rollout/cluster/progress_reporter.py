@@ -10,8 +10,7 @@ from collections import deque
 from concurrent.futures import Future
 from functools import partial
 
-from rollout.cluster.messages import Ended, Growth, Report, Submission
-from rollout.cluster.totals import ClusterMetrics
+from rollout.cluster.messages import ClusterMetrics, Ended, Growth, Report, Submission
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.loop import EngineLoop, RequestHandle
 from rollout.errors import EngineStateError

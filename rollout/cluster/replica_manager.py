@@ -107,7 +107,7 @@ class ReplicaManager:
         have answered, and those that did not fail have done what ``undo`` calls.
         """
         values: dict[str, Any] = {}
-        failures: list[BaseException] = []
+        failures: list[Exception] = []
         called: set[Replica] = set()
         while True:
             for newcomer in self._newcomers.values() if newcomers else ():
@@ -118,20 +118,17 @@ class ReplicaManager:
             if not joined:
                 break
             called.update(joined)
-            answers = [(each, each.call(method, *args, **kwargs)) for each in joined]
-            for replica, answer in answers:
-                try:
-                    values[replica.name] = answer.result()
-                except ReplicaDiedError:
-                    self.wait_until_gone(replica)
-                except Exception as error:
-                    failures.append(error)
+            done, failed = self.outcomes(
+                {each: each.call(method, *args, **kwargs) for each in joined}
+            )
+            values |= {replica.name: value for replica, value in done.items()}
+            failures += failed.values()
         if failures:
             if undo is not None:
                 for newcomer in self._newcomers.values() if newcomers else ():
                     newcomer.answers.append(undo(newcomer.replica))
-                done = [each for name, each in self._joined.items() if name in values]
-                for answer in [undo(each) for each in done]:
+                willing = [each for name, each in self._joined.items() if name in values]
+                for answer in [undo(each) for each in willing]:
                     answer.exception()  # who cannot says so when it is next asked
             raise failures[0]
         return values
@@ -150,6 +147,21 @@ class ReplicaManager:
             except ReplicaDiedError:
                 self.wait_until_gone(replica)
         raise ClusterError(f"{_MAX_TRIES} replicas died while they ran {method}")
+
+    def outcomes(
+        self, answers: Mapping[Replica, Future[Any]]
+    ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
+        """Values and errors of those that live, when all have answered and the dead have left."""
+        done: dict[Replica, Any] = {}
+        failed: dict[Replica, Exception] = {}
+        for replica, answer in answers.items():
+            try:
+                done[replica] = answer.result()
+            except ReplicaDiedError:
+                self.wait_until_gone(replica)
+            except Exception as error:
+                failed[replica] = error
+        return done, failed
 
     def wait_until_gone(self, replica: Replica) -> None:
         """It died; the pool hears of it too. What it last said of itself counts no more then."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from rollout.cluster.replica import Replica, ReplicaDiedError
+from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.errors import IntegrityError, InvalidInputError, RolloutError, WeightUpdateError
@@ -23,9 +21,10 @@ from rollout.weights.bucket import (
     FlattenedBucket,
     PackedBucket,
     buckets,
+    offered_tensors,
     unflattened,
 )
-from rollout.weights.checks import manifest_of, pairs_of, refuse_not_finite
+from rollout.weights.checks import manifest_of, refuse_not_finite
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import announced_manifest
 from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights
@@ -42,22 +41,32 @@ class _Update:
     last_call: float = field(default_factory=time.monotonic)
 
 
-class ClusterWeightCalls(ABC):
-    """A part of RolloutCluster; its calls mean what those of `RolloutEngine` do.
+class ClusterWeights:
+    """Weight updates of a cluster; what its calls mean says `WeightUpdates`.
 
     Begin on all, load on all, then commit on all. What one refuses is abandoned on all: as they
     were if no byte has moved anywhere, else torn, all of them. Once one has committed, one that
     cannot is killed: it comes again and is brought up to date. So is one that dies meanwhile. No
     replica joins during an update; when all that have it died, it is abandoned. No number is given
     to two policies, unless the caller does.
+
+    Args:
+        abort_all: ends every request of the cluster with the tokens there are.
     """
 
-    members: ReplicaManager
-    weight_bringer: ReplicaWeightSync
-    _update: _Update | None
-    _versions: Mapping[str, int]
-    _last_version: int  # of the target; also of a commit that was lost with its replicas
-    _groups: dict[str, frozenset[Replica]]  # by name: who is in it
+    def __init__(self, members: ReplicaManager, abort_all: Callable[[], None]) -> None:
+        self.sync = ReplicaWeightSync(members)
+        self._members = members
+        self._abort_all = abort_all
+        self._update: _Update | None = None
+        self._versions: Mapping[str, int] = {}
+        self._last_version = 0  # of the target; also of a commit that was lost with its replicas
+        self._groups: dict[str, frozenset[Replica]] = {}  # by name: who is in it
+
+    def start_from(self, versions: Mapping[str, int]) -> None:
+        """Take the versions that all replicas have, when the first ones have joined."""
+        self._versions = versions
+        self._last_version = versions["target"]
 
     @property
     def weight_version(self) -> int:
@@ -67,7 +76,7 @@ class ClusterWeightCalls(ABC):
     def weight_versions(self) -> dict[str, int]:
         return dict(self._versions)
 
-    def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None:
+    def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
         checked = UpdateOptions.of(options)
         if checked.weight_version == 0:
             raise InvalidInputError(
@@ -77,12 +86,12 @@ class ClusterWeightCalls(ABC):
         if self._update is not None:
             raise WeightUpdateError("an update is under way; end or abandon it first")
         self._wait_for_newcomers()
-        self.weight_bringer.hold()
+        self.sync.hold()
         version = None
         if checked.selector in ("all", "target"):
             version = checked.weight_version or self._last_version + 1
             options |= {"weight_version": version}
-        self._update = _Update(checked, version, frozenset(self.members.joined.values()))
+        self._update = _Update(checked, version, frozenset(self._members.joined.values()))
         try:
             self._on_all("begin_weight_update", manifest, **options)
         except BaseException:
@@ -94,7 +103,7 @@ class ClusterWeightCalls(ABC):
         if update.options.abort_all_requests:
             self._abort_all()
             self._under_way()
-        self.weight_bringer.note_commit()
+        self.sync.note_commit()
         self._last_version = update.version or self._last_version
         done, failed = self._ask_all("end_weight_update")
         if not done:
@@ -106,26 +115,27 @@ class ClusterWeightCalls(ABC):
                 "%s could not commit what others did, and is started anew: %s", replica.name, error
             )
             replica.kill()
-            self.members.wait_until_gone(replica)
-        statuses, _ = self._outcomes({each: each.call("status") for each in done})
+            self._members.wait_until_gone(replica)
+        statuses, _ = self._members.outcomes({each: each.call("status") for each in done})
         if not statuses:
             reason = WeightUpdateError("every replica died that had committed it")
             self.abandon_weight_update(str(reason))
             raise reason
         self._update = None
         self._versions = next(iter(statuses.values())).weight_versions
-        self.weight_bringer.note_update(update.options)
-        self.weight_bringer.release()
+        self.sync.note_update(update.options)
+        self.sync.release()
 
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
         if self._update is None:
             return
         self._update = None
         self._ask_all("abandon_weight_update", reason)
-        self.weight_bringer.release()
+        self.sync.release()
 
     def update_weights_from_tensor(
         self,
+        /,
         named_tensors: NamedTensors
         | Mapping[str, torch.Tensor]
         | Iterable[FlattenedBucket]
@@ -135,13 +145,7 @@ class ClusterWeightCalls(ABC):
         **options: Any,
     ) -> None:
         """Each bucket is copied once into memory that all replicas of a host share."""
-        if load_format not in (None, "direct", "flattened_bucket"):
-            raise InvalidInputError(
-                "load_format", load_format, "must be None, direct or flattened_bucket"
-            )
-        if load_format == "flattened_bucket":
-            named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
-        pairs = pairs_of(named_tensors)
+        pairs = offered_tensors(named_tensors, load_format)
         with self._transaction(lambda: manifest_of(pairs), options) as update:
             if update.options.check_finite and isinstance(pairs, Collection | StoredWeights):
                 for name, tensor in pairs:
@@ -149,20 +153,20 @@ class ClusterWeightCalls(ABC):
             self._load_stream(pairs, direct=load_format == "direct")
 
     def update_weights_from_bucket(
-        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
+        self, /, bucket: PackedBucket, *, direct: bool = False, **options: Any
     ) -> None:
         manifest = manifest_of(unflattened([bucket.unpacked()]))
         with self._transaction(lambda: manifest, options):
-            self._on_all("update_weights_from_bucket", self.members.share(bucket), direct=direct)
+            self._on_all("update_weights_from_bucket", self._members.share(bucket), direct=direct)
 
-    def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
+    def update_weights_from_disk(self, /, model_path: str | Path, **options: Any) -> None:
         """Each replica reads the folder itself, under the same path."""
         path = str(model_path)
         with self._transaction(lambda: self._manifest_of_folder(path, options), options):
             self._on_all("update_weights_from_disk", path)
 
     def update_weights_from_ipc(
-        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
+        self, /, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
     ) -> None:
         """Replicas must be on the sender's host."""
         if isinstance(handles, Mapping):
@@ -190,11 +194,11 @@ class ClusterWeightCalls(ABC):
         if group_name in self._groups:
             raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
         deadline = time.monotonic() + timeout
-        while not self.members.all_joined:
+        while not self._members.all_joined:
             if time.monotonic() > deadline:
                 raise WeightUpdateError(f"not all replicas are there after {timeout:g} s")
-            self.members.poll(WAIT_SECONDS)
-        ranks = {name: rank_offset + i for i, name in enumerate(sorted(self.members.joined))}
+            self._members.poll(WAIT_SECONDS)
+        ranks = {name: rank_offset + i for i, name in enumerate(sorted(self._members.joined))}
         done, failed = self._ask_each(
             "init_weights_update_group",
             lambda name: (
@@ -216,6 +220,7 @@ class ClusterWeightCalls(ABC):
 
     def update_weights_from_distributed(
         self,
+        /,
         names: Sequence[str],
         dtypes: Sequence[str | torch.dtype],
         shapes: Sequence[Sequence[int]],
@@ -225,7 +230,7 @@ class ClusterWeightCalls(ABC):
         **options: Any,
     ) -> None:
         """Raises WeightUpdateError, too, where a replica was replaced since the group was made."""
-        strangers = set(self.members.joined.values()) - self._group(group_name)
+        strangers = set(self._members.joined.values()) - self._group(group_name)
         if strangers:
             raise WeightUpdateError(
                 f"{', '.join(sorted(each.name for each in strangers))} came after the group "
@@ -246,18 +251,16 @@ class ClusterWeightCalls(ABC):
 
     def weights_digest(self, selector: str = "all") -> str:
         """The digest that all replicas share. Raises IntegrityError where they differ."""
-        digests = self.members.on_all("weights_digest", selector)
+        digests = self._members.on_all("weights_digest", selector)
         if len(set(digests.values())) > 1:
             raise IntegrityError(f"the replicas' weights differ: {digests}")
         return next(iter(digests.values()))
 
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
-        return self.members.on_one("get_weights_by_name", name, truncate_size)
-
-    def _weights_unavailable_reason(self) -> str:
-        """Beside what replicas say of themselves."""
+    @property
+    def unavailable_reason(self) -> str:
+        """Why the cluster has no weights to serve, beside what replicas say of themselves."""
         self._abandon_if_silent()
-        return self.weight_bringer.why_lost
+        return self.sync.why_lost
 
     @contextmanager
     def _transaction(
@@ -286,7 +289,7 @@ class ClusterWeightCalls(ABC):
         wait: Callable[[], Any] = lambda: None  # noqa: E731
         with closed_iterator(buckets(named_tensors, CACHED_BUCKET_BYTES)) as stream:
             for bucket in stream:
-                shared = self.members.share(PackedBucket.of(bucket))
+                shared = self._members.share(PackedBucket.of(bucket))
                 wait()
                 wait = self._send_all("update_weights_from_bucket", shared, direct=direct)
             wait()
@@ -311,15 +314,15 @@ class ClusterWeightCalls(ABC):
         if update is not None and time.monotonic() - update.last_call > update.options.timeout:
             self.abandon_weight_update(f"nothing came for {update.options.timeout:g} seconds")
 
-    def _abandon_if_dead(self) -> None:
-        """Else those that start would wait for its end."""
+    def abandon_if_dead(self) -> None:
+        """Give up an update whose replicas are all dead: those that start wait for its end."""
         if self._update is not None and not self._living():
             self.abandon_weight_update("every replica died")
 
     def _wait_for_newcomers(self) -> None:
         """Until somebody can be updated, and nobody is being brought the weights there are."""
-        while not self.members.joined or self.weight_bringer.is_busy:
-            self.members.poll(WAIT_SECONDS)
+        while not self._members.joined or self.sync.is_busy:
+            self._members.poll(WAIT_SECONDS)
 
     def _group(self, group_name: str) -> frozenset[Replica]:
         if group_name not in self._groups:
@@ -337,7 +340,7 @@ class ClusterWeightCalls(ABC):
         answers = {each: each.call(method, *args, **kwargs) for each in self._living()}
 
         def wait() -> dict[Replica, Any]:
-            done, failed = self._outcomes(answers)
+            done, failed = self._members.outcomes(answers)
             if failed:
                 raise next(iter(failed.values()))
             if not done:
@@ -349,35 +352,19 @@ class ClusterWeightCalls(ABC):
     def _ask_all(
         self, method: str, *args: Any, **kwargs: Any
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        return self._outcomes({each: each.call(method, *args, **kwargs) for each in self._living()})
+        return self._members.outcomes(
+            {each: each.call(method, *args, **kwargs) for each in self._living()}
+        )
 
     def _ask_each(
         self, method: str, args_of: Callable[[str], tuple[Any, ...]]
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        return self._outcomes(
+        return self._members.outcomes(
             {each: each.call(method, *args_of(each.name)) for each in self._living()}
         )
 
-    def _outcomes(
-        self, answers: Mapping[Replica, Future[Any]]
-    ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        """Values and errors of those that live, when all have answered and the dead have left."""
-        done: dict[Replica, Any] = {}
-        failed: dict[Replica, Exception] = {}
-        for replica, answer in answers.items():
-            try:
-                done[replica] = answer.result()
-            except ReplicaDiedError:
-                self.members.wait_until_gone(replica)
-            except Exception as error:
-                failed[replica] = error
-        return done, failed
-
     def _living(self) -> list[Replica]:
         """During an update those that have it."""
-        joined = self.members.joined.values()
+        joined = self._members.joined.values()
         update = self._update
         return [each for each in joined if update is None or each in update.replicas]
-
-    @abstractmethod
-    def _abort_all(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The engine's calls that have to do with the corpus its drafts come from."""
+"""The corpus that the engine's drafts come from, and the external corpora beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from rollout.checked import (
     checked_path,
     checked_seconds,
 )
-from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.corpus_delta import CorpusDelta
 from rollout.engine.corpus_documents import FileDocuments, documents_from
 from rollout.engine.draft_corpus import (
@@ -29,16 +27,16 @@ from rollout.engine.draft_corpus import (
     check_name,
 )
 from rollout.engine.learned_file import learned_file, load_learned, save_learned
+from rollout.engine.steps import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError
-from rollout.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 
-class CorpusCalls(ABC):
-    """A part of RolloutEngine. None of it changes a rollout, only how fast rollouts come.
+class Corpora:
+    """Changes what is drafted from: never a rollout, only how fast rollouts come.
 
     External corpora are texts to draft from beside the rollouts themselves: code, documents,
     reference answers. They load in the background while generation goes on, and each becomes
@@ -46,13 +44,21 @@ class CorpusCalls(ABC):
     call but `close` raises InvalidInputError.
     """
 
-    calls: CallGuard
-    worker: Worker
-    encoder: PromptEncoder
-    scheduler: Scheduler
-    _unstarted: dict[str, FileDocuments]  # configured, and not begun to load
+    def __init__(self, worker: Worker, encoder: PromptEncoder, steps: StepRunner) -> None:
+        """Goes on from what is beside the file the corpus was made from, if it was."""
+        self._worker = worker
+        self._encoder = encoder
+        self._steps = steps
+        self._lengths = steps.scheduler.lengths
+        corpus = worker.draft_corpus
+        self._unstarted = {  # configured, and not begun to load
+            name: FileDocuments(encoder, path, f"spec.external_corpora.{name}")
+            for name, path in ({} if corpus is None else corpus.configured).items()
+        }
+        path = None if corpus is None else corpus.initial_path
+        file = None if path is None else learned_file(path)
+        self._begin({} if file is None else _whole_learned(file), file)
 
-    @exclusive
     def add_external_corpus(
         self,
         name: str | None = None,
@@ -83,7 +89,7 @@ class CorpusCalls(ABC):
         """
         corpus = self._external()
         if name is None:
-            name = self.worker.ranks.tensor.exchange(uuid.uuid4().hex)[0]
+            name = self._worker.ranks.tensor.exchange(uuid.uuid4().hex)[0]
         check_name("name", name)
         publishing = checked_member(publish, "publish", Publishing)
         wait = checked_flag(wait, "wait")
@@ -91,7 +97,7 @@ class CorpusCalls(ABC):
         if any(each.name == name and each.state is not ExternalState.FAILED for each in there):
             raise InvalidInputError("name", name, "is taken: remove that corpus, or choose another")
         source = documents_from(
-            self.encoder, documents=documents, token_chunks=token_chunks, file_path=file_path
+            self._encoder, documents=documents, token_chunks=token_chunks, file_path=file_path
         )
         corpus.add_external(name, source, source.fraction_read, publishing)
         if wait:
@@ -99,14 +105,12 @@ class CorpusCalls(ABC):
             self._require_loaded(corpus, name)
         return name
 
-    @exclusive
     def remove_external_corpus(self, name: str) -> None:
         """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
         corpus = self._external()
         self._require_known(corpus, name)
         corpus.remove_external(name)
 
-    @exclusive
     def publish_external_corpus(self, name: str) -> None:
         """Draft from it from the next step on; nothing where that is so already.
 
@@ -116,7 +120,6 @@ class CorpusCalls(ABC):
         self._require_known(corpus, name)
         corpus.publish_external(name)
 
-    @exclusive
     def external_corpora(self) -> list[ExternalCorpus]:
         """All of them by name; those to be published when they are ready are published now.
 
@@ -130,10 +133,9 @@ class CorpusCalls(ABC):
     @property
     def corpus_tokens(self) -> int | None:
         """Tokens that drafts are made from, external corpora included; None without a corpus."""
-        corpus = self.worker.draft_corpus
+        corpus = self._worker.draft_corpus
         return None if corpus is None else corpus.num_tokens
 
-    @exclusive
     def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
         """`external_corpora` when none is loading any more; failed ones say why.
 
@@ -150,7 +152,6 @@ class CorpusCalls(ABC):
             raise TimeoutError(f"still loading after {timeout} s: {', '.join(loading)}")
         return corpora
 
-    @exclusive
     def share_corpus(self, max_bytes: int = 8 << 20) -> None:
         """Begin to exchange what is committed with other engines of the same model.
 
@@ -164,7 +165,6 @@ class CorpusCalls(ABC):
         """
         self._corpus().share(max_bytes)
 
-    @exclusive
     def take_corpus_delta(self) -> CorpusDelta:
         """The tokens this engine's own requests committed since the last delta, each once.
 
@@ -172,7 +172,6 @@ class CorpusCalls(ABC):
         """
         return self._corpus().take_delta()
 
-    @exclusive
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
         """Take in what other engines committed, as if it had been rolled out here.
 
@@ -186,7 +185,6 @@ class CorpusCalls(ABC):
                 raise InvalidInputError("deltas", delta, "must be a list of CorpusDeltas")
         self._corpus().learn_deltas(deltas)
 
-    @exclusive
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, published external corpora, calibration and weight version to a file.
 
@@ -199,14 +197,11 @@ class CorpusCalls(ABC):
         for each in (Path(path), learned_file(path)):
             if each.exists() and not each.is_file():
                 raise InvalidInputError("path", str(each), "is no file: choose another name")
-        if self.worker.ranks.tensor.rank:
+        if self._worker.ranks.tensor.rank:
             return
         corpus.save(path)
-        save_learned(
-            learned_file(path), {**self.learned(), "lengths": self.scheduler.lengths.learned()}
-        )
+        save_learned(learned_file(path), {**self.learned(), "lengths": self._lengths.learned()})
 
-    @exclusive
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Go on with the corpus that `save_corpus` wrote, in place of the one held.
 
@@ -220,23 +215,21 @@ class CorpusCalls(ABC):
         Trouble with the file beside it is logged and left at that.
         """
         corpus, path = self._corpus(), checked_path(path, "path")
-        self._drain_steps()
+        self._steps.drain()
         file = learned_file(path)
         learned = _whole_learned(file)
         corpus.load(path)
         self._begin(learned, file)
 
-    @exclusive
     def take_configured_corpora(self) -> dict[str, str]:
         """Name -> JSONL file of those not begun to load: the caller adds them from now on."""
-        corpus = self.worker.draft_corpus
+        corpus = self._worker.draft_corpus
         taken = (
             {} if corpus is None else {name: corpus.configured[name] for name in self._unstarted}
         )
         self._unstarted.clear()
         return taken
 
-    @exclusive
     def load_configured_corpora(self) -> None:
         """Begin to load those of ``spec.external_corpora``; the second time there are none left.
 
@@ -247,49 +240,29 @@ class CorpusCalls(ABC):
             self._corpus().add_external(name, source, source.fraction_read, Publishing.WHEN_READY)
             del self._unstarted[name]
 
-    @exclusive
     def close(self) -> None:
         """Cancel what loads, for good: no external corpus can be added any more."""
         self._unstarted.clear()
-        if self.worker.draft_corpus is not None:
-            self.worker.draft_corpus.close()
+        if self._worker.draft_corpus is not None:
+            self._worker.draft_corpus.close()
 
-    @exclusive
     def learned(self) -> dict[str, Any]:
         """The learned costs of steps and worth of drafts, JSON-able: the cost curve, calibration,
         ..."""
-        return {"budget": self.worker.learned()}
-
-    def _begin_cold_or_configured(self) -> None:
-        """Go on from what is beside the file the corpus was made from, if it was."""
-        corpus = self.worker.draft_corpus
-        path = None if corpus is None else corpus.initial_path
-        file = None if path is None else learned_file(path)
-        self._begin({} if file is None else _whole_learned(file), file)
+        return {"budget": self._worker.learned()}
 
     def _begin(self, learned: dict[str, Any], file: Path | None) -> None:
         """Go on from what ``file`` held, as far as it is of this machine and model."""
         if "lengths" in learned:
             try:
-                self.scheduler.lengths.restore(learned["lengths"])
+                self._lengths.restore(learned["lengths"])
             except ValueError as error:
                 log.warning("lengths of %s are not used: %s", file, error)
         try:
-            self.worker.begin(learned.get("budget", {}))
+            self._worker.begin(learned.get("budget", {}))
         except ValueError as error:
             log.warning("budget of %s is not used: %s", file, error)
-            self.worker.begin({})
-
-    @abstractmethod
-    def _drain_steps(self) -> None: ...
-
-    def _configured_documents(self) -> dict[str, FileDocuments]:
-        corpus = self.worker.draft_corpus
-        configured = {} if corpus is None else corpus.configured
-        return {
-            name: FileDocuments(self.encoder, path, f"spec.external_corpora.{name}")
-            for name, path in configured.items()
-        }
+            self._worker.begin({})
 
     def _external(self) -> DraftCorpus:
         corpus = self._corpus()
@@ -297,9 +270,9 @@ class CorpusCalls(ABC):
         return corpus
 
     def _corpus(self) -> DraftCorpus:
-        corpus = self.worker.draft_corpus
+        corpus = self._worker.draft_corpus
         if corpus is None:
-            worker = type(self.worker).__name__
+            worker = type(self._worker).__name__
             raise InvalidInputError(
                 "spec", worker, "has no corpus to draft from; spec=ngram has one"
             )

@@ -1,7 +1,7 @@
 """The rollout engine: requests in, rollouts out.
 
-A step is three lines: schedule, run, commit. Two may be under way at once, of different requests.
-Everything else here is the way in and out.
+`RolloutEngine` is the one door to its parts, and holds the guard that lets one thread at a time
+through: `Generation`, `WeightUpdates`, `Lifecycle` and `Corpora`, which share a `StepRunner`.
 """
 
 from __future__ import annotations
@@ -9,73 +9,33 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from rollout.checked import checked_int, checked_path
 from rollout.config import EngineConfig
 from rollout.engine.call_guard import CallGuard, exclusive
-from rollout.engine.corpora import CorpusCalls
-from rollout.engine.generation import GenerationCalls
-from rollout.engine.lifecycle import StateCalls
-from rollout.engine.metrics import EngineMetrics, MetricsRecorder, StepMetrics
+from rollout.engine.corpora import Corpora
+from rollout.engine.generation import Generation
+from rollout.engine.lifecycle import Lifecycle
+from rollout.engine.metrics import EngineMetrics, StepMetrics
 from rollout.engine.overrides import engine_config
+from rollout.engine.protocol import part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.specs import WorkerFactory, worker_factory
 from rollout.engine.status import EngineStatus
+from rollout.engine.steps import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.engine.weights import WeightCalls
-from rollout.engine.worker import FinishStep, Worker
-from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.engine.weights import WeightUpdates
+from rollout.engine.worker import Worker
+from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
-from rollout.parallel import ModelRanks
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
-from rollout.types import (
-    Batch,
-    Prompt,
-    Request,
-    Rollout,
-    SamplingParams,
-    StepResult,
-)
-from rollout.weights.groups import WeightGroups
-from rollout.weights.ipc import HandleReceiver
+from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnderWay:
-    """A step that was begun and is not finished."""
-
-    batch: Batch
-    finish: FinishStep
-    running: int  # requests when it was scheduled
-    halved: bool  # it is of a half of those
-    schedule_ms: float
-
-
-class _AllOrNone(AbstractContextManager[None]):
-    """A call that fails on one rank leaves the others in the middle of it: they hear at once.
-
-    Were it run again, this rank's forwards would be taken for later ones of the others.
-    """
-
-    __slots__ = ("_ranks",)
-
-    def __init__(self, ranks: ModelRanks) -> None:
-        self._ranks = ranks
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        is_before_a_forward = isinstance(error, OutOfMemoryError)
-        if error is not None and not is_before_a_forward:
-            self._ranks.close(f"it failed in the middle of a step: {error!r}")
-
-
-class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
+class RolloutEngine:
     """Generates rollouts of one model.
 
     One thread at a time calls it: a call while another thread is in one raises EngineStateError and
@@ -84,7 +44,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
     """
 
     def __init__(self, config: EngineConfig, worker: Worker) -> None:
-        # With several ranks an interrupt must end the others' waiting at once: see `_all_or_none`.
+        # With several ranks an interrupt must end the others' waiting at once: see `all_or_none`.
         self.calls = CallGuard(holds_interrupts=worker.ranks.all.size == 1)
         self.config = config
         self.worker = worker
@@ -100,26 +60,29 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
             lambda: worker.max_draft_tokens,
             LengthForecast(),
         )
-        self._requests = RequestFactory(
+        self.requests = RequestFactory(
             self.encoder,
             worker.vocab_size,
             worker.eos_token_ids,
             self.scheduler.check_fits,
             records_routes=worker.memory.routes is not None,
         )
-        self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
-        self._overlap = TwoBatchOverlap(
+        overlap = TwoBatchOverlap(
             config.scheduler.overlap, hides=worker.model_device.type == "cuda"
         )
-        self._cache_hits = 0  # of the memory's life, before this step
-        self._recorder = MetricsRecorder(worker.memory.slots.num_slots)
-        self.is_paused = False
-        self.weight_groups = WeightGroups()
-        self.weight_handles = HandleReceiver()
-        self._ended: list[Rollout] = []  # the next step hands them out
-        self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
-        self._unstarted = self._configured_documents()
-        self._begin_cold_or_configured()
+        self.steps = StepRunner(
+            worker, self.scheduler, self.requests, overlap, self.calls, self._before_step
+        )
+        self.weights = WeightUpdates(worker, self.steps)
+        self.lifecycle = Lifecycle(worker, self.steps, self.weights.handles)
+        self.generation = Generation(
+            worker, self.encoder, self.requests, self.steps, self.lifecycle.require_running
+        )
+        self.corpora = Corpora(worker, self.encoder, self.steps)
+
+    def _before_step(self) -> None:
+        self.lifecycle.require_running()
+        self.corpora.load_configured_corpora()
 
     @classmethod
     def from_config(
@@ -188,12 +151,19 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         """Other ranks wait in its forwards: see `step`."""
         return self.worker.lockstep
 
+    # Requests that return when all is done
+
+    generate = exclusive(part_call("generation", Generation.generate))
+    stream = part_call("generation", Generation.stream)
+    score = exclusive(part_call("generation", Generation.score))
+    score_with_extras = exclusive(part_call("generation", Generation.score_with_extras))
+
     # One step at a time, for servers
 
     @exclusive
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Raise what `submit` would; computes nothing. Returns the prompt's length in tokens."""
-        return self._requests.make(self.encoder.encode(prompt), params).prompt_len
+        return self.requests.make(self.encoder.encode(prompt), params).prompt_len
 
     @exclusive
     def submit(
@@ -218,11 +188,10 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         """
         prompt_ids = self.encoder.encode(prompt)
         partial = self.encoder.encode(partial_ids, "partial_ids", may_be_empty=True)
-        request = self._requests.make(
+        request = self.requests.make(
             prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
         )
-        with self.calls.uninterrupted():
-            self.scheduler.add(request)
+        self.steps.add([request])
         return request
 
     def claim(self) -> None:
@@ -235,7 +204,8 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._ended) or self.scheduler.has_unfinished
+        """Whether a request is unfinished, or its rollout was not handed out."""
+        return self.steps.has_unfinished
 
     @exclusive
     def step(self) -> list[Rollout]:
@@ -252,114 +222,33 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         """
         has_reason = self.scheduler.has_unfinished or self.worker.lockstep
         if has_reason and not self.is_paused:
-            self._run_step()
-        return self._take_ended()
+            self.steps.run()
+        return self.steps.take_ended()
 
     @exclusive
     def take_ended(self) -> list[Rollout]:
         """Rollouts that ended since the last step, as aborted ones do. Runs nothing."""
-        return self._take_ended()
+        return self.steps.take_ended()
 
-    def _take_ended(self) -> list[Rollout]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def _run_step(self) -> None:
-        """Begin what can begin, and finish the step that was begun first."""
-        self.require_running()
-        self.load_configured_corpora()
-        started = time.perf_counter()
-        halved = self.worker.overlaps and self._overlap.wants(self.scheduler.num_running)
-        self.calls.begin_step()
-        try:
-            while len(self._under_way) < 1 + halved and self._begin_step(halved):
-                pass
-            self._finish_step(started)
-        except BaseException:
-            self._under_way.clear()  # they can be run again, as the one that failed
-            raise
-        finally:
-            self.calls.end_step()
-
-    def _begin_step(self, halved: bool) -> bool:
-        """False: nothing can run before what is under way has ended."""
-        started = time.perf_counter()
-        batch = self.scheduler.schedule([step.batch for step in self._under_way], halved=halved)
-        if self._under_way and not batch.entries:
-            return False
-        scheduled = time.perf_counter()
-        with self._all_or_none():
-            finish = self.worker.begin_step(batch)
-        self._under_way.append(
-            _UnderWay(
-                batch=batch,
-                finish=finish,
-                running=self.scheduler.num_running,
-                halved=halved,
-                schedule_ms=(scheduled - started) * 1e3,
-            )
-        )
-        return True
-
-    def _finish_step(self, started: float, *, drains: bool = False) -> None:
-        """``started``: when the host turned to it, by the performance counter. ``drains``: no
-        other step follows, so its time is that of the wait alone."""
-        step = self._under_way.popleft()
-        with self._all_or_none():
-            result = step.finish()
-        stepped = time.perf_counter()
-        ended = [self._end(request) for request in self.scheduler.commit(step.batch, result)]
-        self._hand_out(ended)
-        now = time.perf_counter()
-        result.times.schedule = step.schedule_ms + (now - stepped) * 1e3
-        result.times.total = (now - started) * 1e3
-        self._record(step, result, ended)
-        last = self.last_step
-        if not drains and step.batch.num_run_tokens == last.sampling > 0:
-            self._overlap.observe(step.running, step.halved, last.generated_tokens, result.times)
-
-    def _drain_steps(self) -> None:
-        """Drain steps in flight before the engine's state is changed."""
-        self.calls.begin_step()
-        try:
-            while self._under_way:
-                self._finish_step(time.perf_counter(), drains=True)
-        except BaseException:
-            self._under_way.clear()
-            raise
-        finally:
-            self.calls.end_step()
-
-    def _all_or_none(self) -> AbstractContextManager[None]:
-        return _AllOrNone(self.worker.ranks)
-
-    def _hand_out(self, rollouts: list[Rollout]) -> None:
-        for rollout in rollouts:
-            inbox = self._claimed.pop(rollout.request_id, None)
-            (self._ended if inbox is None else inbox).append(rollout)
+    any_rank_has_unfinished = exclusive(part_call("generation", Generation.any_rank_has_unfinished))
 
     @exclusive
     def abort(self, request_id: int) -> None:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
-        request_id = checked_int(request_id, "request_id")
-        if not self.scheduler.has(request_id):
-            return
-        self._drain_steps()
-        with self.calls.uninterrupted():
-            request = self.scheduler.abort(request_id)
-            if request is not None:
-                self._hand_out([self._end(request)])
+        self.steps.abort(checked_int(request_id, "request_id"))
 
     def metrics(self) -> EngineMetrics:
         """Counters since the engine was made, or since `reset_metrics`."""
-        return self._recorder.total
+        return self.steps.metrics.total
 
     def reset_metrics(self) -> None:
-        self._recorder.reset()
+        """Count from zero."""
+        self.steps.metrics.reset()
 
     @property
     def last_step(self) -> StepMetrics:
-        return self._recorder.last
+        """The numbers of the latest step."""
+        return self.steps.metrics.last
 
     @exclusive
     def status(self) -> EngineStatus:
@@ -374,18 +263,50 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
             kv_cached=usage.cached,
             unavailable_reason=self.unavailable_reason,
             weight_versions=dict(self.weight_versions),
-            total=copy.copy(self._recorder.total),
-            last_step=copy.copy(self._recorder.last),
+            total=copy.copy(self.metrics()),
+            last_step=copy.copy(self.last_step),
             counters=self.worker.counters(),
             learned=self.learned(),
             corpora=() if corpus is None else tuple(corpus.external_corpora()),
             corpus_tokens=self.corpus_tokens,
         )
 
+    # Whether it may run
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause_generation` was called, and not `continue_generation` since."""
+        return self.lifecycle.is_paused
+
+    @property
+    def released_tags(self) -> frozenset[MemoryTag]:
+        """What `release_memory` gave back and `resume_memory` did not take again."""
+        return self.lifecycle.released_tags
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no step can run now; empty when one can."""
+        return self.lifecycle.unavailable_reason
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a step can run now."""
+        return self.lifecycle.can_run
+
+    pause_generation = exclusive(part_call("lifecycle", Lifecycle.pause_generation))
+    continue_generation = exclusive(part_call("lifecycle", Lifecycle.continue_generation))
+    release_memory = exclusive(part_call("lifecycle", Lifecycle.release_memory))
+    resume_memory = exclusive(part_call("lifecycle", Lifecycle.resume_memory))
+
     @exclusive
     def flush_cache(self) -> None:
         """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""
-        self._leave_old_weights(retract=True, abort=False)
+        self.steps.leave_old_weights(retract=True, abort=False)
+
+    @exclusive
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when a pool's books do not balance."""
+        self.worker.memory.check_integrity()
 
     @exclusive
     def close(self) -> None:
@@ -394,49 +315,68 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         External corpora that load are cancelled, for good; weight groups are left; the memory of
         senders on this host is unmapped. Of several ranks none can run any more.
         """
-        super().close()
-        self.weight_groups.close()
-        self.weight_handles.release()
+        self.corpora.close()
+        self.weights.close()
         self.worker.ranks.close()
 
-    @exclusive
-    def check_integrity(self) -> None:
-        """Raises IntegrityError when a pool's books do not balance."""
-        self.worker.memory.check_integrity()
+    # Weights
 
-    def _leave_old_weights(self, *, retract: bool, abort: bool) -> None:
-        """No later request may meet KV of the old weights; running ones may, unless retracted."""
-        self._drain_steps()
-        if abort:
-            self._abort_all()
-        with self.calls.uninterrupted():
-            if retract:
-                self.scheduler.retract_all()
-            self.worker.memory.reset()
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights, which each token carries."""
+        return self.weights.weight_version
 
-    def _abort_all(self) -> None:
-        self._drain_steps()
-        with self.calls.uninterrupted():
-            self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
+    @property
+    def weight_versions(self) -> dict[str, int]:
+        """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
+        return self.weights.weight_versions
 
-    def _end(self, request: Request) -> Rollout:
-        self.worker.release(request)
-        return self._requests.rollout(request)
+    begin_weight_update = exclusive(part_call("weights", WeightUpdates.begin_weight_update))
+    end_weight_update = exclusive(part_call("weights", WeightUpdates.end_weight_update))
+    abandon_weight_update = exclusive(part_call("weights", WeightUpdates.abandon_weight_update))
+    update_weights_from_tensor = exclusive(
+        part_call("weights", WeightUpdates.update_weights_from_tensor)
+    )
+    update_weights_from_bucket = exclusive(
+        part_call("weights", WeightUpdates.update_weights_from_bucket)
+    )
+    update_weights_from_disk = exclusive(
+        part_call("weights", WeightUpdates.update_weights_from_disk)
+    )
+    update_weights_from_ipc = exclusive(part_call("weights", WeightUpdates.update_weights_from_ipc))
+    update_weights_from_distributed = exclusive(
+        part_call("weights", WeightUpdates.update_weights_from_distributed)
+    )
+    decline_weights_from_distributed = exclusive(
+        part_call("weights", WeightUpdates.decline_weights_from_distributed)
+    )
+    init_weights_update_group = exclusive(
+        part_call("weights", WeightUpdates.init_weights_update_group)
+    )
+    destroy_weights_update_group = exclusive(
+        part_call("weights", WeightUpdates.destroy_weights_update_group)
+    )
+    weights_manifest = exclusive(part_call("weights", WeightUpdates.weights_manifest))
+    read_weights = exclusive(part_call("weights", WeightUpdates.read_weights))
+    weights_digest = exclusive(part_call("weights", WeightUpdates.weights_digest))
+    get_weights_by_name = exclusive(part_call("weights", WeightUpdates.get_weights_by_name))
 
-    def _drop(self, request_id: int) -> None:
-        self._under_way.clear()  # not finished: a step that raises must not keep anything here
-        request = self.scheduler.abort(request_id)
-        if request is not None:
-            self.worker.release(request)
+    # Corpora
 
-    def _record(self, step: _UnderWay, result: StepResult, ended: list[Rollout]) -> None:
-        usage, hits = self.worker.memory.usage, self.worker.memory.counters.hit
-        metrics = StepMetrics(
-            running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
-            kv_used=usage.used,
-            kv_cached=usage.cached,
-            cached_tokens=hits - self._cache_hits,
-        )
-        self._cache_hits = hits
-        self._recorder.record(step.batch, result, metrics, ended, took_turns=step.halved)
+    @property
+    def corpus_tokens(self) -> int | None:
+        """Tokens that drafts are made from, external corpora included; None without a corpus."""
+        return self.corpora.corpus_tokens
+
+    add_external_corpus = exclusive(part_call("corpora", Corpora.add_external_corpus))
+    remove_external_corpus = exclusive(part_call("corpora", Corpora.remove_external_corpus))
+    publish_external_corpus = exclusive(part_call("corpora", Corpora.publish_external_corpus))
+    external_corpora = exclusive(part_call("corpora", Corpora.external_corpora))
+    wait_for_external_corpora = exclusive(part_call("corpora", Corpora.wait_for_external_corpora))
+    take_configured_corpora = exclusive(part_call("corpora", Corpora.take_configured_corpora))
+    share_corpus = exclusive(part_call("corpora", Corpora.share_corpus))
+    take_corpus_delta = exclusive(part_call("corpora", Corpora.take_corpus_delta))
+    learn_corpus_deltas = exclusive(part_call("corpora", Corpora.learn_corpus_deltas))
+    save_corpus = exclusive(part_call("corpora", Corpora.save_corpus))
+    load_corpus = exclusive(part_call("corpora", Corpora.load_corpus))
+    learned = exclusive(part_call("corpora", Corpora.learned))

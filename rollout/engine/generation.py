@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 
 from rollout.checked import checked_iterable
-from rollout.config import EngineConfig
-from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.requests import RequestFactory
+from rollout.engine.steps import StepRunner
 from rollout.engine.streaming import RolloutStream, in_order_of_plain_decoding
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.scheduler import Scheduler
 from rollout.types import Prompt, Request, Rollout, SamplingParams, TokenExtras
 
 _MAX_REQUESTS = 1 << 22
 """Each takes some kilobytes from the first step to the last."""
 
 
-class GenerationCalls(ABC):
-    """A part of RolloutEngine."""
+class Generation:
+    """Runs the steps that its calls need until all of their requests have ended.
 
-    calls: CallGuard
-    config: EngineConfig
-    worker: Worker
-    encoder: PromptEncoder
-    scheduler: Scheduler
-    _requests: RequestFactory
-    _claimed: dict[int, deque[Rollout]]  # request id -> inbox of the stream it is of
+    Args:
+        require_running: raises where no step can run now.
+    """
 
-    @exclusive
+    def __init__(
+        self,
+        worker: Worker,
+        encoder: PromptEncoder,
+        requests: RequestFactory,
+        steps: StepRunner,
+        require_running: Callable[[], None],
+    ) -> None:
+        self._worker = worker
+        self._encoder = encoder
+        self._requests = requests
+        self._steps = steps
+        self._require_running = require_running
+
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
@@ -62,14 +68,14 @@ class GenerationCalls(ABC):
         Every prompt is checked before anything is submitted; InvalidInputError names the first bad
         one. Leaving the iterator early aborts what is unfinished; ``close()`` does it at once.
         """
-        return RolloutStream(self._rollouts(prompts, params), self.calls)
+        return RolloutStream(self._rollouts(prompts, params), self._steps.guard)
 
     def _rollouts(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> Generator[Rollout, None, None]:
         requests = self._requests_for(prompts, params)
         with closing(self._run_all(requests)) as steps:
-            max_running = self.scheduler.limits.max_running
+            max_running = self._steps.scheduler.limits.max_running
             yield from in_order_of_plain_decoding(requests, max_running, steps)
 
     def _requests_for(
@@ -108,7 +114,7 @@ class GenerationCalls(ABC):
         requests: list[Request] = []
         for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
             field = f"prompts[{index}]"
-            ids = self.encoder.encode(prompt, field)
+            ids = self._encoder.encode(prompt, field)
             requests += [
                 self._requests.make(ids, own, index, sample, field=field) for sample in range(own.n)
             ]
@@ -120,48 +126,36 @@ class GenerationCalls(ABC):
         inbox: deque[Rollout] = deque()
         unfinished = {request.request_id for request in requests}
         try:
-            with self.calls.uninterrupted():
-                self._claimed |= dict.fromkeys(unfinished, inbox)
-                for request in requests:
-                    self.scheduler.add(request)
+            self._steps.add(requests, inbox)
             while self._any_rank(bool(unfinished)):
-                if not inbox or self.worker.ranks.rows.size > 1:
-                    self._run_step()
+                if not inbox or self._worker.ranks.rows.size > 1:
+                    self._steps.run()
                 ended = list(inbox)
                 inbox.clear()
                 unfinished.difference_update(rollout.request_id for rollout in ended)
                 yield ended
         except GeneratorExit:
-            self._unclaim(unfinished)
+            self._steps.drop(unfinished)
             self._accompany()
             raise
         finally:
-            self._unclaim(unfinished)
-
-    def _unclaim(self, unfinished: set[int]) -> None:
-        """Drop these; nobody waits for them any more."""
-        if not unfinished:
-            return
-        with self.calls.uninterrupted():
-            while unfinished:
-                request_id = unfinished.pop()
-                self._claimed.pop(request_id, None)
-                self._drop(request_id)
+            self._steps.drop(unfinished)
 
     def _any_rank(self, has_work: bool) -> bool:
         """Whether any of the ranks in lockstep has; all ask."""
-        return any(self.worker.ranks.rows.numbers(has_work))
+        return any(self._worker.ranks.rows.numbers(has_work))
 
     def _accompany(self) -> None:
         """Step with nothing to do of its own until no rank in lockstep has work."""
-        while self.worker.ranks.rows.size > 1 and self._any_rank(False):
-            self._run_step()
+        while self._worker.ranks.rows.size > 1 and self._any_rank(False):
+            self._steps.run()
 
-    @exclusive
     def any_rank_has_unfinished(self) -> bool:
-        """`has_unfinished` of any rank in lockstep with this one: a call that each of them makes,
-        before each `step`."""
-        return self._any_rank(self.has_unfinished)
+        """Whether any rank in lockstep with this one has something unfinished.
+
+        A call that each of them makes, before each `step`.
+        """
+        return self._any_rank(self._steps.has_unfinished)
 
     def score(
         self,
@@ -172,7 +166,6 @@ class GenerationCalls(ABC):
         """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
         return self.score_with_extras(prompt_ids, output_ids, params)[0]
 
-    @exclusive
     def score_with_extras(
         self,
         prompt_ids: Sequence[int],
@@ -183,45 +176,26 @@ class GenerationCalls(ABC):
 
         Where this rank's call is refused, others in lockstep with it are served all the same.
         """
-        self.require_running()
-        self._drain_steps()
+        self._require_running()
+        self._steps.drain()
         try:
             request, output = self._scored(
                 prompt_ids, output_ids, SamplingParams() if params is None else params
             )
-            with self.calls.uninterrupted(), self._all_or_none():
-                return self.worker.score(request, output)
+            with self._steps.guard.uninterrupted(), self._steps.all_or_none():
+                return self._worker.score(request, output)
         except (InvalidInputError, OutOfMemoryError):
-            self.worker.accompany_scoring()
+            self._worker.accompany_scoring()
             raise
 
     def _scored(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
     ) -> tuple[Request, list[int]]:
-        prompt = self.encoder.encode(prompt_ids, "prompt_ids")
-        output = self.encoder.encode(output_ids, "output_ids")
-        if len(prompt) + len(output) > self.worker.max_context_len:
+        prompt = self._encoder.encode(prompt_ids, "prompt_ids")
+        output = self._encoder.encode(output_ids, "output_ids")
+        if len(prompt) + len(output) > self._worker.max_context_len:
             raise InvalidInputError(
                 "output_ids", len(output),
-                f"prompt and output must fit the context of {self.worker.max_context_len} tokens",
+                f"prompt and output must fit the context of {self._worker.max_context_len} tokens",
             )  # fmt: skip
         return self._requests.make(prompt, params, 0, 0), output
-
-    @property
-    @abstractmethod
-    def has_unfinished(self) -> bool: ...
-
-    @abstractmethod
-    def require_running(self) -> None: ...
-
-    @abstractmethod
-    def _drain_steps(self) -> None: ...
-
-    @abstractmethod
-    def _run_step(self) -> None: ...
-
-    @abstractmethod
-    def _all_or_none(self) -> AbstractContextManager[None]: ...
-
-    @abstractmethod
-    def _drop(self, request_id: int) -> None: ...

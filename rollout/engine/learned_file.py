@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-from rollout.engine.durable import sync_folder
+from rollout.durable import whole_file
 
 _MAX_BYTES = 64 << 20
 """Twice what the lengths of as many prompt groups as are kept take."""
@@ -23,16 +22,8 @@ def learned_file(corpus_path: str | os.PathLike[str]) -> Path:
 
 def save_learned(path: Path, learned: dict[str, Any]) -> None:
     """Whole or not at all, and durable like the corpus it is of. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.saving.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("w") as file:
-            file.write(json.dumps(learned))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with whole_file(path, shared=True) as file:
+        file.write(json.dumps(learned).encode())
 
 
 def load_learned(path: Path) -> dict[str, Any]:

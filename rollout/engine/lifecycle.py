@@ -1,29 +1,30 @@
-"""The engine's calls that say whether it may run: pausing, giving memory back, and why not."""
+"""Whether the engine may run: pausing, giving memory back, and why not."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from rollout.checked import checked_flag, checked_iterable, checked_member
-from rollout.engine.call_guard import CallGuard, exclusive
+from rollout.engine.steps import StepRunner
 from rollout.engine.worker import Worker
 from rollout.errors import EngineStateError
-from rollout.scheduler import Scheduler
 from rollout.types import MemoryTag, PauseMode
 from rollout.weights.ipc import HandleReceiver
 
 
-class StateCalls(ABC):
-    """A part of RolloutEngine."""
+class Lifecycle:
+    """Pauses generation and releases memory, and knows why nothing can run meanwhile.
 
-    calls: CallGuard
-    worker: Worker
-    scheduler: Scheduler
-    weight_handles: HandleReceiver
-    is_paused: bool
+    Args:
+        handles: the senders' memory that is let go of with the engine's own.
+    """
 
-    @exclusive
+    def __init__(self, worker: Worker, steps: StepRunner, handles: HandleReceiver) -> None:
+        self.is_paused = False
+        self._worker = worker
+        self._steps = steps
+        self._handles = handles
+
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         """Run nothing until `continue_generation`. Between two steps; again is the same as once.
 
@@ -34,23 +35,22 @@ class StateCalls(ABC):
         Requests can be submitted meanwhile; they wait.
         """
         mode = checked_member(mode, "mode", PauseMode)
-        self._drain_steps()
+        self._steps.drain()
         if mode is PauseMode.ABORT:
-            self._abort_all()
+            self._steps.abort_all()
         elif mode is PauseMode.RETRACT:
-            with self.calls.uninterrupted():
-                self.scheduler.retract_all()
+            self._steps.retract_all()
         self.is_paused = True
 
-    @exclusive
     def continue_generation(self) -> None:
+        """End a pause; does nothing where there is none."""
         self.is_paused = False
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
-        return self.worker.residency.released
+        """What `release_memory` gave back and `resume_memory` did not take again."""
+        return self._worker.residency.released
 
-    @exclusive
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]:
@@ -75,16 +75,15 @@ class StateCalls(ABC):
         """
         wanted = _memory_tags(tags)
         keep_weights = checked_flag(keep_weights, "keep_weights")
-        residency = self.worker.residency
+        residency = self._worker.residency
         residency.require_held(wanted)
-        self._drain_steps()
+        self._steps.drain()
         if MemoryTag.KV_CACHE in wanted:
-            self._leave_old_weights(retract=True, abort=False)
-        self.weight_handles.release()
+            self._steps.leave_old_weights(retract=True, abort=False)
+        self._handles.release()
         freed = residency.release(wanted, keep_weights)
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 
-    @exclusive
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
         """Take back what `release_memory` gave; by default all of it.
 
@@ -93,7 +92,7 @@ class StateCalls(ABC):
         released.
         """
         released = self.released_tags
-        self.worker.residency.resume(
+        self._worker.residency.resume(
             [tag for tag in MemoryTag if tag in released] if tags is None else _memory_tags(tags)
         )
 
@@ -102,33 +101,25 @@ class StateCalls(ABC):
         """Why no step can run now; empty when one can."""
         if self.is_paused:
             return "generation is paused: call continue_generation()"
-        if self.worker.residency.unavailable_reason:
-            return self.worker.residency.unavailable_reason
-        weights = self.worker.weights
+        if self._worker.residency.unavailable_reason:
+            return self._worker.residency.unavailable_reason
+        weights = self._worker.weights
         if weights.is_under_way and not weights.serves:
             return "a weight update is under way: call end_weight_update() when all of it has come"
         return "" if weights.serves else f"the weights are torn: {weights.reason}"
 
     @property
     def can_run(self) -> bool:
+        """Whether a step can run now."""
         return not self.unavailable_reason
 
     def require_running(self) -> None:
         """Raises EngineStateError while paused or without memory, WeightUpdateError while weights
         are not whole."""
-        if not self.worker.residency.unavailable_reason:
-            self.worker.weights.require_whole()
+        if not self._worker.residency.unavailable_reason:
+            self._worker.weights.require_whole()
         if not self.can_run:
             raise EngineStateError(self.unavailable_reason)
-
-    @abstractmethod
-    def _drain_steps(self) -> None: ...
-
-    @abstractmethod
-    def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...
-
-    @abstractmethod
-    def _abort_all(self) -> None: ...
 
 
 def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:

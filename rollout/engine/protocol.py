@@ -1,11 +1,18 @@
-"""The protocol of an engine: what jobs, servers and trainers ask of it."""
+"""The protocol of an engine: what jobs, servers and trainers ask of it, and who answers.
+
+`RolloutEngine` is the engine of one process. Two others stand for several of those, and read off
+the protocol's methods which of them make a call: `Rank0Engine` for ranks that run one model
+together, `RolloutCluster` for replicas.
+"""
 
 from __future__ import annotations
 
+import enum
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -24,6 +31,59 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weights.manifest import Manifest
+
+M = TypeVar("M", bound=Callable[..., Any])
+P = ParamSpec("P")
+Part = TypeVar("Part")
+T = TypeVar("T")
+
+
+class Ranks(enum.Enum):
+    """Which ranks of one model make a call that is made on rank 0."""
+
+    EVERY = enum.auto()
+    """It changes what all ranks share, or waits in their collectives."""
+
+    FIRST = enum.auto()
+    """It looks at what is alike on all, and waits for nobody."""
+
+    NONE = enum.auto()
+    """What it is given cannot travel: it is refused, to be made on each rank."""
+
+
+class Replicas(enum.Enum):
+    """Which replicas of a cluster make a call; the cluster does nothing beside."""
+
+    EVERY = enum.auto()  # nothing is returned
+    ONE = enum.auto()  # whichever; its answer is returned
+
+
+def called_on(*where: Ranks | Replicas) -> Callable[[M], M]:
+    """Marks a method of `Engine`. Without a mark for replicas the cluster has its own way."""
+
+    def mark(method: M) -> M:
+        method.__dict__["called_on"] = where
+        return method
+
+    return mark
+
+
+def methods_on(where: Ranks | Replicas) -> frozenset[str]:
+    """The names of the protocol's methods that are marked so."""
+    methods = vars(Engine).items()
+    return frozenset(name for name, each in methods if where in getattr(each, "called_on", ()))
+
+
+def part_call(
+    attribute: str, method: Callable[Concatenate[Part, P], T]
+) -> Callable[Concatenate[Any, P], T]:
+    """An engine's call that a part of it answers: ``method`` of what it has as ``attribute``."""
+
+    @wraps(method)
+    def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(getattr(engine, attribute), *args, **kwargs)
+
+    return cast(Callable[Concatenate[Any, P], T], call)
 
 
 class Engine(Protocol):
@@ -60,8 +120,10 @@ class Engine(Protocol):
 
     # Requests
 
+    @called_on(Ranks.FIRST)
     def check(self, prompt: Prompt, params: SamplingParams) -> int: ...
 
+    @called_on(Ranks.EVERY)
     def submit(
         self,
         prompt: Prompt,
@@ -75,10 +137,12 @@ class Engine(Protocol):
         """The request's tokens, logprobs, versions and extras grow from `step` to `step`."""
         ...
 
+    @called_on(Ranks.FIRST)
     def claim(self) -> None:
         """The calling thread drives the engine from now on: it waits for calls of other threads."""
         ...
 
+    @called_on(Ranks.FIRST)
     def watch(self, request_id: int) -> None:
         """Somebody looks at what the request has from step to step: called right after `submit`.
 
@@ -89,13 +153,17 @@ class Engine(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
+    @called_on(Ranks.EVERY)
     def step(self) -> list[Rollout]:
         """Returns within milliseconds to a few tenths of a second, whether any ended or not."""
         ...
 
+    @called_on(Ranks.FIRST)
     def take_ended(self) -> list[Rollout]: ...
+    @called_on(Ranks.EVERY)
     def abort(self, request_id: int) -> None: ...
 
+    @called_on(Ranks.EVERY)
     def score_with_extras(
         self,
         prompt_ids: Sequence[int],
@@ -105,7 +173,9 @@ class Engine(Protocol):
 
     # State
 
+    @called_on(Ranks.FIRST)
     def status(self) -> EngineStatus: ...
+    @called_on(Ranks.FIRST)
     def metrics(self) -> EngineMetrics: ...
     @property
     def last_step(self) -> StepMetrics: ...
@@ -115,16 +185,23 @@ class Engine(Protocol):
     def can_run(self) -> bool: ...
     @property
     def is_paused(self) -> bool: ...
+    @called_on(Ranks.EVERY)
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None: ...
+    @called_on(Ranks.EVERY)
     def continue_generation(self) -> None: ...
     @property
     def released_tags(self) -> frozenset[MemoryTag]: ...
+    @called_on(Ranks.EVERY)
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]: ...
+    @called_on(Ranks.EVERY)
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None: ...
+    @called_on(Ranks.EVERY, Replicas.EVERY)
     def flush_cache(self) -> None: ...
+    @called_on(Ranks.FIRST, Replicas.EVERY)
     def check_integrity(self) -> None: ...
+    @called_on(Ranks.EVERY)
     def close(self) -> None: ...
 
     # Weights
@@ -133,16 +210,23 @@ class Engine(Protocol):
     def weight_version(self) -> int: ...
     @property
     def weight_versions(self) -> dict[str, int]: ...
+    @called_on(Ranks.NONE)
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None: ...
+    @called_on(Ranks.EVERY)
     def end_weight_update(self) -> None: ...
+    @called_on(Ranks.EVERY)
     def abandon_weight_update(self, reason: str = ...) -> None: ...
+    @called_on(Ranks.NONE)
     def update_weights_from_tensor(
         self, named_tensors: Any, *, load_format: str | None = None, **options: Any
     ) -> None: ...
+    @called_on(Ranks.EVERY)
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None: ...
+    @called_on(Ranks.NONE)
     def update_weights_from_ipc(
         self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
     ) -> None: ...
+    @called_on(Ranks.EVERY)
     def init_weights_update_group(
         self,
         master_address: str,
@@ -154,7 +238,9 @@ class Engine(Protocol):
         timeout: float = 300.0,
         sender: str = "specrollout",
     ) -> None: ...
+    @called_on(Ranks.EVERY)
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None: ...
+    @called_on(Ranks.EVERY)
     def update_weights_from_distributed(
         self,
         names: Sequence[str],
@@ -165,11 +251,14 @@ class Engine(Protocol):
         load_format: str | None = None,
         **options: Any,
     ) -> None: ...
+    @called_on(Ranks.EVERY)
     def weights_digest(self, selector: str = "all") -> str: ...
+    @called_on(Ranks.EVERY, Replicas.ONE)
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]: ...
 
     # Corpora
 
+    @called_on(Ranks.EVERY)
     def add_external_corpus(
         self,
         name: str | None = None,
@@ -180,11 +269,17 @@ class Engine(Protocol):
         publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str: ...
+    @called_on(Ranks.EVERY)
     def remove_external_corpus(self, name: str) -> None: ...
+    @called_on(Ranks.EVERY)
     def publish_external_corpus(self, name: str) -> None: ...
+    @called_on(Ranks.EVERY)
     def external_corpora(self) -> list[ExternalCorpus]: ...
     @property
     def corpus_tokens(self) -> int | None: ...
+    @called_on(Ranks.FIRST, Replicas.ONE)
     def save_corpus(self, path: str | os.PathLike[str]) -> None: ...
+    @called_on(Ranks.EVERY)
     def load_corpus(self, path: str | os.PathLike[str]) -> None: ...
+    @called_on(Ranks.FIRST, Replicas.ONE)
     def learned(self) -> dict[str, Any]: ...

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from inspect import ismethod
 from typing import Any, TypeVar, cast
 
 import torch
 
 from rollout.config import ParallelConfig
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.protocol import Engine
+from rollout.engine.protocol import Engine, Ranks, methods_on
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
 from rollout.models.loader import Progress
 from rollout.parallel import RankGroup, open_ranks
@@ -30,21 +31,6 @@ OpenEngine = Callable[[Progress | None], Engine]
 
 _PATIENCE = 30 * 86_400.0
 """Seconds that a rank waits to be told what to do: rank 0 may have to wait for its users."""
-
-_BROADCAST_METHODS = frozenset({
-    "submit", "step", "abort", "score", "score_with_extras", "close",
-    "pause_generation", "continue_generation", "release_memory", "resume_memory", "flush_cache",
-    "end_weight_update", "abandon_weight_update", "update_weights_from_disk", "weights_digest",
-    "get_weights_by_name", "read_weights", "update_weights_from_distributed",
-    "init_weights_update_group", "destroy_weights_update_group",
-    "add_external_corpus", "remove_external_corpus", "publish_external_corpus", "external_corpora",
-    "load_corpus", "wait_for_external_corpora",
-})  # fmt: skip
-_LOCAL_METHODS = frozenset({
-    "begin_weight_update", "update_weights_from_tensor", "update_weights_from_bucket",
-    "update_weights_from_ipc", "decline_weights_from_distributed", "generate", "stream",
-    "share_corpus", "learn_corpus_deltas",
-})  # fmt: skip
 
 
 def run_spmd(
@@ -93,17 +79,22 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
 class Rank0Engine:
     """Rank 0's engine; see `rollout.engine.protocol.Engine`. What changes it is told to all."""
 
+    _told = methods_on(Ranks.EVERY)
+    _own = methods_on(Ranks.FIRST)
+
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         self._engine = engine
         self._group = group
 
     def __getattr__(self, name: str) -> Any:
-        if name in _LOCAL_METHODS:
-            raise InvalidInputError(
-                name, "a call", "cannot be told to other ranks: call it on each of them"
-            )
         found = getattr(self._engine, name)
-        return partial(self._call, name) if name in _BROADCAST_METHODS else found
+        if name in self._told:
+            return partial(self._call, name)
+        if name in self._own or not ismethod(found):
+            return found
+        raise InvalidInputError(
+            name, "a call", "cannot be told to other ranks: call it on each of them"
+        )
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         with self._engine.calls:  # refused before the others hear of it, or done by all

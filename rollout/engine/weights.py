@@ -1,12 +1,11 @@
-"""The engine's calls that bring new weights, and those that look at the ones it has."""
+"""New weights for the engine, and looks at the ones it has."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,12 +16,18 @@ from rollout.checked import (
     checked_name,
     checked_path,
 )
-from rollout.engine.call_guard import CallGuard, exclusive
+from rollout.engine.steps import StepRunner
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
-from rollout.weights.bucket import FlattenedBucket, PackedBucket, buckets, unflattened
+from rollout.weights.bucket import (
+    FlattenedBucket,
+    PackedBucket,
+    buckets,
+    offered_tensors,
+    unflattened,
+)
 from rollout.weights.bucket_layout import BucketLayout
-from rollout.weights.checks import manifest_of, pairs_of
+from rollout.weights.checks import manifest_of
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
@@ -30,8 +35,8 @@ from rollout.weights.options import UpdateOptions
 from rollout.weights.transaction import WeightState
 
 
-class WeightCalls(ABC):
-    """A part of RolloutEngine. All of these are called between two steps.
+class WeightUpdates:
+    """Brings weights to the worker's models, between two steps.
 
     An update names every tensor by its checkpoint name (``partial=True``: some), and reaches every
     model its selector names or none. What ``**options`` are says `UpdateOptions`. A call between
@@ -40,23 +45,23 @@ class WeightCalls(ABC):
     a later one leaves the engine refusing to run, saying why, until a full update succeeds.
     """
 
-    calls: CallGuard
-    worker: Worker
-    weight_groups: WeightGroups
-    weight_handles: HandleReceiver
+    def __init__(self, worker: Worker, steps: StepRunner) -> None:
+        self.handles = HandleReceiver()
+        self._groups = WeightGroups()
+        self._worker = worker
+        self._steps = steps
 
     @property
     def weight_version(self) -> int:
         """The version of the target's weights, which each token carries."""
-        return self.worker.weights.version
+        return self._worker.weights.version
 
     @property
     def weight_versions(self) -> dict[str, int]:
         """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
-        return self.worker.weights.versions
+        return self._worker.weights.versions
 
-    @exclusive
-    def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None:
+    def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
         """Open an update that several calls bring.
 
         ``manifest``: all that is going to come; what is wrong with it is refused here. From the
@@ -68,11 +73,10 @@ class WeightCalls(ABC):
         for name, spec in (manifest or {}).items():
             if not isinstance(spec, TensorSpec):
                 raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
-        self._drain_steps()
-        with self.worker.weights.broadcast_failures():
-            self.worker.weights.begin(UpdateOptions.of(options), manifest)
+        self._steps.drain()
+        with self._worker.weights.broadcast_failures():
+            self._worker.weights.begin(UpdateOptions.of(options), manifest)
 
-    @exclusive
     def end_weight_update(self) -> None:
         """Commit: the next step samples from the new weights.
 
@@ -80,33 +84,32 @@ class WeightCalls(ABC):
         their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
         weights, everything of the target's is kept.
         """
-        self._drain_steps()
-        weights = self.worker.weights
+        self._steps.drain()
+        weights = self._worker.weights
         if weights.is_under_way and weights.state is WeightState.LOADING:
             # Before they serve: nothing the old weights computed may be met by the new ones,
             # whatever happens in between.
             options = weights.options
             try:
                 if weights.reaches_target:
-                    self._leave_old_weights(
+                    self._steps.leave_old_weights(
                         retract=options.flush_cache, abort=options.abort_all_requests
                     )
                 elif options.abort_all_requests:
-                    self._abort_all()
+                    self._steps.abort_all()
             except BaseException as error:
                 weights.abandon(f"leaving the old weights failed: {error}")
                 raise
         weights.commit()
-        self.worker.weights_changed()
+        self._worker.weights_changed()
 
-    @exclusive
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
         """Give up the open update, if there is one: refused until a full one if it had begun."""
-        self.worker.weights.abandon(reason)
+        self._worker.weights.abandon(reason)
 
-    @exclusive
     def update_weights_from_tensor(
         self,
+        /,
         named_tensors: NamedTensors | Mapping[str, torch.Tensor] | Iterable[FlattenedBucket],
         *,
         load_format: str | None = None,
@@ -123,19 +126,12 @@ class WeightCalls(ABC):
 
         Raises InvalidInputError, WeightUpdateError, and whatever a generator raises.
         """
-        formats = ("direct", "flattened_bucket")
-        if load_format is not None and checked_name(load_format, "load_format") not in formats:
-            raise InvalidInputError(
-                "load_format", load_format, "must be None, direct or flattened_bucket"
-            )
-        if load_format == "flattened_bucket":
-            named_tensors = unflattened(cast(Iterable[FlattenedBucket], named_tensors))
-        with self.worker.weights.broadcast_failures():
-            self._load(pairs_of(named_tensors), options, direct=load_format == "direct")
+        with self._worker.weights.broadcast_failures():
+            pairs = offered_tensors(named_tensors, load_format)
+            self._load(pairs, options, direct=load_format == "direct")
 
-    @exclusive
     def update_weights_from_bucket(
-        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
+        self, /, bucket: PackedBucket, *, direct: bool = False, **options: Any
     ) -> None:
         """Take a bucket that came as bytes and a layout.
 
@@ -144,11 +140,10 @@ class WeightCalls(ABC):
         if not isinstance(bucket, PackedBucket):
             raise InvalidInputError("bucket", bucket, "must be a PackedBucket")
         checked_flag(direct, "direct")
-        with self.worker.weights.broadcast_failures():
+        with self._worker.weights.broadcast_failures():
             self._load(unflattened([bucket.unpacked()]), options, direct=direct)
 
-    @exclusive
-    def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None:
+    def update_weights_from_disk(self, /, model_path: str | Path, **options: Any) -> None:
         """Take the weights of a safetensors folder, sharded or not.
 
         With a selector of drafts alone it is a draft's folder, in any layout that one can be loaded
@@ -156,14 +151,13 @@ class WeightCalls(ABC):
         another draft, before a byte moves, else what `update_weights_from_tensor` does.
         """
         folder = Path(checked_path(model_path, "model_path"))
-        weights = self.worker.weights
+        weights = self._worker.weights
         with weights.broadcast_failures():
             selector = (UpdateOptions.of(options) if options else weights.options).selector
             self._load(weights.parts.source(folder, selector), options)
 
-    @exclusive
     def update_weights_from_ipc(
-        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
+        self, /, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
     ) -> None:
         """Take buckets that another process of this host holds.
 
@@ -172,12 +166,11 @@ class WeightCalls(ABC):
         InvalidInputError, naming the field, for handles malformed or outdated.
         """
         try:
-            with self.worker.weights.broadcast_failures():
-                self._load(self.weight_handles.tensors(handles), options)
+            with self._worker.weights.broadcast_failures():
+                self._load(self.handles.tensors(handles), options)
         finally:
-            self.weight_handles.release_removed()
+            self.handles.release_removed()
 
-    @exclusive
     def init_weights_update_group(
         self,
         master_address: str,
@@ -203,19 +196,18 @@ class WeightCalls(ABC):
         no timeout of its own waits as long.
         """
         rank_offset = checked_int(rank_offset, "rank_offset")
-        self.weight_groups.init(
-            master_address, master_port, rank_offset + self.worker.ranks.all.rank, world_size,
-            group_name, backend, timeout, self.worker.model_device, sender,
+        self._groups.init(
+            master_address, master_port, rank_offset + self._worker.ranks.all.rank, world_size,
+            group_name, backend, timeout, self._worker.model_device, sender,
         )  # fmt: skip
 
-    @exclusive
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
         """Leave a group. Raises InvalidInputError for one this engine is not in."""
-        self.weight_groups.destroy(group_name)
+        self._groups.destroy(group_name)
 
-    @exclusive
     def update_weights_from_distributed(
         self,
+        /,
         names: Sequence[str],
         dtypes: Sequence[str | torch.dtype],
         shapes: Sequence[Sequence[int]],
@@ -233,17 +225,16 @@ class WeightCalls(ABC):
         Raises InvalidInputError before anything is written, WeightUpdateError where the sender
         fails or is silent for ``timeout`` seconds.
         """
-        weights = self.worker.weights
+        weights = self._worker.weights
         timeout = options.get("timeout", weights.options.timeout if weights.is_under_way else None)
         with (
             weights.broadcast_failures(),
-            self.weight_groups.source(
+            self._groups.source(
                 names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
             ) as source,
         ):
             self._load(source, options)
 
-    @exclusive
     def decline_weights_from_distributed(
         self,
         names: Sequence[str],
@@ -257,13 +248,12 @@ class WeightCalls(ABC):
         """Tell the group's sender that nothing of what it announced will be taken."""
         with (
             contextlib.suppress(WeightUpdateError),
-            self.weight_groups.source(
+            self._groups.source(
                 names, dtypes, shapes, group_name, load_format=load_format, timeout=None
             ),
         ):
             raise WeightUpdateError(reason)
 
-    @exclusive
     def weights_manifest(
         self, selector: str = "all", *, model_path: str | Path | None = None
     ) -> dict[str, TensorSpec]:
@@ -271,12 +261,11 @@ class WeightCalls(ABC):
 
         Raises what `update_weights_from_disk` does.
         """
-        parts = self.worker.weights.parts
+        parts = self._worker.weights.parts
         if model_path is None:
             return dict(parts.manifest(selector))
         return dict(parts.source(Path(checked_path(model_path, "model_path")), selector).manifest())
 
-    @exclusive
     def read_weights(self, names: Sequence[str]) -> PackedBucket:
         """These tensors, whole, for another engine's `update_weights_from_bucket`.
 
@@ -286,34 +275,37 @@ class WeightCalls(ABC):
         names = [
             checked_name(name, "names") for name in checked_iterable(names, "names", "tensor names")
         ]
-        self.worker.weights.require_whole()
-        tensors = dict(self.worker.weights.parts.read(names))
+        self._worker.weights.require_whole()
+        tensors = dict(self._worker.weights.parts.read(names))
         empty = FlattenedBucket(torch.empty(0, dtype=torch.uint8), BucketLayout(()))
         return PackedBucket.of(next(buckets(tensors.items(), 1 << 62), empty))
 
-    @exclusive
     def weights_digest(self, selector: str = "all") -> str:
         """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""
-        return self.worker.weights.digest(selector)
+        return self._worker.weights.digest(selector)
 
-    @exclusive
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
         checked_name(name, "name")
         truncate_size = checked_int(truncate_size, "truncate_size", minimum=1)
-        self.worker.weights.require_resident()
-        for part in self.worker.weights.parts.values():
+        self._worker.weights.require_resident()
+        for part in self._worker.weights.parts.values():
             loader = part.weight_loaders().get(name)
             if loader is not None:
                 return loader.read().flatten()[:truncate_size].float().tolist()
         raise InvalidInputError("name", name, "is no tensor of this model")
 
+    def close(self) -> None:
+        """Leave the weight groups and let go of senders' memory; updates can go on as before."""
+        self._groups.close()
+        self.handles.release()
+
     def _load(
         self, named_tensors: NamedTensors, options: dict[str, Any], *, direct: bool = False
     ) -> None:
         """One whole update, or a part of the one that is under way."""
-        self._drain_steps()
-        weights = self.worker.weights
+        self._steps.drain()
+        weights = self._worker.weights
         if weights.is_under_way:
             if options:
                 names = ", ".join(options)
@@ -329,12 +321,3 @@ class WeightCalls(ABC):
             if expired and not options:
                 error.add_note(f"an update that was begun before has ended: {expired}")
             raise
-
-    @abstractmethod
-    def _drain_steps(self) -> None: ...
-
-    @abstractmethod
-    def _leave_old_weights(self, *, retract: bool, abort: bool) -> None: ...
-
-    @abstractmethod
-    def _abort_all(self) -> None: ...

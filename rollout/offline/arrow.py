@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollout.engine.durable import whole_file
+from rollout.durable import whole_file
 from rollout.errors import InvalidInputError
 from rollout.offline.sink import OutputError, cannot_write
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.engine.durable import scratch_file
+from rollout.durable import SHARED_SCRATCH, scratch_file
 from rollout.engine.learned_file import learned_file
 from rollout.errors import InvalidInputError
 from rollout.offline.config import RunConfig
@@ -84,7 +84,7 @@ class JobPaths:
         return self.output.with_name(self.output.name + suffix)
 
     def _is_half_saved(self, path: Path) -> bool:
-        names = (f"{saved.name}.saving." for saved in (self.corpus, self.learned))
+        names = (saved.name + SHARED_SCRATCH for saved in (self.corpus, self.learned))
         return path.name.startswith(tuple(names)) and _is_same(path.parent, self.output.parent)
 
     @property

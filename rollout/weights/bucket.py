@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.checked import checked_iterable
 from rollout.errors import InvalidInputError
 from rollout.weights.bucket_layout import (
     ALIGNMENT,
@@ -19,7 +20,7 @@ from rollout.weights.bucket_layout import (
     BucketPacker,
     manifest_of_layouts,
 )
-from rollout.weights.checks import manifest_of
+from rollout.weights.checks import manifest_of, pairs_of
 from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, TensorSpec
 
@@ -130,6 +131,20 @@ def buckets(
     if packer.entries:
         assert flat is not None
         yield FlattenedBucket(flat, packer.close())
+
+
+def offered_tensors(named_tensors: object, load_format: str | None) -> NamedTensors:
+    """The pairs of name and tensor in what `update_weights_from_tensor` is given.
+
+    Raises InvalidInputError for another load format, and what `pairs_of` and `unflattened` do.
+    """
+    if load_format not in (None, "direct", "flattened_bucket"):
+        raise InvalidInputError(
+            "load_format", load_format, "must be None, direct or flattened_bucket"
+        )
+    if load_format != "flattened_bucket":
+        return pairs_of(named_tensors)
+    return unflattened(checked_iterable(named_tensors, "named_tensors", "FlattenedBuckets"))
 
 
 def unflattened(stream: Iterable[FlattenedBucket]) -> NamedTensors:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from rollout.checked import checked_flag, checked_seconds
 from rollout.errors import InvalidInputError
 
 
@@ -27,19 +27,13 @@ class UpdateOptions:
     timeout: float = 300.0  # seconds without a call after which an open update counts as abandoned
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, remedy: str) -> None:
-            if not ok:
-                raise InvalidInputError(name, getattr(self, name), remedy)
-
-        version, timeout = self.weight_version, self.timeout
-        require("selector", isinstance(self.selector, str), "must be all or the name of a part")
+        """Raises InvalidInputError. Which selectors there are `WeightParts` says."""
         for name in ("flush_cache", "abort_all_requests", "partial", "check_finite"):
-            require(name, isinstance(getattr(self, name), bool), "must be True or False")
-        is_version = type(version) is int and 0 <= version < 2**63
-        require("weight_version", version is None or is_version, "must be an integer >= 0")
-        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        ok = is_number and 0 < timeout < math.inf
-        require("timeout", ok, "must be a number of seconds > 0")
+            checked_flag(getattr(self, name), name)
+        checked_seconds(self.timeout, "timeout")
+        version = self.weight_version
+        if version is not None and not (type(version) is int and 0 <= version < 2**63):
+            raise InvalidInputError("weight_version", version, "must be an integer >= 0")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollout.engine.durable import replace_durably
+from rollout.durable import whole_file
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.held_out import HeldOutResult
@@ -41,18 +41,10 @@ def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
     config = draft.config() | {"dtype": str(dtype).removeprefix("torch."), "torch_dtype": None}
     config = {name: value for name, value in config.items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
-    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """A file is there whole or, if anything fails, as it was."""
-    scratch = path.with_name(path.name + ".tmp")
-    try:
-        write(scratch)
-        replace_durably(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with whole_file(folder / CONFIG) as file:
+        file.write(json.dumps(config, indent=2).encode() + b"\n")
+    with whole_file(folder / WEIGHTS) as file:
+        save_file(tensors, file.name, metadata={"format": "pt"})
 
 
 STATE = "training.pt"
@@ -224,6 +216,5 @@ class TrainingRun:
             "seconds": self._seconds,
             "best": best,
         }
-        scratch = self._folder / (STATE + ".tmp")
-        torch.save(state, scratch)
-        replace_durably(scratch, self._folder / STATE)
+        with whole_file(self._folder / STATE) as file:
+            torch.save(state, file)

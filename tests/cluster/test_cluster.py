@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.engine.loop import EngineLoop
+from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, submit_all
@@ -45,6 +47,14 @@ def step_until(cluster: RolloutCluster, reached: Callable[[], bool]) -> None:
     while not reached():
         cluster.step()
         assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, RolloutCluster])
+def test_it_has_every_call_of_the_protocol_with_its_arguments(kind):
+    for name, method in inspect.getmembers(Engine, inspect.isfunction):
+        if name[0] != "_":
+            own = inspect.signature(getattr(kind, name))
+            assert list(own.parameters) == list(inspect.signature(method).parameters), name
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -164,7 +164,7 @@ def test_on_request_it_waits_for_the_request(make):
     with pytest.raises(InvalidInputError, match="name='texts': is loading"):
         cluster.publish_external_corpus("texts")
     gate.opened.set()
-    cluster._externals.wait("texts")
+    cluster.corpora.wait("texts")
     assert states(cluster) == {"texts": "ready"}
     kill(cluster, pool, "replica-0")
     rejoined(cluster)

@@ -282,7 +282,7 @@ def test_weights_that_died_with_the_last_replica_are_missed_loudly(make, tensors
     for name in pool.names:
         pool.living[name].kill()
     cluster.submit(PROMPTS[0], PARAMS)
-    while not cluster.weight_bringer.why_lost:
+    while not cluster.weights.sync.why_lost:
         cluster.members.poll(0.01)
     assert "every replica that had the updated weights died" in cluster.unavailable_reason
     with pytest.raises(WeightUpdateError, match="every tensor of the target"):
@@ -397,7 +397,7 @@ def test_replicas_that_come_during_the_update_that_heals_wait_for_its_end(make, 
     for replica in list(pool.living.values()):
         replica.kill()
     deadline = time.monotonic() + 60
-    while not cluster.weight_bringer.why_lost or not cluster.members.joined:
+    while not cluster.weights.sync.why_lost or not cluster.members.joined:
         cluster.members.poll(0.01)
         assert time.monotonic() < deadline
     some = next(iter(cluster.members.joined))
@@ -464,8 +464,8 @@ def test_a_newcomer_that_begins_to_join_anew_is_not_brought_the_same_twice(make,
         pool.living["replica-1"], "read_weights", lambda n: opened.wait(HANG_SECONDS) and None
     )
     while "replica-0" not in cluster.members.joined:
-        if not asked and cluster.weight_bringer.is_busy:
-            asked.append(cluster.weight_bringer.try_again())
+        if not asked and cluster.weights.sync.is_busy:
+            asked.append(cluster.weights.sync.try_again())
             opened.set()
         cluster.members.poll(0.01)
     assert asked

@@ -240,7 +240,7 @@ def test_nothing_of_the_old_weights_is_met_when_leaving_them_fails(
     engine.submit(PROMPTS[0], PARAMS)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._requests, "rollout", lambda request: 1 / 0)
+        patch.setattr(engine.requests, "rollout", lambda request: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.update_weights_from_tensor(new, abort_all_requests=True)
     assert not engine.can_run

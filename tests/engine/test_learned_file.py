@@ -55,37 +55,6 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_saved_name_is_made_durable(tmp_path, monkeypatch):
-    """The file before it gets its name, the folder after."""
-    path, synced, real = tmp_path / "learned", [], os.fsync
-
-    def fsync(descriptor):
-        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
-        synced.append((kind, path.exists(), os.fstat(descriptor).st_size > 0))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    save_learned(path, {"new": {}})
-    assert [each[:2] for each in synced] == [("file", False), ("folder", True)]
-    assert synced[0][2]  # what was written is no longer in a buffer of ours
-
-
-def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "learned"
-    save_learned(path, {"old": {}})
-
-    def full(*args) -> None:
-        raise OSError("no space left")
-
-    with pytest.raises(TypeError):
-        save_learned(path, {"new": {"set": {1}}})
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        save_learned(path, {"new": {}})
-    assert load_learned(path) == {"old": {}}
-    assert os.listdir(tmp_path) == [path.name]
-
-
 @pytest.mark.parametrize(
     "content",
     [

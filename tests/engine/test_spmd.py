@@ -10,17 +10,11 @@ import pytest
 
 from rollout import RolloutEngine
 from rollout.engine import call_guard
+from rollout.engine.protocol import Engine, Ranks, methods_on
 from rollout.engine.spmd import Rank0Engine
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.parallel import SingleRank
 from tests.helpers.hang import HANG_SECONDS
-
-OF_ONE_RANK = {
-    "check", "check_integrity", "load_configured_corpora", "metrics", "reset_metrics",
-    "save_corpus", "status", "take_configured_corpora", "take_corpus_delta", "take_ended", "watch",
-    "weights_manifest", "learned", "require_running", "any_rank_has_unfinished", "claim",
-}  # fmt: skip
-"""They change nothing that drafts or samples depend on, and wait for nobody."""
 
 
 class Told(SingleRank):
@@ -28,15 +22,21 @@ class Told(SingleRank):
         raise ZeroDivisionError(json.loads(text)[0])
 
 
-def calls() -> list[str]:
-    found = inspect.getmembers(RolloutEngine, inspect.isfunction)
-    return [name for name, _ in found if name[0] != "_" and name not in OF_ONE_RANK]
+def public(kind: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"}
 
 
-@pytest.mark.parametrize("name", calls())
+def test_every_method_of_the_protocol_says_which_ranks_make_the_call():
+    marked = [name for ranks in Ranks for name in methods_on(ranks)]
+    assert len(marked) == len(set(marked))
+    assert set(marked) == public(Engine) <= public(RolloutEngine)
+
+
+@pytest.mark.parametrize("name", sorted(public(RolloutEngine) - set(methods_on(Ranks.FIRST))))
 def test_a_call_is_told_to_all_ranks_or_refused(name):
     engine = Rank0Engine(without_a_model(), Told())
-    with pytest.raises((ZeroDivisionError, InvalidInputError), match=name):
+    error = ZeroDivisionError if name in methods_on(Ranks.EVERY) else InvalidInputError
+    with pytest.raises(error, match=name):
         getattr(engine, name)()
 
 

@@ -97,4 +97,4 @@ def test_who_takes_turns(tiny_model_path, spec) -> None:
     engine = RolloutEngine.from_pretrained(str(tiny_model_path), spec)
     assert engine.worker.overlaps
     engine.generate([[5, 6, 7]], PARAMS)
-    assert not engine._overlap.wants(4)  # the CPU computes what the host would do meanwhile
+    assert not engine.steps._overlap.wants(4)  # the CPU computes what the host would do meanwhile

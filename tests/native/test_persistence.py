@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
-
 import numpy as np
 import pytest
 
@@ -111,43 +108,3 @@ def test_bad_file_changes_nothing(tmp_path):
     corpus.load(tmp_path / "good")
     assert answers(corpus) != before
     corpus.check_integrity()
-
-
-def test_failed_save_leaves_the_old_file(tmp_path):
-    corpus = filled()
-    corpus.save(tmp_path / "corpus")
-    old = (tmp_path / "corpus").read_bytes()
-    with pytest.raises(OSError, match="none"):
-        corpus.save(tmp_path / "none" / "corpus")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match="folder"):
-        corpus.save(tmp_path / "folder")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "folder"]
-    assert (tmp_path / "corpus").read_bytes() == old
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_saved_file_has_the_mode_of_any_other(tmp_path, mask):
-    before = os.umask(mask)
-    try:
-        filled().save(tmp_path / "corpus")
-        (tmp_path / "other").write_bytes(b"")
-    finally:
-        os.umask(before)
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert modes == {0o666 & ~mask}
-
-
-def test_saved_name_is_made_durable(tmp_path, monkeypatch):
-    """The file before it gets its name, the folder after."""
-    synced = []
-    real = os.fsync
-
-    def fsync(descriptor):
-        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
-        synced.append((kind, (tmp_path / "corpus").exists()))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    filled().save(str(tmp_path / "corpus"))
-    assert synced == [("file", False), ("folder", True)]

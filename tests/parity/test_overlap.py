@@ -37,8 +37,8 @@ def test_a_stream_keeps_its_order(tiny_model_path, engine):
 def test_a_pause_finishes_what_is_under_way(engine, mode):
     for index, prompt in enumerate(PROMPTS):
         engine.submit(prompt, PARAMS["greedy"], prompt_index=index)
-    while not engine._under_way:
+    while not engine.steps._under_way:
         engine.step()
     engine.pause_generation(mode)
-    assert not engine._under_way
+    assert not engine.steps._under_way
     engine.check_integrity()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
+from rollout.sampling_names import our_fields
 from rollout.server.body_fields import Biases, Listed, check_extra_fields
 from rollout.types import SamplingParams
 
@@ -64,26 +63,11 @@ class OpenAISamplingBody(BaseModel):
 
     def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
         """Raises InvalidInputError naming the body's field."""
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self._logit_bias(),
-            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "min_new_tokens": self.min_tokens,
-            "seed": seed if self.seed is None else self.seed,
-        }
+        given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
+        given |= {"logit_bias": self._logit_bias()} | ({} if "seed" in given else {"seed": seed})
         try:
             return SamplingParams(
-                max_new_tokens=max_tokens,
-                top_logprobs=top_logprobs,
-                **{name: value for name, value in given.items() if value is not None},
+                **given | {"max_new_tokens": max_tokens, "top_logprobs": top_logprobs}
             )
         except InvalidInputError as error:
             name = error.field.removeprefix("sampling.")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
+from rollout.sampling_names import our_fields
 from rollout.server.body_fields import Biases, Listed, refuse_unknown
 from rollout.types import SamplingParams
 
@@ -56,19 +57,7 @@ class SglangSamplingBody(BaseModel):
     ) -> SamplingParams:
         """Raises InvalidInputError. ``fresh_seed`` is asked where none came along."""
         refuse_unknown(self.model_extra, _HARMLESS, "sampling_params.")
-        given = self.model_dump(
-            include={
-                "top_p",
-                "top_k",
-                "min_p",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-                "ignore_eos",
-                "n",
-            },
-            exclude_none=True,
-        )
+        given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
         # A context is never longer, and counts beyond all sizes would meet arrays of 32 bits.
         most = max_context_len if self.max_new_tokens is None else self.max_new_tokens
         least = self.min_new_tokens or 0
@@ -76,15 +65,17 @@ class SglangSamplingBody(BaseModel):
             raise InvalidInputError("min_new_tokens", least, f"must be in [0, {most}]")
         if given.get("top_k", 0) > _MAX_TOP_K:
             del given["top_k"]
+        given |= {
+            "temperature": self._temperature(),
+            "logit_bias": self._logit_bias(),
+            "stop_token_ids": [token for token in self.stop_token_ids or [] if token is not None],
+            "max_new_tokens": min(max(most, 1), max_context_len),
+            "min_new_tokens": min(least, max_context_len),
+            "seed": self._seed(fresh_seed),
+        }
         return SamplingParams(
             **given,
-            temperature=self._temperature(),
-            logit_bias=self._logit_bias(),
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
-            stop_token_ids=[token for token in self.stop_token_ids or [] if token is not None],
-            max_new_tokens=min(max(most, 1), max_context_len),
-            min_new_tokens=min(least, max_context_len),
-            seed=self._seed(fresh_seed),
+            n=1 if self.n is None else self.n,
             top_logprobs=top_logprobs,
             routed_experts=routed_experts,
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
 
+from rollout.checked import checked_flag, checked_seconds
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.overrides import engine_config
 from rollout.engine.specs import worker_factory
@@ -39,15 +39,8 @@ class OwnOptions:
     keep_kv: bool = False  # requests in flight keep the KV of older weights over an update
 
     def __post_init__(self) -> None:
-        timeout = self.sync_timeout
-        if (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, (int, float))
-            or not (0 < timeout < math.inf)
-        ):
-            raise InvalidInputError(f"{PREFIX}sync_timeout", timeout, "must be seconds > 0")
-        if not isinstance(self.keep_kv, bool):
-            raise InvalidInputError(f"{PREFIX}keep_kv", self.keep_kv, "must be true or false")
+        checked_seconds(self.sync_timeout, f"{PREFIX}sync_timeout")
+        checked_flag(self.keep_kv, f"{PREFIX}keep_kv")
         for name, argument in _GIVEN_BY_OPENRLHF.items():
             if name in self.overrides:
                 raise InvalidInputError(

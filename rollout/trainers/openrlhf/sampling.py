@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rollout.errors import InvalidInputError
+from rollout.sampling_names import our_fields, refuse_unhonoured
 from rollout.types import SamplingParams
 
 
@@ -32,61 +33,37 @@ class VllmSamplingParams:
     seed: int | None = None
 
 
-_HONOURED = {field.name for field in fields(VllmSamplingParams)}
-_HARMLESS = {  # how vLLM hands text over, and what it keeps for itself
-    "detokenize",
-    "spaces_between_special_tokens",
-    "output_kind",
-    "stream_interval",
-    "output_text_buffer_length",
-    "skip_clone",
-    "skip_reading_prefix_cache",
-}
-
-
 def engine_params(params: Any) -> SamplingParams:
     """The engine's parameters for ``params``, vLLM's own or our stand-in.
 
     Raises InvalidInputError for what the engine has no equal of.
     """
-    _refuse_unless_known(params)
-    if params.n != 1:
-        raise InvalidInputError("sampling_params.n", params.n, "must be 1: call generate n times")
+    given = _given(params)
     if params.logprobs not in (None, 0, 1):
         raise InvalidInputError(
             "sampling_params.logprobs", params.logprobs, "must be None, 0 or 1: the token's own"
         )
     if params.max_tokens is None:
         raise InvalidInputError("sampling_params.max_tokens", None, "must be given")
-    stop = params.stop or []
-    return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        max_new_tokens=params.max_tokens,
-        min_new_tokens=min(params.min_tokens, params.max_tokens),
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias or {}),
-        stop=[stop] if isinstance(stop, str) else list(stop),
-        stop_token_ids=list(params.stop_token_ids or []),
-        ignore_eos=params.ignore_eos,
+    refuse_unhonoured(
+        {name: value for name, value in given.items() if name != "logprobs"},
+        lambda name: f"sampling_params.{name}",
     )
+    ours = our_fields(given) | {"max_new_tokens": params.max_tokens}
+    ours.pop("seed", None)  # the sample's
+    ours["min_new_tokens"] = min(ours.get("min_new_tokens", 0), params.max_tokens)
+    return SamplingParams(**ours)
 
 
-def _refuse_unless_known(params: Any) -> None:
-    """vLLM gets new parameters with every release: whatever is not at its default counts as set."""
+def _given(params: Any) -> dict[str, Any]:
+    """What is not at its default: vLLM gets new parameters with every release."""
     names = getattr(params, "__struct_fields__", None)  # vLLM's own class is a msgspec.Struct
     if names is None:
         names = [field.name for field in fields(params)]
     defaults = type(params)()
-    for name in names:
-        if name.startswith("_") or name in _HONOURED | _HARMLESS:  # _...: derived from the others
-            continue
-        value = getattr(params, name)
-        if value != getattr(defaults, name):
-            raise InvalidInputError(
-                f"sampling_params.{name}", value, "is not implemented; leave it out"
-            )
+    return {
+        name: getattr(params, name)
+        for name in names
+        if not name.startswith("_")  # derived from the others
+        and getattr(params, name) != getattr(defaults, name)
+    }

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import InvalidInputError
+from rollout.sampling_names import our_fields, refuse_unhonoured
 from rollout.types import SamplingParams
 
 _LIMITS = ("max_tokens", "max_new_tokens")
-_RENAMED = {"min_tokens": "min_new_tokens"}
-_SET_BY_US = {"seed", "n", "max_new_tokens", "raw_logprobs", "routed_experts"}
-_LOST = {"sampling_logprobs", "top_logprobs", "entropy"}  # verl's TokenOutput has no place for them
-_OURS = {field.name for field in fields(SamplingParams)} - _SET_BY_US - _LOST
-_ACCEPTED_IF = {  # those that change nothing at these values
-    "n": (None, 1),
-    "seed": (None,),
-    "prompt_logprobs": (None,),
-    "best_of": (None, 1),
-    "skip_special_tokens": (True, False),
-    "spaces_between_special_tokens": (True, False),
-    "detokenize": (True, False),
-    "include_stop_str_in_output": (True,),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,22 +51,12 @@ def engine_params(
         )
     named = [given.pop(name) for name in _LIMITS if name in given]
     left = next(iter(named), None)
-    ours: dict[str, Any] = {
-        "ignore_eos": ignore_eos,
-        "raw_logprobs": raw_logprobs,
-        "routed_experts": routed_experts,
-    }
-    for name, value in given.items():
-        if name in _ACCEPTED_IF:
-            if value not in _ACCEPTED_IF[name]:
-                shown = " or ".join(map(repr, _ACCEPTED_IF[name]))
-                raise InvalidInputError(f"sampling_params.{name}", value, f"must be {shown}")
-        elif (own := _RENAMED.get(name, name)) in _OURS:
-            ours[own] = value
-        else:
-            raise InvalidInputError(
-                f"sampling_params.{name}", value, "cannot be honoured; leave it out"
-            )
+    if not given.pop("include_stop_str_in_output", True):
+        raise InvalidInputError(
+            "sampling_params.include_stop_str_in_output", False, "must be True: tokens are sent"
+        )
+    refuse_unhonoured(given, lambda name: f"sampling_params.{name}", but=("seed",))
+    ours = {"ignore_eos": ignore_eos} | our_fields(given)
     if not ours["ignore_eos"]:
         ours["stop_token_ids"] = [*(ours.get("stop_token_ids") or ()), *stop_token_ids]
     room = max_context_len - prompt_len
@@ -91,4 +68,5 @@ def engine_params(
         )
     total = limits.default(prompt_len) if left is None else partial_len + left
     ours["max_new_tokens"] = max(partial_len + 1, min(total, room))
-    return SamplingParams(**ours), bool(wants_logprobs)
+    params = SamplingParams(**ours, raw_logprobs=raw_logprobs, routed_experts=routed_experts)
+    return params, bool(wants_logprobs)

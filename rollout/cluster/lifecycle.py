@@ -1,0 +1,100 @@
+"""Whether a cluster may run: all replicas paused or asleep together, and those that join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from rollout.cluster.replica import Replica
+from rollout.cluster.replica_manager import ReplicaManager
+from rollout.cluster.reports import ReplicaReports
+from rollout.types import MemoryTag, PauseMode
+
+
+class ClusterLifecycle:
+    """Pauses and puts to sleep all replicas; what its calls mean says `Lifecycle`.
+
+    Args:
+        abort_all: ends every request of the cluster with the tokens there are.
+    """
+
+    def __init__(
+        self, members: ReplicaManager, reports: ReplicaReports, abort_all: Callable[[], None]
+    ) -> None:
+        self.is_paused = False
+        self._members = members
+        self._reports = reports
+        self._abort_all = abort_all
+        self._released: dict[MemoryTag, bool] = {}  # whether its values are kept
+        members.on_join(self._bring)
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no step can run now, by the cluster's own pause or by what a replica says."""
+        if self.is_paused:
+            return "generation is paused: call continue_generation()"
+        reasons = [each.unavailable_reason for each in self._members.joined.values()]
+        return next((reason for reason in reasons if reason), "")
+
+    def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        self._members.on_all("pause_generation", mode, newcomers=True)
+        self.is_paused = True
+        if mode == PauseMode.ABORT:
+            self._abort_all()
+        else:
+            self._reports.sync()
+
+    def continue_generation(self) -> None:
+        self.is_paused = False
+        self._members.on_all("continue_generation", newcomers=True)
+
+    @property
+    def released_tags(self) -> frozenset[MemoryTag]:
+        """The memory that all replicas have given back."""
+        return frozenset(self._released)
+
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        """Bytes by tag, of all replicas together. Where one fails, the others take theirs back."""
+        freed: dict[str, int] = {}
+        tags = list(tags)
+        answers = self._members.on_all(
+            "release_memory",
+            tags,
+            keep_weights,
+            newcomers=True,
+            undo=lambda each: each.call("resume_memory", tags),
+        )
+        for each in answers.values():
+            for tag, num_bytes in each.items():
+                freed[tag] = freed.get(tag, 0) + num_bytes
+        self._released |= dict.fromkeys(map(MemoryTag, tags), keep_weights)
+        return freed
+
+    def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
+        wanted = list(self._released if tags is None else tags)
+        self._members.on_all("resume_memory", wanted, newcomers=True)
+        for tag in wanted:
+            self._released.pop(MemoryTag(tag), None)
+
+    def _bring(self, replica: Replica) -> Future[Any]:
+        """A joiner: paused and asleep as the others are."""
+        if self.is_paused:
+            replica.call("pause_generation", PauseMode.IN_PLACE)
+        for keeps in (True, False):
+            tags = [tag for tag, kept in self._released.items() if kept is keeps]
+            if tags:
+                replica.call("release_memory", tags, keeps)
+        noted: Future[None] = Future()
+
+        def note(answer: Future[Any]) -> None:
+            if (error := answer.exception()) is not None:
+                noted.set_exception(error)
+                return
+            self._reports.statuses[replica.name] = answer.result()
+            noted.set_result(None)
+
+        replica.call("status").add_done_callback(note)
+        return noted

@@ -1,0 +1,159 @@
+"""A replica that starts has no external corpora: it is brought those the others draft from."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.cluster.replica import Replica
+from rollout.cluster.replica_manager import ReplicaManager
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing
+from rollout.errors import InvalidInputError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+"""Between two looks at what loads."""
+
+
+@dataclass(slots=True, eq=False)
+class ClusterCorpus:
+    """An external corpus that every replica is to have, unless it has failed."""
+
+    name: str
+    source: Mapping[str, Any]  # arguments of `add_external_corpus`, shared among the hosts
+    publishing: Publishing
+    seen: ExternalCorpus  # of all replicas together, when they were last looked at
+    # By the replicas that had joined when it was published.
+    publish_calls: dict[Replica, Future[None]] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """It was removed from all replicas, and is listed with the reason."""
+        return self.seen.state is ExternalState.FAILED
+
+    @property
+    def is_final(self) -> bool:
+        """Nothing happens to it unasked any more."""
+        waits = self.publishing is Publishing.ON_REQUEST and self.seen.state is ExternalState.READY
+        is_at_rest = self.seen.state in (ExternalState.PUBLISHED, ExternalState.FAILED)
+        return is_at_rest or (waits and self.publish_calls is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorporaOfAll:
+    """What a replica must have before it joins, as of one moment."""
+
+    file: str | None  # loaded on all
+    corpora: Mapping[str, ClusterCorpus]  # none that failed
+    published: Set[str]
+    removed: Set[str]  # of the file, or of those a replica is configured with
+
+
+@dataclass(slots=True, eq=False)
+class _Brought:
+    """The corpora a replica was given before it joined. Its thread's, one at a time."""
+
+    replica: Replica
+    file: str | None = None
+    corpora: dict[str, ClusterCorpus] = field(default_factory=dict)
+
+
+class ReplicaCorpusSync:
+    """Brings each replica that starts what the others have, on a thread of its own.
+
+    The replicas' configured corpora are taken from them, for whoever adds them to all.
+    """
+
+    def __init__(self, members: ReplicaManager, of_all: Callable[[], CorporaOfAll]) -> None:
+        self.configured: Mapping[str, str] = {}
+        """Name -> file, the same on each replica."""
+        self._of_all = of_all
+        self._brought: dict[str, _Brought] = {}  # by the name of the replica
+        self._refusals: queue.SimpleQueue[tuple[ClusterCorpus, str]] = queue.SimpleQueue()
+        members.on_join(self._bring)
+
+    def refusals(self) -> Iterator[tuple[ClusterCorpus, str]]:
+        """The corpora that replicas could not take since the last call, and why."""
+        while not self._refusals.empty():
+            yield self._refusals.get()
+
+    def _bring(self, replica: Replica) -> Future[None]:
+        """A joiner, done when the replica has published what is published; see
+        `ReplicaManager.on_join`."""
+        done: Future[None] = Future()
+        brought = self._brought.get(replica.name)
+        if brought is None or brought.replica is not replica:
+            brought = self._brought[replica.name] = _Brought(replica)
+        # First of all: what looks at an engine begins to load those it is configured with.
+        args = (brought, replica.call("take_configured_corpora"), self._of_all())
+
+        def run() -> None:
+            try:
+                self._bring_all(*args)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=run, name=f"corpora of {replica.name}", daemon=True).start()
+        return done
+
+    # On the thread
+
+    def _bring_all(
+        self, brought: _Brought, taken: Future[dict[str, str]], of_all: CorporaOfAll
+    ) -> None:
+        replica = brought.replica
+        self.configured = taken.result() or self.configured
+        if of_all.file is not None and brought.file != of_all.file:
+            brought.file = of_all.file
+            try:
+                replica.call("load_corpus", of_all.file).result()
+            except (InvalidInputError, OSError, MemoryError) as error:
+                log.warning(
+                    "%s starts without the corpus in %s: %s", replica.name, of_all.file, error
+                )
+        if not of_all.corpora and not of_all.removed:
+            return
+        there = {each.name for each in replica.call("external_corpora").result()}
+        current = {
+            name for name, each in of_all.corpora.items() if brought.corpora.get(name) is each
+        }
+        for name in there & (of_all.removed | of_all.corpora.keys() - current):
+            replica.call("remove_external_corpus", name).result()
+        for name, corpus in of_all.corpora.items():
+            if name in current and name in there:
+                continue
+            brought.corpora[name] = corpus
+            try:
+                replica.call(
+                    "add_external_corpus", name, publish=Publishing.ON_REQUEST, **corpus.source
+                ).result()
+            except InvalidInputError as error:
+                self._refuse(corpus, replica, str(error))
+        for name in of_all.published:
+            self._publish(replica, of_all.corpora[name])
+
+    def _publish(self, replica: Replica, corpus: ClusterCorpus) -> None:
+        while True:
+            corpora = {each.name: each for each in replica.call("external_corpora").result()}
+            own = corpora.get(corpus.name)
+            if own is None:
+                return  # it was refused
+            if own.state is not ExternalState.LOADING:
+                break
+            time.sleep(POLL_SECONDS)
+        try:
+            replica.call("publish_external_corpus", corpus.name).result()
+        except InvalidInputError as error:
+            self._refuse(corpus, replica, own.error or str(error))
+
+    def _refuse(self, corpus: ClusterCorpus, replica: Replica, reason: str) -> None:
+        self._refusals.put((corpus, f"on {replica.name}: {reason}"))

@@ -1,0 +1,234 @@
+"""The engine's loop: a step is schedule, run, commit; at most two are under way at once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from rollout.engine.call_guard import CallGuard
+from rollout.engine.metrics import MetricsRecorder, StepMetrics
+from rollout.engine.requests import RequestFactory
+from rollout.engine.worker import FinishStep, Worker
+from rollout.errors import OutOfMemoryError
+from rollout.parallel import ModelRanks
+from rollout.scheduler import Scheduler, TwoBatchOverlap
+from rollout.types import Batch, Request, Rollout, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnderWay:
+    """A step that was begun and is not finished."""
+
+    batch: Batch
+    finish: FinishStep
+    running: int  # requests when it was scheduled
+    halved: bool  # it is of a half of those
+    schedule_ms: float
+
+
+class _AllOrNone(AbstractContextManager[None]):
+    """A call that fails on one rank leaves the others in the middle of it: they hear at once.
+
+    Were it run again, this rank's forwards would be taken for later ones of the others.
+    """
+
+    __slots__ = ("_ranks",)
+
+    def __init__(self, ranks: ModelRanks) -> None:
+        self._ranks = ranks
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        is_before_a_forward = isinstance(error, OutOfMemoryError)
+        if error is not None and not is_before_a_forward:
+            self._ranks.close(f"it failed in the middle of a step: {error!r}")
+
+
+class StepRunner:
+    """Runs the steps of one engine, and hands out the rollouts that end in them.
+
+    Args:
+        before_step: called before each step; raises where none may run.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: Scheduler,
+        requests: RequestFactory,
+        overlap: TwoBatchOverlap,
+        guard: CallGuard,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
+        self.guard = guard
+        self._worker = worker
+        self._requests = requests
+        self._overlap = overlap
+        self._before_step = before_step
+        self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
+        self._cache_hits = 0  # of the memory's life, before this step
+        self._ended: list[Rollout] = []  # that no stream has claimed
+        self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
+
+    def run(self) -> None:
+        """Begin what can begin, and finish the step that was begun first."""
+        self._before_step()
+        started = time.perf_counter()
+        halved = self._worker.overlaps and self._overlap.wants(self.scheduler.num_running)
+        self.guard.begin_step()
+        try:
+            while len(self._under_way) < 1 + halved and self._begin(halved):
+                pass
+            self._finish(started)
+        except BaseException:
+            self._under_way.clear()  # they can be run again, as the one that failed
+            raise
+        finally:
+            self.guard.end_step()
+
+    def drain(self) -> None:
+        """Finish the steps in flight, before the engine's state is changed."""
+        self.guard.begin_step()
+        try:
+            while self._under_way:
+                self._finish(time.perf_counter(), drains=True)
+        except BaseException:
+            self._under_way.clear()
+            raise
+        finally:
+            self.guard.end_step()
+
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """Around a call that all ranks make together: what fails in it ends all of them."""
+        return _AllOrNone(self._worker.ranks)
+
+    # Requests
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request is unfinished, or a rollout was not handed out."""
+        return bool(self._ended) or self.scheduler.has_unfinished
+
+    def take_ended(self) -> list[Rollout]:
+        """Rollouts that ended since the last call, but for those of streams."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def add(self, requests: Collection[Request], inbox: deque[Rollout] | None = None) -> None:
+        """Queue requests; their rollouts go to ``inbox``, where there is one."""
+        with self.guard.uninterrupted():
+            if inbox is not None:
+                self._claimed |= dict.fromkeys([each.request_id for each in requests], inbox)
+            for request in requests:
+                self.scheduler.add(request)
+
+    def abort(self, request_id: int) -> None:
+        """End a request with what it has. Unknown or ended ids do nothing."""
+        if not self.scheduler.has(request_id):
+            return
+        self.drain()
+        with self.guard.uninterrupted():
+            request = self.scheduler.abort(request_id)
+            if request is not None:
+                self._hand_out([self._end(request)])
+
+    def abort_all(self) -> None:
+        """End every request with what it has."""
+        self.drain()
+        with self.guard.uninterrupted():
+            self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Forget these requests, emptying the set: nobody waits for them any more."""
+        if not request_ids:
+            return
+        with self.guard.uninterrupted():
+            while request_ids:
+                request_id = request_ids.pop()
+                self._claimed.pop(request_id, None)
+                self._under_way.clear()  # not finished: a step that raises must keep nothing here
+                request = self.scheduler.abort(request_id)
+                if request is not None:
+                    self._worker.release(request)
+
+    def retract_all(self) -> None:
+        """Running requests give their KV back and wait."""
+        with self.guard.uninterrupted():
+            self.scheduler.retract_all()
+
+    def leave_old_weights(self, *, retract: bool, abort: bool) -> None:
+        """Drop the prefix cache: no later request may meet KV of the old weights.
+
+        Running ones may, unless they are retracted or aborted.
+        """
+        self.drain()
+        if abort:
+            self.abort_all()
+        with self.guard.uninterrupted():
+            if retract:
+                self.scheduler.retract_all()
+            self._worker.memory.reset()
+
+    # One step
+
+    def _begin(self, halved: bool) -> bool:
+        """False: nothing can run before what is under way has ended."""
+        started = time.perf_counter()
+        batch = self.scheduler.schedule([step.batch for step in self._under_way], halved=halved)
+        if self._under_way and not batch.entries:
+            return False
+        scheduled = time.perf_counter()
+        with self.all_or_none():
+            finish = self._worker.begin_step(batch)
+        self._under_way.append(
+            _UnderWay(
+                batch=batch,
+                finish=finish,
+                running=self.scheduler.num_running,
+                halved=halved,
+                schedule_ms=(scheduled - started) * 1e3,
+            )
+        )
+        return True
+
+    def _finish(self, started: float, *, drains: bool = False) -> None:
+        """``started``: when the host turned to it, by the performance counter. ``drains``: no
+        other step follows, so its time is that of the wait alone."""
+        step = self._under_way.popleft()
+        with self.all_or_none():
+            result = step.finish()
+        stepped = time.perf_counter()
+        ended = [self._end(request) for request in self.scheduler.commit(step.batch, result)]
+        self._hand_out(ended)
+        now = time.perf_counter()
+        result.times.schedule = step.schedule_ms + (now - stepped) * 1e3
+        result.times.total = (now - started) * 1e3
+        self._record(step, result, ended)
+        last = self.metrics.last
+        if not drains and step.batch.num_run_tokens == last.sampling > 0:
+            self._overlap.observe(step.running, step.halved, last.generated_tokens, result.times)
+
+    def _end(self, request: Request) -> Rollout:
+        self._worker.release(request)
+        return self._requests.rollout(request)
+
+    def _hand_out(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            inbox = self._claimed.pop(rollout.request_id, None)
+            (self._ended if inbox is None else inbox).append(rollout)
+
+    def _record(self, step: _UnderWay, result: StepResult, ended: list[Rollout]) -> None:
+        usage, hits = self._worker.memory.usage, self._worker.memory.counters.hit
+        metrics = StepMetrics(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            kv_used=usage.used,
+            kv_cached=usage.cached,
+            cached_tokens=hits - self._cache_hits,
+        )
+        self._cache_hits = hits
+        self.metrics.record(step.batch, result, metrics, ended, took_turns=step.halved)
