@@ -37,9 +37,7 @@ def drafted_step(batch):
     proposed = make_trees([([1, 2, 3], [0, 1, 2]), ([4, 5], [0, 0]), ([6], [0]), ([], [])])
     trees, kept_N = first_nodes(proposed, np.array([2, 2, 0, 0]))
     values_N = np.linspace(0.9, 0.2, 6)[kept_N]
-    verified = Verified(
-        trees=trees, values_N=values_N, proposed=None, worth_B=np.ones(4), forecast=FORECAST
-    )
+    verified = Verified(trees=trees, values_N=values_N, proposed=None, forecast=FORECAST)
     results = [
         EntryResult(token_ids=[1, 2, 7], path=[1, 2], num_drafted=2),
         EntryResult(token_ids=[5, 7], path=[2], num_drafted=2),
@@ -99,10 +97,7 @@ def test_nothing_is_gained_without_drafts_or_without_a_forecast():
 
 
 def test_a_forecast_gains_what_its_shares_do():
-    batch = Batch(
-        step=0, entries=[entry_of(k) for k in range(3)],
-        expected_remaining=lambda entry: 10.0 + entry.request.request_id,
-    )  # fmt: skip
+    batch = Batch(step=0, entries=[entry_of(k) for k in range(3)])
     budget = make_budget()
     proposed = chains(batch, 0.9)
     verified = budget.choose(batch, proposed)
