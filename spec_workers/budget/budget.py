@@ -84,7 +84,7 @@ class FixedBudget:
         return Verified(
             trees=trees,
             values_N=trees.probs_N,
-            proposed=trees,
+            proposed=proposed,
             forecast=None,
         )
 
