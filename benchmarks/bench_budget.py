@@ -5,8 +5,8 @@ tokens; a speedup is the median over the repeats.
 
 Traces are replayed under a roofline's prices: those of --trace, and one sampled from the model at
 temperature 1, which is kept in runs/ and made when it is missing. Of the budget a replay has the
-choice of nodes, the worth of a token, the forecast of lengths and what the corpus is told of the
-verified; not the gate, the hysteresis, the learned corrections or the time that drafting takes.
+choice of nodes and what the corpus is told of the verified; not the gate, the hysteresis, the
+learned corrections or the time that drafting takes.
 
     python benchmarks/bench_budget.py --trace rollouts.npz=2.1 --only replay
 """

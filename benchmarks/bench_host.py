@@ -42,7 +42,7 @@ from rollout.config import (
 )
 from rollout.sampling import tree_sampling
 from rollout.types import Batch, EntryResult, StepTimes
-from spec_workers import worker as worker_module
+from spec_workers import step_learning
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget, Verified
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus
@@ -146,7 +146,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
         (worker.target, "commit", "commit"),
         (engine.scheduler, "commit", "commit"),
         (worker, "observe", "observe"),
-        (worker_module, "count_step", "metrics"),
+        (step_learning, "count_step", "metrics"),
         (engine, "_record", "metrics"),
     ):
         phases.time_calls(owner, name, phase)

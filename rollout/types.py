@@ -6,7 +6,7 @@ Shape legend: B entries of a batch, T query rows of a step, N draft nodes of a s
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -295,18 +295,10 @@ class Scheduled:
         return self.start + self.run_len
 
 
-def _no_forecast(entry: Scheduled) -> float:
-    return 0.0
-
-
 @dataclass(kw_only=True, slots=True)
 class Batch:
     step: int  # scheduler: counts up
     entries: list[Scheduled]  # scheduler
-    num_waiting: int = 0  # scheduler: requests that are not in it
-    # scheduler: tokens that one of the entries was expected to emit yet when it was scheduled;
-    # worked out for those who ask
-    expected_remaining: Callable[[Scheduled], float] = _no_forecast
     num_run_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

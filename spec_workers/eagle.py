@@ -17,7 +17,6 @@ from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_sizing import draft_bytes
 from spec_workers.features.feature_options import FeatureRingOptions
-from spec_workers.idle import check_idle
 from spec_workers.neural.device_proposal import proposal_graphs
 from spec_workers.neural.drafter import Drafter
 from spec_workers.neural.eagle_drafter import EagleDrafter
@@ -43,7 +42,7 @@ class EagleWorker(SpecWorker):
         self.drafter = drafter
         self._calibration_seconds = calibration_seconds
         if self.lockstep:
-            check_idle(self)
+            self.check_idle()
 
     @property
     def max_draft_tokens(self) -> int:

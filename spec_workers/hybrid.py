@@ -21,7 +21,6 @@ from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.draft_tree import only_roots, places_within
 from spec_workers.eagle import open_eagle
 from spec_workers.features.feature_options import FeatureRingOptions
-from spec_workers.idle import check_idle
 from spec_workers.multi_layer_eagle import open_chain
 from spec_workers.neural.drafter import Drafter
 from spec_workers.neural.neural_gate import NeuralGate
@@ -80,7 +79,7 @@ class HybridWorker(NgramWorker):
         self._asked_now = 0  # requests the draft was asked about in this step
         self._asked = self._spared = 0
         if self.lockstep:
-            check_idle(self)
+            self.check_idle()
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         copied = self._copied = super().propose(batch, floor)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from rollout.ops import gpu
 from rollout.parallel import ModelRanks
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded
-from rollout.sampling.tree_sampling import PendingSamples
+from rollout.sampling.tree_sampling import TreeSamples
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     Batch,
@@ -34,27 +31,9 @@ from spec_workers.budget import DraftBudget, FixedBudget, Verified
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
 from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
-from spec_workers.request_stats import count_step
-from spec_workers.step_clock import StepClock
+from spec_workers.step_learning import StepLearning
+from spec_workers.step_timer import SteadyPhases, StepTimers
 from spec_workers.target import TargetWorker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """A step between its two halves."""
-
-    batch: Batch
-    proposed: DraftTrees | None  # None: nobody was asked
-    verified: Verified
-    forwarded: Forwarded
-    is_steady: bool  # nothing was compiled or captured in the forward's time
-    drafting_is_steady: bool  # nor in the time of drafting
-    samples: PendingSamples
-    clock: StepClock
-    draft_ms: float
-    launch_ms: float
-    expected_accepted: float
-    turn: int  # of the worker when it was launched
 
 
 class SpecWorker:
@@ -75,12 +54,11 @@ class SpecWorker:
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
-        self.drafting_is_steady = True  # the last step's timing
-        self._unlearned: Callable[[], None] | None = None  # what the budget is to learn of a step
-        self._turn = 0  # counts steps that were launched or finished
-        self._finished_at = 0.0
+        self.drafting_is_steady = True  # the timing of the last step's drafts
+        self._timers = StepTimers(self.model_device)
         # Ranks learn at once: between their steps one may be asked what it learned, others not.
-        self._learns_later = gpu.runs_on(self.model_device) and target.ranks.all.size == 1
+        is_deferred = gpu.runs_on(self.model_device) and target.ranks.all.size == 1
+        self._learning = StepLearning(self.budget, is_deferred=is_deferred)
 
     @property
     def memory(self) -> CacheMemory:
@@ -145,15 +123,37 @@ class SpecWorker:
     def begin_step(self, batch: Batch) -> FinishStep:
         """Propose, verify and sample. Nothing waits for a device.
 
-        Finished, it emits for each sampling entry between one token and its longest path + 1. A
-        request whose logits are no distribution ends alone, with FinishReason.ERROR.
+        Finished, it accepts, commits and observes: for each sampling entry it emits between one
+        token and its longest path + 1. A request whose logits are no distribution ends alone, with
+        FinishReason.ERROR.
         """
         with gpu.on(self.model_device):
-            launched = self._launch(batch)
+            timer = self._timers.begin()
+            with timer.drafting():
+                verified = self._draft(batch)
+            with timer.forward():
+                forwarded = self.target.verify(batch, verified.trees)
+            with timer.sampling():
+                samples = self.target.sample(batch, verified.trees, forwarded.logits_RV)
+            with timer.booking():
+                self._learning.catch_up()  # while a GPU computes
+        # Nobody reads logits again: their memory is the next step's.
+        forwarded = replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0))
+        steady = self._steady_phases()
 
         def finish() -> StepResult:
             with gpu.on(self.model_device):
-                return self._finish(launched)
+                with timer.waiting():
+                    read = samples.read()
+                with timer.booking():
+                    results = self._accept(batch, read)
+                    self.target.commit(batch, results)
+                    step = self._recorded(batch, verified, forwarded, results)
+                with timer.drafting():
+                    self.observe(step)
+            times = agreed_times(self.ranks.tensor, timer.end())
+            self._learning.observe(batch, verified, results, times, steady)
+            return self._result(batch, verified, results, times)
 
         return finish
 
@@ -161,8 +161,15 @@ class SpecWorker:
         """A whole step."""
         return self.begin_step(batch)()
 
-    def _launch(self, batch: Batch) -> Launched:
-        clock = StepClock(self.model_device)
+    def check_idle(self) -> None:
+        """Run a step of no requests, as a rank does while others in lockstep with it have some.
+
+        Before the first real step: a network or kernel that cannot take no rows fails here, on its
+        own, and not in the middle of a run while other ranks wait for it in the same forward.
+        """
+        self.step(Batch(step=0, entries=[]))
+
+    def _draft(self, batch: Batch) -> Verified:
         self.prepare(batch)
         self.drafting_is_steady = True
         floor = self.budget.floor(batch)
@@ -170,103 +177,48 @@ class SpecWorker:
         verified = self.budget.choose(batch, proposed)
         if self.target.checks_ranks:
             check_drafts(self.ranks.tensor, batch, verified.trees)
-        draft_ms = clock.lap()
-        clock.begin_forward()
-        forwarded = self.target.verify(batch, verified.trees)
-        clock.end_forward()
-        samples = self.target.sample(batch, verified.trees, forwarded.logits_RV)
-        clock.end_sampling()
-        self._learn()  # while a GPU computes
-        self._turn += 1
-        return Launched(
-            batch=batch,
-            proposed=proposed,
-            verified=verified,
-            # Nobody reads logits again: their memory is the next step's.
-            forwarded=replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0)),
-            # Kernels were compiled or a graph captured: the timing is not steady-state.
-            is_steady=self.target.graphs is None or self.target.graphs.is_warm,
-            drafting_is_steady=self.drafting_is_steady,
-            samples=samples,
-            clock=clock,
-            draft_ms=draft_ms,
-            launch_ms=clock.lap(),
-            expected_accepted=float(verified.values_N.sum()),
-            turn=self._turn,
+        return verified
+
+    def _steady_phases(self) -> SteadyPhases:
+        """Of the step that was launched last."""
+        graphs = self.target.graphs
+        return SteadyPhases(
+            forward=graphs is None or graphs.is_warm, drafting=self.drafting_is_steady
         )
 
-    def _finish(self, step: Launched) -> StepResult:
-        batch, verified, clock = step.batch, step.verified, step.clock
-        clock.lap()
-        samples = step.samples.read()
-        waited_ms = clock.lap()
+    def _accept(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
         results = self.target.accept(batch, samples)
         if self.target.checks_ranks:
             check_results(self.ranks.tensor, batch, results)
-        self.target.commit(batch, results)
-        observation = Observation(
+        return results
+
+    def _recorded(
+        self, batch: Batch, verified: Verified, forwarded: Forwarded, results: list[EntryResult]
+    ) -> Observation:
+        """The step as `observe` is told of it, its features recorded."""
+        step = Observation(
             batch=batch,
             trees=verified.trees,
-            was_asked=step.proposed is not None,
-            forwarded=step.forwarded,
+            was_asked=verified.proposed is not None,
+            forwarded=forwarded,
             results=results,
         )
         if self.recorder is not None:
-            self.recorder.observe(observation, self.target.runner.features, self.weights.version)
-        forward_ms = clock.forward()
-        sample_ms = max(0.0, step.launch_ms + waited_ms + clock.lap() - forward_ms)
-        self.observe(observation)
-        times = StepTimes(
-            draft=step.draft_ms + clock.lap(),
-            forward=forward_ms,
-            sample=sample_ms,
-            waited=waited_ms,
-        )
-        if self._turn != step.turn and gpu.runs_on(self.model_device):
-            self._uncover(times, clock)
-        times = agreed_times(self.ranks.tensor, times)
-        self._turn += 1
-        self._finished_at = time.perf_counter()
-        self._learn()
-        self._unlearned = partial(self._learn_from, step, results, times)
-        if not self._learns_later:
-            self._learn()
+            self.recorder.observe(step, self.target.runner.features, self.weights.version)
+        return step
+
+    def _result(
+        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+    ) -> StepResult:
         return StepResult(
             entries=results,
             weight_version=self.weights.version,
             num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
-            num_proposed=0 if step.proposed is None else step.proposed.num_nodes,
-            expected_accepted=step.expected_accepted,
+            num_proposed=0 if verified.proposed is None else verified.proposed.num_nodes,
+            expected_accepted=float(verified.values_N.sum()),
             forecast=verified.forecast,
             times=times,
         )
-
-    def _uncover(self, times: StepTimes, clock: StepClock) -> None:
-        """With overlap, charge only host time that the device did not hide.
-
-        Drafting is the part that could be spared."""
-        times.sample = clock.sampling()
-        turn_ms = (time.perf_counter() - self._finished_at) * 1e3
-        times.draft = min(times.draft, max(0.0, turn_ms - times.forward - times.sample))
-
-    def _learn_from(self, step: Launched, results: list[EntryResult], times: StepTimes) -> None:
-        """Tell the budget what the step cost and gave, and book its share to each request."""
-        learned = replace(
-            times,
-            forward=times.forward if step.is_steady else math.nan,
-            draft=times.draft if step.drafting_is_steady else math.nan,
-        )
-        self.budget.observe(step.batch, step.verified, results, learned)
-        if not self._learns_later:
-            times.draft += step.clock.lap()
-        count_step(step.batch, step.proposed, step.verified, results, times)
-
-    def _learn(self) -> None:
-        """Learn what the last step cost and gave: on a GPU when the next one is under way there, or
-        when somebody asks before."""
-        unlearned, self._unlearned = self._unlearned, None
-        if unlearned is not None:
-            unlearned()
 
     def prepare(self, batch: Batch) -> None:
         """Called first in each step, whether anything is proposed in it or not."""
@@ -280,7 +232,7 @@ class SpecWorker:
 
     def release(self, request: Request) -> None:
         """The request ended."""
-        self._learn()
+        self._learning.catch_up()
         self.budget.forget(request)
         if self.recorder is not None:
             self.recorder.release(request)
@@ -298,16 +250,16 @@ class SpecWorker:
         self.target.accompany_scoring()
 
     def weights_changed(self) -> None:
-        self._learn()
+        self._learning.catch_up()
         self.budget.change_policy()
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         """Go on from what an earlier engine learned. Raises ValueError for what is none of it."""
-        self._learn()
+        self._learning.catch_up()
         self.budget.restore(learned)
 
     def learned(self) -> dict[str, Any]:
-        self._learn()
+        self._learning.catch_up()
         return self.budget.learned()
 
     def counters(self) -> dict[str, float]:

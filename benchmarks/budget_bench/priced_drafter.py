@@ -1,9 +1,8 @@
 """The corpus with a part of the budget, replayed where forwards have a price.
 
-The budget's own are the choice of nodes, the worth of a token, the forecast of lengths, and telling
-the corpus how many nodes were verified. Not replayed: the gate, the hysteresis that keeps drafts
-from turning on and off, the corrections learned of the corpus's probabilities, and the time that
-drafting takes, which has no price here.
+The budget's own are the choice of nodes, and telling the corpus how many nodes were verified. Not
+replayed: the gate, the hysteresis that keeps drafts from turning on and off, the corrections
+learned of the corpus's probabilities, and the time that drafting takes, which has no price here.
 
 Shape legend: B sequences of a call, N draft nodes of a call.
 """
@@ -20,7 +19,7 @@ from traces import Trace
 
 from ngram_native import Corpus, Proposal
 from rollout.scheduler.length_forecast import LengthForecast
-from spec_workers.budget.prices import choose_nodes, falling, token_worth
+from spec_workers.budget.prices import choose_nodes, falling
 
 Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Time of a step by its query tokens, roots included."""
@@ -55,25 +54,10 @@ def pick_all(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int
 def pick_by_probability(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
     """A token is worth the same wherever it is emitted."""
     size = len(running.remaining_B)
-    return _choose(proposal, np.full(size, _decode_cost(size, cost)[-1] / size), cost)
-
-
-def pick_by_worth(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
-    """Those expected to run longest weigh more once nobody waits."""
-    decode_B = _decode_cost(len(running.remaining_B), cost)
-    return _choose(proposal, token_worth(running.remaining_B, decode_B, running.ends), cost)
-
-
-def _decode_cost(size: int, cost: Cost) -> NDArray[np.float64]:
-    """Of plain steps of 1, 2, ..., ``size`` sequences."""
-    return cost(np.arange(1, size + 1))
-
-
-def _choose(proposal: Proposal, worth_B: NDArray[np.float64], cost: Cost) -> NDArray[np.int64]:
     values_N = falling(proposal.probabilities_N.astype(np.float64), proposal.offsets_B1)
-    cost_N1 = cost(len(worth_B) + np.arange(len(values_N) + 1))
-    choice = choose_nodes(values_N, proposal.offsets_B1, worth_B, cost_N1, float(cost_N1[0]))
-    return choice.counts_B
+    cost_N1 = cost(size + np.arange(len(values_N) + 1))
+    token_cost = float(cost_N1[0]) / size
+    return choose_nodes(values_N, proposal.offsets_B1, token_cost, cost_N1).counts_B
 
 
 class PricedDrafter:

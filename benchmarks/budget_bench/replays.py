@@ -7,13 +7,7 @@ from replaying import Replay, replay
 from table import Row, row
 from traces import Trace
 
-from budget_bench.priced_drafter import (
-    Pick,
-    PricedDrafter,
-    pick_all,
-    pick_by_probability,
-    pick_by_worth,
-)
+from budget_bench.priced_drafter import Pick, PricedDrafter, pick_all, pick_by_probability
 
 NODES = 16
 """Most draft nodes per request and step."""
@@ -28,9 +22,9 @@ def replay_rows(trace: Trace, bar: float | None) -> list[Row]:
     """``bar``: least speedup over plain decoding of the same trace under the same prices."""
     plain, _ = _replay(trace, pick_all, nodes=0)
     rows = [row(f"replay of {trace.name}: plain", plain.price, "decode steps")]
-    by_worth, result = _replay(trace, pick_by_worth, nodes=NODES)
-    steps = np.array(plain.price_of_step) / np.array(by_worth.price_of_step)
-    idle = by_worth.num_steps_without_drafts / by_worth.num_steps
+    chosen, result = _replay(trace, pick_by_probability, nodes=NODES)
+    steps = np.array(plain.price_of_step) / np.array(chosen.price_of_step)
+    idle = chosen.num_steps_without_drafts / chosen.num_steps
     rows += [
         row(f"replay of {trace.name}: accept length", result.accept_length, "tokens"),
         row(f"replay of {trace.name}: verified", result.drafted, "nodes/request"),
@@ -38,14 +32,13 @@ def replay_rows(trace: Trace, bar: float | None) -> list[Row]:
         row(f"replay of {trace.name}: worst RL step", steps.min(), "x"),
     ]
     others: list[tuple[str, Pick, int]] = [
-        ("all tokens worth the same", pick_by_probability, NODES),
         ("8 nodes per request", pick_all, 8),
         ("16 nodes per request", pick_all, 16),
     ]
     for name, pick, nodes in others:
         drafter, _ = _replay(trace, pick, nodes=nodes)
         rows.append(row(f"replay of {trace.name}: {name}", plain.price / drafter.price, "x"))
-    speedup = plain.price / by_worth.price
+    speedup = plain.price / chosen.price
     return [*rows, row(f"replay of {trace.name}: speedup", speedup, "x", bar)]
 
 

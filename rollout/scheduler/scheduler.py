@@ -141,13 +141,7 @@ class Scheduler:
         self._admit(runs, busy)
         assert runs or busy or not self.has_unfinished, "unfinished requests, and none can run"
         self._step += 1
-        unfinished = len(self._running) + len(self._waiting)
-        return Batch(
-            step=self._step,
-            entries=self._with_drafts(runs, self._step),
-            num_waiting=unfinished - len(runs) - len(busy),
-            expected_remaining=self._remaining_of_entry,
-        )
+        return Batch(step=self._step, entries=self._with_drafts(runs, self._step))
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Book what a step gave: append tokens, advance KV lengths. Returns the finished requests.
@@ -321,17 +315,8 @@ class Scheduler:
 
     def _expected_remaining(self, request: Request) -> float:
         """Tokens the request is expected to emit yet."""
-        return self._remaining_at(request, len(request.tokens))
-
-    def _remaining_of_entry(self, entry: Scheduled) -> float:
-        """Tokens its request was expected to emit yet when it was scheduled."""
-        request = entry.request
-        return self._remaining_at(request, entry.end if entry.samples else len(request.tokens))
-
-    def _remaining_at(self, request: Request, length: int) -> float:
-        generated = length - request.prompt_len + request.partial_len
-        room = max(1, min(request.max_len, self.memory.max_sequence_len) - length)
-        return self.lengths.remaining(request.group, generated, room)
+        room = max(1, min(request.max_len, self.memory.max_sequence_len) - len(request.tokens))
+        return self.lengths.remaining(request.group, request.generated_len, room)
 
     def _append(self, request: Request, output: EntryResult, weight_version: int) -> None:
         request.tokens += output.token_ids

@@ -23,7 +23,6 @@ class Verified:
     trees: DraftTrees
     values_N: NDArray[np.floating]  # of its nodes: probability of acceptance, corrected
     proposed: DraftTrees | None  # what that was chosen from; None when nobody asked for any
-    worth_B: NDArray[np.float64]  # of one emitted token, in milliseconds; 0 where none is sampled
     forecast: StepForecast | None
 
 
@@ -85,8 +84,7 @@ class FixedBudget:
         return Verified(
             trees=trees,
             values_N=trees.probs_N,
-            proposed=trees,
-            worth_B=np.zeros(len(batch.entries)),
+            proposed=proposed,
             forecast=None,
         )
 

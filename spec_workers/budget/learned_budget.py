@@ -80,7 +80,7 @@ class LearnedBudget:
         # What is asked for is estimated before it is corrected.
         trust = float(self._trust.ratios([e.request.request_id for e in batch.entries]).max())
         raised = max(1.0, self._values.highest_ratio * trust)
-        least = cheapest / (float(prices.worth_B.max()) * raised)
+        least = cheapest / (prices.token_ms * raised)
         return min(1.0, max(self._min_probability, least))
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
@@ -93,7 +93,6 @@ class LearnedBudget:
             trees=trees,
             values_N=values_N,
             proposed=proposed,
-            worth_B=prices.worth_B,
             forecast=self._forecast(prices, trees, values_N, drafted=proposed is not None),
         )
 
@@ -102,23 +101,21 @@ class LearnedBudget:
         drafting."""
         return float(self._priced(batch).with_nodes_N1[num_nodes])
 
-    def worth(self, batch: Batch) -> NDArray[np.float64]:
-        """The worth of a token of each entry, (B,): milliseconds of plain decoding it saves."""
-        return self._priced(batch).worth_B
+    def token_ms(self, batch: Batch) -> float:
+        """Milliseconds of plain decoding that one emitted token saves."""
+        return self._priced(batch).token_ms
 
     def bought(
         self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]
     ) -> tuple[Choice, DraftTrees, NDArray[np.float64]]:
-        """The nodes of ``trees`` that would be verified if they were worth ``values_N``.
+        """The nodes of ``trees`` that would be verified if ``values_N`` were their probabilities.
 
         Gives the choice, the trees it leaves and the values of their nodes.
         """
         prices = self._priced(batch)
-        cost_ms = prices.with_nodes_N1[: values_N.size + 1]
+        step_ms_N1 = prices.with_nodes_N1[: values_N.size + 1]
         values_N = falling(np.minimum(values_N, 1.0), trees.offsets_B1)
-        choice = choose_nodes(
-            values_N, trees.offsets_B1, prices.worth_B, cost_ms, float(cost_ms[0])
-        )
+        choice = choose_nodes(values_N, trees.offsets_B1, prices.token_ms, step_ms_N1)
         kept, kept_N = first_nodes(trees, choice.counts_B)
         return choice, kept, values_N[kept_N]
 
@@ -174,7 +171,8 @@ class LearnedBudget:
         values_N *= np.repeat(trust_B, np.diff(proposed.offsets_B1))
         choice, trees, values_N = self.bought(batch, proposed, values_N)
         plain_ms = float(prices.with_nodes_N1[0])
-        if not self._drafted and choice.worth - (choice.cost - plain_ms) < _TO_BEGIN * plain_ms:
+        gain_ms = choice.saved_ms - (choice.step_ms - plain_ms)
+        if not self._drafted and gain_ms < _TO_BEGIN * plain_ms:
             return only_roots(proposed.offsets_B1.size - 1), np.zeros(0)
         return trees, values_N
 
@@ -191,13 +189,11 @@ class LearnedBudget:
         drafting = self.cost.of_drafting(prices.width) if drafted else following
         plain_ms = float(prices.with_nodes_N1[0]) + following
         predicted_ms = float(prices.with_nodes_N1[trees.num_nodes]) + drafting
-        decode_ms = float(prices.decode_B[-1])
         return StepForecast(
             predicted_ms=predicted_ms,
             plain_ms=plain_ms,
-            decode_ms=decode_ms,
-            predicted_gain_ms=float(values_N.sum()) * decode_ms / prices.width
-            - (predicted_ms - plain_ms),
+            decode_ms=prices.decode_ms,
+            predicted_gain_ms=float(values_N.sum()) * prices.token_ms - (predicted_ms - plain_ms),
         )
 
     def _judge(self, batch: Batch, proposed: DraftTrees, results: list[EntryResult]) -> None:
@@ -243,10 +239,7 @@ class LearnedBudget:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)
             return
-        saved_ms = sum(
-            len(result.path) * float(worth)
-            for result, worth in zip(results, verified.worth_B, strict=True)
-        )
+        saved_ms = sum(len(result.path) for result in results) * prices.token_ms
         plain = float(prices.with_nodes_N1[0])
         extra_ms = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)

@@ -104,11 +104,6 @@ class StepCost:
         more = self._sampling.each * (sampled - sampled[0])
         return self.curve.milliseconds(rows, longest_context) + (sampling + more)
 
-    def of_decoding(self, width: int, longest_context: int) -> NDArray[np.float64]:
-        """Plain decode steps of 1, 2, ..., ``width`` requests, without what drafting adds."""
-        rows = np.arange(1, width + 1)
-        return np.maximum.accumulate(self.of_rows(rows, rows, longest_context))
-
     def of_drafting(self, width: int) -> float:
         return self._drafting.milliseconds(width)
 

@@ -1,7 +1,4 @@
-"""Whether a neural draft pays beside the corpus, which costs next to nothing.
-
-Legend: B entries of a batch.
-"""
+"""Whether a neural draft pays beside the corpus, which costs next to nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from rollout.parallel import RankGroup, SingleRank
 from rollout.types import DraftTrees
@@ -48,7 +43,7 @@ class NeuralGate:
         self._gate = Gate()
         self._drafting = LinearCost()  # by requests asked about
         self._spent_ms = 0.0  # in the step in hand
-        self._alone_worth = self._alone_ms = 0.0  # of late: of the corpus alone
+        self._alone_saved_ms = self._alone_ms = 0.0  # of late: of the corpus alone
 
     @property
     def is_open(self) -> bool:
@@ -90,18 +85,18 @@ class NeuralGate:
         values_N = self._values.corrected(copied.probs_N, copied.sources_N, copied.depths_N)
         choice, alone, values_N = budget.bought(batch, copied, values_N)
         accepted_B = accepted_in_hindsight(alone, values_N, step.results)
-        emitted_B = np.array([max(0, len(result.token_ids) - 1) for result in step.results])
-        # In milliseconds of plain decoding; the root's token is the plain step itself.
-        plain_ms, worth_B = budget.step_ms(batch, 0), budget.worth(batch)
-        worth = plain_ms + float(worth_B @ emitted_B)
+        num_emitted = sum(max(0, len(result.token_ids) - 1) for result in step.results)
+        # The root's token is the plain step itself.
+        plain_ms, token_ms = budget.step_ms(batch, 0), budget.token_ms(batch)
+        saved_ms = plain_ms + token_ms * num_emitted
         ms = budget.step_ms(batch, step.trees.num_nodes) + self._drafting.milliseconds(num_asked)
-        alone_worth = plain_ms + float(worth_B @ accepted_B)
-        alone_ms = choice.cost
+        alone_saved_ms = plain_ms + token_ms * float(accepted_B.sum())
         keep = 1.0 - 1.0 / _HORIZON
-        self._alone_worth = self._alone_worth * keep + alone_worth
-        self._alone_ms = self._alone_ms * keep + alone_ms
+        self._alone_saved_ms = self._alone_saved_ms * keep + alone_saved_ms
+        self._alone_ms = self._alone_ms * keep + choice.step_ms
         # The time in which the corpus alone would have come as much further.
-        gained_ms = (worth - alone_worth) * self._alone_ms / self._alone_worth - (ms - alone_ms)
+        further_ms = (saved_ms - alone_saved_ms) * self._alone_ms / self._alone_saved_ms
+        gained_ms = further_ms - (ms - choice.step_ms)
         self._gate.observe(width, gained_ms, ms, temperature)
         self._learn(copied, step)
 

@@ -135,7 +135,7 @@ def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
 def test_a_rollout_has_all_of_its_counts_where_steps_are_booked_later(tiny_model_path, spec):
     """As on a GPU: while the step after is under way there, or as the request ends."""
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=4)
-    engine.worker._learns_later = True
+    engine.worker._learning.is_deferred = True
     params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
     for rollout in engine.generate([[5, 6, 7], [8, 9]], params):
         stats = rollout.stats

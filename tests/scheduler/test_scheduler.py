@@ -314,27 +314,6 @@ def test_nothing_is_cached_of_a_request_whose_logits_were_broken():
     bench.memory.check_integrity()
 
 
-def test_a_batch_says_what_is_expected_and_who_is_not_in_it():
-    bench = Bench(running=3, step_tokens=16, chunk=16)
-    known, unknown, third = bench.add([1] * 4), bench.add([2] * 4), bench.add([3] * 30)
-    batch = bench.scheduler.schedule()
-    assert [batch.expected_remaining(entry) for entry in batch.entries] == [100, 100, 100]
-    assert batch.num_waiting == 0
-    bench.work(batch)
-    bench.lengths.observe(known.group, 31)
-    bench.lengths.observe(unknown.group, 11)
-    late = bench.add([4] * 4)
-    batch = bench.scheduler.schedule()
-    assert [entry.request for entry in batch.entries] == [known, unknown, third]
-    # Beyond the one token each has: 30 and 10, shrunk towards their mean of 20 twice over.
-    expected = [pytest.approx(70 / 3), pytest.approx(50 / 3), 21]
-    assert [batch.expected_remaining(entry) for entry in batch.entries] == expected
-    assert batch.num_waiting == 1
-    assert list(bench.scheduler.waiting) == [late]
-    bench.work(batch)
-    assert [batch.expected_remaining(entry) for entry in batch.entries] == expected, "as it was"
-
-
 def test_admission_waits_for_memory_for_the_whole_prompt():
     bench = Bench(slots=80, chunk=16, step_tokens=64)
     first, second = bench.add([1] * 40), bench.add([2] * 40)

@@ -377,10 +377,6 @@ class Simulation:
             assert entry.draft_slots.dtype == np.int32
             assert drafts <= min(self.max_drafts, 63)
             assert drafts == 0 or entry.samples
-            assert batch.expected_remaining(entry) == self.expected_remaining(entry.request)
-            assert 1 <= batch.expected_remaining(entry) <= entry.request.remaining_len
-        unfinished = self.tracked.keys() - self.finished.keys()
-        assert batch.num_waiting == len(unfinished) - len(batch.entries) - len(busy)
         if before and not busy:
             assert before[0] in requests, "the oldest request made no progress"
         mine = [r for r in before if r not in busy]

@@ -72,16 +72,9 @@ def entry_of(request_id, *, samples=True, slots=16, run_len=1):
     )
 
 
-def batch_of(width, *, waiting=0, remaining=50.0, **options):
+def batch_of(width, **options):
     entries = [entry_of(request_id, **options) for request_id in range(width)]
-    return Batch(
-        step=0, entries=entries, num_waiting=waiting, expected_remaining=lambda entry: remaining
-    )
-
-
-def by_request(entry):
-    """Tokens expected of a request: ten times as many as of the one before it."""
-    return 10.0**entry.request.request_id
+    return Batch(step=0, entries=entries)
 
 
 def chains(batch, prob, length=16):
@@ -113,7 +106,7 @@ def step(budget, batch, prob, *, accepted=0, times=FREE) -> Verified:
 
 
 def test_nothing_is_verified_where_nodes_cost_more_than_they_bring():
-    budget, batch = make_budget(proportional), batch_of(4, waiting=1)
+    budget, batch = make_budget(proportional), batch_of(4)
     assert budget.floor(batch) == pytest.approx(1.0)
     assert budget.choose(batch, chains(batch, 0.99)).trees.num_nodes == 0
 
@@ -128,7 +121,7 @@ def test_free_nodes_are_verified_however_improbable():
 def test_narrow_batches_have_deeper_trees():
     depths = []
     for width in (1, 2, 4, 8, 16, 64):
-        budget, batch = make_budget(), batch_of(width, waiting=1)
+        budget, batch = make_budget(), batch_of(width)
         trees = budget.choose(batch, chains(batch, 0.8)).trees
         depths.append(trees.num_nodes / width)
         forecast = budget.choose(batch, chains(batch, 0.8)).forecast
@@ -145,9 +138,7 @@ def test_no_node_below_the_floor_would_have_been_bought():
     for _ in range(50):
         slope = rng.uniform(0.0, 3.0)
         budget = make_budget(lambda rows, slope=slope: np.maximum(14.0, 10 + slope * rows))
-        batch = batch_of(int(rng.integers(1, 9)), waiting=int(rng.integers(0, 2)))
-        remaining = rng.exponential(100, len(batch.entries)) + 1
-        batch.expected_remaining = lambda entry, of=remaining: float(of[entry.request.request_id])
+        batch = batch_of(int(rng.integers(1, 9)))
         floor = budget.floor(batch)
         step(budget, batch, 0.95)
         verified = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
@@ -169,7 +160,7 @@ def test_it_begins_later_than_it_goes_on():
     assert num_nodes() == 0
 
 
-def test_worth_is_that_of_this_batch_whatever_came_before():
+def test_prices_are_those_of_this_batch_whatever_came_before():
     """As of a budget that was never asked before."""
     rng = np.random.default_rng(2)
     budget, ever = make_budget(), [
@@ -183,17 +174,13 @@ def test_worth_is_that_of_this_batch_whatever_came_before():
         entries = {}
         for k in rng.integers(0, len(ever), rng.integers(1, 4)):
             entries[ever[k].request.request_id] = ever[k]
-        batch = Batch(
-            step=0, entries=list(entries.values()), num_waiting=int(rng.integers(0, 2)),
-            expected_remaining=by_request,
-        )  # fmt: skip
+        batch = Batch(step=0, entries=list(entries.values()))
         fresh = make_budget()
         verified, expected = budget.choose(batch, None), fresh.choose(batch, None)
-        assert verified.worth_B.tolist() == expected.worth_B.tolist()
         assert verified.forecast == expected.forecast
         assert budget.floor(batch) == fresh.floor(batch)
-        samples = [entry.samples for entry in batch.entries]
-        assert [worth > 0 for worth in verified.worth_B] == samples
+        assert budget.token_ms(batch) == fresh.token_ms(batch)
+        assert (budget.token_ms(batch) > 0) == any(entry.samples for entry in batch.entries)
         if rng.random() < 0.5:
             budget.observe(batch, verified, results_of(verified.trees), FREE)
 
@@ -217,7 +204,6 @@ def test_prefill_alone():
     assert budget.floor(batch) is None
     verified = budget.choose(batch, None)
     assert verified.forecast is None
-    assert verified.worth_B.tolist() == [0.0, 0.0]
     assert verified.trees.num_nodes == 0
     before = budget.learned()["gate"]
     budget.observe(batch, verified, [EntryResult(), EntryResult()], FREE)
@@ -243,20 +229,11 @@ def test_without_draft_slots_nothing_is_asked_for():
     assert budget.is_open
 
 
-@pytest.mark.parametrize("waiting", [0, 1])
-def test_where_nothing_may_be_drafted_no_worth_is_worked_out(waiting):
-    """All alike then, and the forecast is that of the step all the same."""
-    batch = batch_of(5, slots=0, waiting=waiting)
-    batch.expected_remaining = by_request
-    budget = make_budget()
+def test_where_nothing_may_be_drafted_the_forecast_is_that_of_the_step():
+    budget, batch = make_budget(), batch_of(5, slots=0)
     verified = budget.choose(batch, None)
-    assert np.ptp(verified.worth_B) == 0
-    assert verified.worth_B.sum() == pytest.approx(float(ramp(5)))
+    assert budget.token_ms(batch) == pytest.approx(float(ramp(5)) / 5)
     assert verified.forecast.plain_ms == verified.forecast.predicted_ms == float(ramp(5))
-
-    may_draft = batch_of(5, waiting=waiting)
-    may_draft.expected_remaining = by_request
-    assert (np.ptp(budget.choose(may_draft, None).worth_B) > 0) == (waiting == 0)
 
 
 def test_entries_that_ended_are_not_judged():
@@ -279,7 +256,7 @@ def replace_trees(verified: Verified, trees: DraftTrees) -> Verified:
 
 def test_requests_are_trusted_each_for_itself():
     """The one that goes its own way is drafted less for, until it ends."""
-    budget, batch = make_budget(), batch_of(2, waiting=1)
+    budget, batch = make_budget(), batch_of(2)
     for _ in range(40):
         trees = chains(batch, 0.7, 6)
         verified = replace_trees(budget.choose(batch, trees), trees)
@@ -309,7 +286,7 @@ def test_branches_not_taken_are_judged():
 
 
 def test_it_closes_where_drafts_never_pay_and_opens_when_they_do():
-    budget, batch = make_budget(), batch_of(4, waiting=1)
+    budget, batch = make_budget(), batch_of(4)
     drafting = StepTimes(draft=0.3)
     opened = []
     for _ in range(2000):
@@ -416,7 +393,7 @@ def test_what_was_taken_for_hopeless_can_rise_again():
 
 
 def test_drafting_of_which_no_time_is_known_closes_nothing_and_is_not_free():
-    budget, batch = make_budget(), batch_of(1, waiting=1)
+    budget, batch = make_budget(), batch_of(1)
     compiling = StepTimes(draft=math.nan)
     for _ in range(20):
         step(budget, batch, 0.9, accepted=1, times=compiling)
@@ -438,7 +415,7 @@ def test_drafting_of_which_no_time_is_known_closes_nothing_and_is_not_free():
 def test_slow_drafting_now_and_then_does_not_close_it(usual_ms, stays_open):
     """A busy machine takes a hundred times as long in one step of twenty; one whose drafting is
     as slow in every step is another matter."""
-    budget, batch = make_budget(), batch_of(1, waiting=1)
+    budget, batch = make_budget(), batch_of(1)
     opened = []
     for number in range(300):
         opened.append(budget.is_open)

@@ -67,15 +67,6 @@ def test_rows_that_are_not_sampled_from_take_the_forward_alone():
     np.testing.assert_allclose(cost.of_rows(rows, sampled, 200), expected, rtol=0.1)
 
 
-def test_a_plain_step_costs_what_one_without_nodes_does():
-    cost = made()
-    show(cost)
-    decode_ms_B = cost.of_decoding(16, 200)
-    assert (np.diff(decode_ms_B) >= 0).all()
-    for width in (4, 8, 16):
-        assert decode_ms_B[width - 1] == pytest.approx(of_rows(cost, width)[0])
-
-
 def test_steps_with_prefill_tell_nothing():
     """A neural draft reads every row of a prompt: following what is decoded is not as dear."""
     cost = made()

@@ -8,7 +8,7 @@ import pytest
 from rollout.types import Batch, EntryResult, StepForecast, StepTimes
 from spec_workers.budget import FixedBudget, Verified
 from spec_workers.draft_tree import first_nodes
-from spec_workers.request_stats import count_step
+from spec_workers.step_learning import count_step
 from tests.helpers.requests import make_trees
 from tests.spec_workers.budget.test_learned_budget import chains, entry_of, make_budget, results_of
 
@@ -37,22 +37,20 @@ def drafted_step(batch):
     proposed = make_trees([([1, 2, 3], [0, 1, 2]), ([4, 5], [0, 0]), ([6], [0]), ([], [])])
     trees, kept_N = first_nodes(proposed, np.array([2, 2, 0, 0]))
     values_N = np.linspace(0.9, 0.2, 6)[kept_N]
-    verified = Verified(
-        trees=trees, values_N=values_N, proposed=None, worth_B=np.ones(4), forecast=FORECAST
-    )
+    verified = Verified(trees=trees, values_N=values_N, proposed=proposed, forecast=FORECAST)
     results = [
         EntryResult(token_ids=[1, 2, 7], path=[1, 2], num_drafted=2),
         EntryResult(token_ids=[5, 7], path=[2], num_drafted=2),
         EntryResult(token_ids=[9]),
         EntryResult(),
     ]
-    return proposed, verified, results
+    return verified, results
 
 
 def test_shares_are_the_whole_step():
     batch = mixed_batch()
-    proposed, verified, results = drafted_step(batch)
-    count_step(batch, proposed, verified, results, TIMES)
+    verified, results = drafted_step(batch)
+    count_step(batch, verified, results, TIMES)
     assert booked(batch, "forward_ms") == pytest.approx(TIMES.forward)
     assert booked(batch, "draft_ms") == pytest.approx(TIMES.draft)
     assert booked(batch, "total_ms") == pytest.approx(24.5)
@@ -71,8 +69,8 @@ def test_shares_are_the_whole_step():
 
 def test_shares_are_by_rows():
     batch = mixed_batch()
-    proposed, verified, results = drafted_step(batch)
-    count_step(batch, proposed, verified, results, TIMES)
+    verified, results = drafted_step(batch)
+    count_step(batch, verified, results, TIMES)
     shares = [entry.request.stats.forward_ms / TIMES.forward for entry in batch.entries]
     assert shares == pytest.approx([3 / 45, 3 / 45, 9 / 45, 30 / 45])
     assert batch.entries[3].request.stats.verify_steps == 0
@@ -89,25 +87,22 @@ def test_steps_add_up():
 def test_nothing_is_gained_without_drafts_or_without_a_forecast():
     batch, budget = mixed_batch(), FixedBudget()
     verified = budget.choose(batch, None)
-    count_step(batch, None, verified, results_of(verified.trees), TIMES)
+    count_step(batch, verified, results_of(verified.trees), TIMES)
     assert booked(batch, "gain_ms") == booked(batch, "predicted_ms") == 0
     assert booked(batch, "total_ms") == pytest.approx(24.5)
     verified = make_budget().choose(batch, None)
-    count_step(batch, None, verified, results_of(verified.trees), TIMES)
+    count_step(batch, verified, results_of(verified.trees), TIMES)
     assert booked(batch, "gain_ms") == booked(batch, "predicted_gain_ms") == 0
     assert booked(batch, "predicted_ms") == pytest.approx(verified.forecast.predicted_ms)
 
 
 def test_a_forecast_gains_what_its_shares_do():
-    batch = Batch(
-        step=0, entries=[entry_of(k) for k in range(3)],
-        expected_remaining=lambda entry: 10.0 + entry.request.request_id,
-    )  # fmt: skip
+    batch = Batch(step=0, entries=[entry_of(k) for k in range(3)])
     budget = make_budget()
     proposed = chains(batch, 0.9)
     verified = budget.choose(batch, proposed)
     assert verified.trees.num_nodes
-    count_step(batch, proposed, verified, results_of(verified.trees, 2), TIMES)
+    count_step(batch, verified, results_of(verified.trees, 2), TIMES)
     assert booked(batch, "predicted_gain_ms") == pytest.approx(verified.forecast.predicted_gain_ms)
 
 
@@ -120,9 +115,9 @@ def test_a_chunk_as_long_as_the_last_one_is_no_decode_step():
         assert (verified.forecast is not None) == samples
         results = [EntryResult(token_ids=[1] if samples else [])]
         budget.observe(batch, verified, results, TIMES)
-        count_step(batch, None, verified, results, TIMES)
+        count_step(batch, verified, results, TIMES)
 
 
 def test_a_step_of_nobody():
     batch = Batch(step=0, entries=[])
-    count_step(batch, None, FixedBudget().choose(batch, None), [], TIMES)
+    count_step(batch, FixedBudget().choose(batch, None), [], TIMES)
