@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from traces import Trace
 
+from rollout.ops.uniforms.reference import noise
 from rollout.runner.model_runner import Forwarded
 from rollout.runner.transfers import upload
-from rollout.sampling.noise import uniforms
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.neural.device_guesses import DeviceGuessed, Tensors
 from spec_workers.neural.device_proposal import DeviceProposer, TreesToGrow
@@ -75,7 +75,7 @@ def force_draft(drafter: EagleDrafter, recording: Recording, hit_rate: float) ->
         ids_R = np.array([request.request_id for request in requests], dtype=np.uint64)
         places = zip(requests, positions_R.tolist(), strict=True)
         recorded_R = np.array([recording.at(*place) for place in places], dtype=np.int64)
-        return np.where(uniforms(ids_R, positions_R) < hit_rate, recorded_R, 0)
+        return np.where(noise(ids_R, positions_R) < hit_rate, recorded_R, 0)
 
     _force_host(drafter._guesser, said)
     if drafter._proposer is not None:

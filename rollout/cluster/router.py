@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-_MASK = 2**64 - 1
+from rollout.ops.uniforms.reference import GOLDEN
+from rollout.sampling.noise import mixed
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +203,7 @@ class Router:
         known = self._groups[group]
         attempt = group
         while known.home not in self._places:
-            attempt = _mix(attempt)
+            attempt = mixed(attempt + GOLDEN)
             known.home = self._names[attempt % len(self._names)]
         return self._places[known.home]
 
@@ -212,11 +213,3 @@ class Router:
         known.num_unfinished -= 1
         if not known.num_unfinished:
             del self._groups[group]
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's next (Steele, Lea and Flood 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
-    return value ^ value >> 31

@@ -128,6 +128,8 @@ def categorical(
     temperatures: int,
     uniform: int,
     uniforms: int,
+    threshold: int,
+    thresholds: int,
     tokens: int,
     logprobs: int,
     threads: int,
@@ -140,7 +142,7 @@ def token_logprobs(
     temperature: int,
     temperatures: int,
     tokens: int,
-    tokens_len: int,
+    tokens_shape: Sequence[int],
     logprobs: int,
     threads: int,
 ) -> None: ...

@@ -10,18 +10,21 @@ from dataclasses import dataclass
 import torch
 
 from rollout.ops.categorical import categorical, entropy, token_logprobs
+from rollout.ops.truncation import truncation_threshold
+from rollout.ops.uniforms import uniforms
 from rollout.sampling.likeliest import likeliest
-from rollout.sampling.noise import uniforms
 from rollout.sampling.penalties import apply_history_, changes_logits
+from rollout.sampling.row_inputs import noise_arrays
 from rollout.sampling.rows import SampleRows
 from rollout.sampling.sampled import Sampled
-from rollout.sampling.truncation import truncation_threshold
 from rollout.types import NO_EXTRAS, SamplingParams, TokenExtras
 
 
 def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
     shaped = _Shaped(logits_RV, rows)
-    uniforms_R = torch.from_numpy(uniforms(rows.seeds_R, rows.positions_R)).to(logits_RV.device)
+    inputs = noise_arrays(rows)
+    uniforms_R = uniforms(*(torch.from_numpy(inputs[name]) for name in ("seeds", "positions")))
+    uniforms_R = uniforms_R.to(logits_RV.device)
     tokens_R = torch.empty(len(rows.requests), dtype=torch.int64, device=logits_RV.device)
     logprobs_R = torch.empty(len(rows.requests), dtype=torch.float32, device=logits_RV.device)
     for part in shaped.parts:

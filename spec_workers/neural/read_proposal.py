@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.sampling.noise import uniforms
+from rollout.ops.uniforms.reference import noise
 from rollout.types import Batch, DraftTrees, EntryResult
 from spec_workers.neural.guesses import Cases, Guesser
 from spec_workers.neural.kept_trees import kept_trees
@@ -98,7 +98,7 @@ class ReadProposal:
             index_RC=self.index_GRK[trees_R, rows_R].astype(np.int64),
             probs_RC=self.probs_GRK[trees_R, rows_R],
             ends_RC=self.ends_GRK[trees_R, rows_R],
-            uniforms_R=uniforms(seeds_R, ends_R + depths_R),
+            uniforms_R=noise(seeds_R, ends_R + depths_R),
             is_greedy_R=np.array(temperatures) == 0,
         )
         return self.guesser.cases(found, depths_R)

@@ -1,7 +1,7 @@
 """How likely the target is to sample what a draft thinks of, its noise being known.
 
 The target's sample at a position is its inverse distribution function at a uniform number that
-depends on the request's seed and the position alone (`rollout/sampling/noise.py`). The draft can
+depends on the request's seed and the position alone (`rollout/ops/uniforms`). The draft can
 look that number up, so it need not guess blindly: where its own distribution function is close to
 the target's, the token it finds at the same number is most probably the target's. With two
 samplers that share their noise samples agree more often than independent ones could (common random
@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.sampling.noise import uniforms
-from rollout.sampling.truncation import truncation_threshold
+from rollout.ops.truncation import truncation_threshold
+from rollout.ops.uniforms.reference import noise
 from rollout.types import Request
 
 WIDTHS = (1.0, 0.25, 0.08, 0.025, 0.008)
@@ -76,7 +76,7 @@ class SharedNoise:
             logits_RD /= torch.from_numpy(divisor_R).to(device)[:, None]
         if self._truncates_G[requests_R].any():
             self._truncate_(logits_RD, requests_R)
-        uniforms_R = uniforms(self._seeds_G[requests_R], positions_R)
+        uniforms_R = noise(self._seeds_G[requests_R], positions_R)
         at_R = torch.from_numpy(uniforms_R).to(device)
         index_RC, probs_RC, ends_RC = likeliest(logits_RD, at_R, count)
         return Candidates(

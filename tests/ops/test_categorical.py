@@ -127,7 +127,36 @@ def test_rows_do_not_depend_on_each_other(dtype: torch.dtype, set_threads) -> No
         assert entropy(logits[one], temperature[one]) == entropies[row]
 
 
-@pytest.mark.parametrize("token", [-1, 8])
+@pytest.mark.parametrize("vocab", [15, 2100])
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_truncated_draws_are_the_reference_and_those_of_masked_logits(
+    dtype: torch.dtype, vocab: int, share: float
+) -> None:
+    logits, temperature, uniform = make_rows(30, vocab, dtype)
+    threshold = logits.float().quantile(share, dim=1)
+    tokens, logprobs = categorical(logits, temperature, uniform, threshold)
+    masked = logits.masked_fill(logits < threshold[:, None], -torch.inf)
+    assert torch.equal(tokens, categorical(masked, temperature, uniform)[0])
+    assert torch.equal(logprobs, token_logprobs(logits, temperature, tokens))
+    expected, _ = reference.categorical(logits, temperature, uniform, threshold)
+    inner = uniform != ALMOST_ONE
+    assert torch.equal(tokens[inner], expected[inner])
+
+
+def test_logprobs_of_several_tokens_of_a_row(dtype: torch.dtype) -> None:
+    logits, temperature, _ = make_rows(6, 300, dtype)
+    tokens = torch.randint(0, 300, (6, 4))
+    tokens[2, 1] = -1
+    found = token_logprobs(logits, temperature, tokens)
+    each = [token_logprobs(logits, temperature, column) for column in tokens.unbind(1)]
+    assert torch.equal(found.nan_to_num(), torch.stack(each, dim=1).nan_to_num())
+    assert found.isnan().nonzero().tolist() == [[2, 1]]
+    expected = reference.token_logprobs(logits, temperature, tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert token_logprobs(logits, temperature, tokens[:, :0]).shape == (6, 0)
+
+
+@pytest.mark.parametrize("token", [-2, 8])
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(IndexError, match="tokens_R"):
         token_logprobs(torch.randn(1, 8), torch.ones(1), torch.tensor([token]))

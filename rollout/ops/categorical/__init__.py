@@ -31,14 +31,9 @@ def categorical(
         from rollout.ops.categorical import triton
 
         return triton.categorical(logits_RV, temperature_R, uniform_R, threshold_R)
-    if threshold_R is not None:
-        kept_RV = logits_RV.masked_fill(logits_RV < threshold_R[:, None], float("-inf"))
-        tokens_R, _ = categorical(kept_RV, temperature_R, uniform_R)
-        logprobs_R = token_logprobs(logits_RV, temperature_R, tokens_R.clamp(min=0))
-        return tokens_R, logprobs_R.masked_fill(tokens_R < 0, float("nan"))
     if native.supports(logits_RV):
-        return native.categorical(logits_RV, temperature_R, uniform_R)
-    return reference.categorical(logits_RV, temperature_R, uniform_R)
+        return native.categorical(logits_RV, temperature_R, uniform_R, threshold_R)
+    return reference.categorical(logits_RV, temperature_R, uniform_R, threshold_R)
 
 
 def token_logprobs(
@@ -47,18 +42,13 @@ def token_logprobs(
     """``logit/T - logsumexp(logits/T)`` of the given tokens, float32.
 
     tokens_R: int64, [R] or, for several of each row, [R, K]; the result has its shape. Bitwise what
-    ``categorical`` returned for the same row and token. Raises IndexError for a token outside the
-    vocabulary; on a GPU its logprob is NaN instead.
+    ``categorical`` returned for the same row and token; token -1 has NaN. Raises IndexError for
+    any other token outside the vocabulary; on a GPU its logprob is NaN too.
     """
     if gpu.supports(logits_RV):
         from rollout.ops.categorical import triton
 
         return triton.token_logprobs(logits_RV, temperature_R, tokens_R)
-    if tokens_R.dim() == 2:
-        columns = [
-            token_logprobs(logits_RV, temperature_R, each_R) for each_R in tokens_R.unbind(1)
-        ]
-        return torch.stack(columns, dim=1) if columns else torch.empty(tokens_R.shape)
     if native.supports(logits_RV):
         return native.token_logprobs(logits_RV, temperature_R, tokens_R)
     return reference.token_logprobs(logits_RV, temperature_R, tokens_R)

@@ -10,9 +10,14 @@ __all__ = ["categorical", "entropy", "supports", "token_logprobs"]
 
 
 def categorical(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, uniform_R: torch.Tensor
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    uniform_R: torch.Tensor,
+    threshold_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     temperature_R, uniform_R = temperature_R.float().contiguous(), uniform_R.double().contiguous()
+    if threshold_R is not None:
+        threshold_R = threshold_R.float().contiguous()
     tokens_R = torch.empty(logits_RV.shape[0], dtype=torch.int64)
     logprobs_R = torch.empty(logits_RV.shape[0], dtype=torch.float32)
     cpu.categorical(
@@ -24,6 +29,8 @@ def categorical(
         temperature_R.numel(),
         uniform_R.data_ptr(),
         uniform_R.numel(),
+        0 if threshold_R is None else threshold_R.data_ptr(),
+        0 if threshold_R is None else threshold_R.numel(),
         tokens_R.data_ptr(),
         logprobs_R.data_ptr(),
         torch.get_num_threads(),
@@ -35,7 +42,7 @@ def token_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, tokens_R: torch.Tensor
 ) -> torch.Tensor:
     temperature_R, tokens_R = temperature_R.float().contiguous(), tokens_R.long().contiguous()
-    logprobs_R = torch.empty(logits_RV.shape[0], dtype=torch.float32)
+    logprobs_R = torch.empty(tokens_R.shape, dtype=torch.float32)
     cpu.token_logprobs(
         DTYPE_CODES[logits_RV.dtype],
         logits_RV.data_ptr(),
@@ -44,7 +51,7 @@ def token_logprobs(
         temperature_R.data_ptr(),
         temperature_R.numel(),
         tokens_R.data_ptr(),
-        tokens_R.numel(),
+        (tokens_R.shape[0], tokens_R.shape[1] if tokens_R.dim() == 2 else 1),
         logprobs_R.data_ptr(),
         torch.get_num_threads(),
     )

@@ -6,9 +6,14 @@ import torch
 
 
 def categorical(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, uniform_R: torch.Tensor
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    uniform_R: torch.Tensor,
+    threshold_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     probs_RV = _log_softmax(logits_RV, temperature_R).exp()
+    if threshold_R is not None:
+        probs_RV = probs_RV.masked_fill(logits_RV < threshold_R[:, None], 0.0)
     cumulative_RV = probs_RV.cumsum(-1)
     target_R1 = (uniform_R.double() * cumulative_RV[:, -1]).unsqueeze(1)
     # Where rounding lets no cumulative exceed the target, the last possible token is meant.
@@ -29,8 +34,9 @@ def categorical(
 def token_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, tokens_R: torch.Tensor
 ) -> torch.Tensor:
-    logprobs_RV = _log_softmax(logits_RV, temperature_R)
-    return logprobs_RV.gather(1, tokens_R.long().unsqueeze(1)).squeeze(1).float()
+    tokens_RK = tokens_R if tokens_R.dim() == 2 else tokens_R[:, None]
+    logprobs_RK = _log_softmax(logits_RV, temperature_R).gather(1, tokens_RK.clamp(min=0))
+    return logprobs_RK.masked_fill(tokens_RK < 0, float("nan")).view(tokens_R.shape).float()
 
 
 def entropy(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:

@@ -193,27 +193,32 @@ rollout::CategoricalArgs logits_args(int dtype, Address logits, Dims2 shape, Dim
           .vocab = shape[1],
           .temperature = at<const float>(temperature),
           .uniform = nullptr,
+          .threshold = nullptr,
           .given_tokens = nullptr,
+          .tokens_per_row = 0,
           .tokens = nullptr,
           .out = at<float>(out)};
 }
 
 void categorical(int dtype, Address logits, Dims2 shape, Dims2 strides, Address temperature,
-                 int64_t temperatures, Address uniform, int64_t uniforms, Address tokens,
-                 Address logprobs, int threads) {
+                 int64_t temperatures, Address uniform, int64_t uniforms, Address threshold,
+                 int64_t thresholds, Address tokens, Address logprobs, int threads) {
   require(uniforms == shape[0], "uniform_R: must have one number per row");
+  require(threshold == 0 || thresholds == shape[0], "threshold_R: must have one logit per row");
   auto args = logits_args(dtype, logits, shape, strides, temperature, temperatures, logprobs);
   args.uniform = at<const double>(uniform);
+  args.threshold = at<const float>(threshold);
   args.tokens = at<int64_t>(tokens);
   rollout::categorical(args, shape[0], threads);
 }
 
 void token_logprobs(int dtype, Address logits, Dims2 shape, Dims2 strides, Address temperature,
-                    int64_t temperatures, Address tokens, int64_t tokens_len, Address logprobs,
+                    int64_t temperatures, Address tokens, Dims2 tokens_shape, Address logprobs,
                     int threads) {
-  require(tokens_len == shape[0], "tokens_R: must have one token per row");
+  require(tokens_shape[0] == shape[0], "tokens_R: must have tokens of each row");
   auto args = logits_args(dtype, logits, shape, strides, temperature, temperatures, logprobs);
   args.given_tokens = at<const int64_t>(tokens);
+  args.tokens_per_row = tokens_shape[1];
   rollout::token_logprobs(args, shape[0], threads);
 }
 
@@ -290,10 +295,10 @@ NB_MODULE(_cpu, m) {
         "v_strides"_a, "scale"_a, "out"_a, "threads"_a, Unlocked());
 
   m.def("categorical", &categorical, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
-        "temperatures"_a, "uniform"_a, "uniforms"_a, "tokens"_a, "logprobs"_a, "threads"_a,
-        Unlocked());
+        "temperatures"_a, "uniform"_a, "uniforms"_a, "threshold"_a, "thresholds"_a, "tokens"_a,
+        "logprobs"_a, "threads"_a, Unlocked());
   m.def("token_logprobs", &token_logprobs, "dtype"_a, "logits"_a, "shape"_a, "strides"_a,
-        "temperature"_a, "temperatures"_a, "tokens"_a, "tokens_len"_a, "logprobs"_a, "threads"_a,
+        "temperature"_a, "temperatures"_a, "tokens"_a, "tokens_shape"_a, "logprobs"_a, "threads"_a,
         Unlocked());
   m.def("entropy", &entropy, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
         "temperatures"_a, "out"_a, "threads"_a, Unlocked());

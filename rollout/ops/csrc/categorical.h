@@ -31,6 +31,7 @@ struct Softmax {
   float maximum;
   float temperature;  // never 0: greedy rows report at 1
   double total = 0;
+  float threshold = -__builtin_inff();  // where kCut, logits below it weigh nothing
 
   Softmax(const CategoricalArgs& args, int64_t row)
       : logits(static_cast<const T*>(args.logits) + row * args.row_stride),
@@ -42,25 +43,43 @@ struct Softmax {
     return begin + kVocabBlock < vocab ? begin + kVocabBlock : vocab;
   }
 
-  Vec shifted(Vec logit) const { return (logit - maximum) / broadcast(temperature); }
+  template <bool kCut = false>
+  Vec shifted(Vec logit) const {
+    const Vec z = (logit - maximum) / broadcast(temperature);
+    if constexpr (!kCut) return z;
+    return logit < broadcast(threshold) ? broadcast(-__builtin_inff()) : z;
+  }
 
   // Calls f(first, shifted logits) for every vector of a block, absent lanes -inf.
-  template <typename Function>
+  template <bool kCut = false, typename Function>
   void for_each_in_block(int64_t begin, const Function& f) const {
     const int64_t end = block_end(begin);
     int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) f(i, shifted(load(logits + i)));
+    for (; i + kLanes <= end; i += kLanes) f(i, shifted<kCut>(load(logits + i)));
     if (i < end) {
-      Vec last = shifted(load_partial(logits + i, end - i));
+      Vec last = shifted<kCut>(load_partial(logits + i, end - i));
       for (int64_t lane = end - i; lane < kLanes; ++lane) last[lane] = -__builtin_inff();
       f(i, last);
     }
   }
 
+  template <bool kCut = false>
   float block_sum(int64_t begin) const {
     Vec sum{};
-    for_each_in_block(begin, [&](int64_t, Vec z) { sum += exp(z); });
+    for_each_in_block<kCut>(begin, [&](int64_t, Vec z) { sum += exp(z); });
     return reduce_add(sum);
+  }
+
+  // Of all blocks, each of which is written down too.
+  template <bool kCut = false>
+  double sum(float* block_sums) const {
+    double result = 0;
+    for (int64_t begin = 0; begin < vocab; begin += kVocabBlock) {
+      const float of_block = block_sum<kCut>(begin);
+      block_sums[begin / kVocabBlock] = of_block;
+      result += static_cast<double>(of_block);
+    }
+    return result;
   }
 
   float logprob(int64_t token) const {
@@ -83,10 +102,10 @@ struct Softmax {
     return -1;
   }
 
-  // First index whose cumulative weight exceeds uniform * total. Where rounding leaves none, the
-  // last one of positive weight.
-  int64_t sample(double uniform, const float* block_sums) const {
-    const double target = uniform * total;
+  // First index whose cumulative weight exceeds the target. Where rounding leaves none, the last
+  // one of positive weight.
+  template <bool kCut = false>
+  int64_t sample(double target, const float* block_sums) const {
     double cumulative = 0;
     int64_t chosen = 0;
     double before = 0;
@@ -99,7 +118,7 @@ struct Softmax {
     }
     float weights[kVocabBlock + kLanes];
     const int64_t begin = chosen * kVocabBlock;
-    for_each_in_block(begin, [&](int64_t i, Vec z) { store(weights + i - begin, exp(z)); });
+    for_each_in_block<kCut>(begin, [&](int64_t i, Vec z) { store(weights + i - begin, exp(z)); });
     int64_t token = begin;
     for (int64_t i = begin; i < block_end(begin); ++i) {
       const float weight = weights[i - begin];
@@ -115,29 +134,34 @@ struct Softmax {
 template <typename T>
 void categorical_row(const CategoricalArgs& args, int64_t row, float* block_sums) {
   Softmax<T> softmax(args, row);
-  for (int64_t begin = 0; begin < args.vocab; begin += kVocabBlock) {
-    const float sum = softmax.block_sum(begin);
-    block_sums[begin / kVocabBlock] = sum;
-    softmax.total += static_cast<double>(sum);
-  }
+  softmax.total = softmax.sum(block_sums);
   if (softmax.total != softmax.total) {
     args.tokens[row] = -1;
     args.out[row] = __builtin_nanf("");
     return;
   }
-  const int64_t token =
-      args.temperature[row] == 0 ? softmax.greedy() : softmax.sample(args.uniform[row], block_sums);
+  int64_t token;
+  if (args.temperature[row] == 0) {
+    token = softmax.greedy();
+  } else if (args.threshold == nullptr) {
+    token = softmax.sample(args.uniform[row] * softmax.total, block_sums);
+  } else {
+    softmax.threshold = args.threshold[row];
+    const double kept = softmax.template sum<true>(block_sums);
+    token = softmax.template sample<true>(args.uniform[row] * kept, block_sums);
+  }
   args.tokens[row] = token;
   args.out[row] = softmax.logprob(token);
 }
 
 template <typename T>
-void token_logprob_row(const CategoricalArgs& args, int64_t row) {
+void token_logprobs_row(const CategoricalArgs& args, int64_t row, float* block_sums) {
   Softmax<T> softmax(args, row);
-  for (int64_t begin = 0; begin < args.vocab; begin += kVocabBlock) {
-    softmax.total += static_cast<double>(softmax.block_sum(begin));
+  softmax.total = softmax.sum(block_sums);
+  for (int64_t i = row * args.tokens_per_row; i < (row + 1) * args.tokens_per_row; ++i) {
+    const int64_t token = args.given_tokens[i];
+    args.out[i] = token < 0 ? __builtin_nanf("") : softmax.logprob(token);
   }
-  args.out[row] = softmax.logprob(args.given_tokens[row]);
 }
 
 // log(total) - sum(weight * z) / total, z the shifted logits.

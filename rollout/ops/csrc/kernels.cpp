@@ -68,8 +68,9 @@ void categorical(const CategoricalArgs& args, int64_t row, float* block_sums) {
   with_type(args.dtype, [&](auto type) { categorical_row<decltype(type)>(args, row, block_sums); });
 }
 
-void token_logprob(const CategoricalArgs& args, int64_t row) {
-  with_type(args.dtype, [&](auto type) { token_logprob_row<decltype(type)>(args, row); });
+void token_logprobs(const CategoricalArgs& args, int64_t row, float* block_sums) {
+  with_type(args.dtype,
+            [&](auto type) { token_logprobs_row<decltype(type)>(args, row, block_sums); });
 }
 
 void entropy(const CategoricalArgs& args, int64_t row) {
@@ -101,7 +102,7 @@ const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
                           delta_rule,
                           attend,
                           categorical,
-                          token_logprob,
+                          token_logprobs,
                           entropy,
                           move_panel<false>,
                           move_panel<true>};

@@ -175,9 +175,11 @@ struct CategoricalArgs {
   int64_t row_stride, vocab;
   const float* temperature;
   const double* uniform;        // categorical
-  const int64_t* given_tokens;  // token_logprobs
-  int64_t* tokens;              // categorical
-  float* out;                   // logprobs or entropies
+  const float* threshold;       // categorical: what is below is not drawn; null: all may be
+  const int64_t* given_tokens;  // token_logprobs: [rows, tokens_per_row], -1 where there is none
+  int64_t tokens_per_row;
+  int64_t* tokens;  // categorical
+  float* out;       // logprobs or entropies
 };
 
 constexpr int64_t kPanelLanes = 64;
@@ -208,7 +210,7 @@ struct Kernels {
                  float* scratch);
   // block_sums: scratch of ceil(vocab / kVocabBlock) floats.
   void (*categorical)(const CategoricalArgs& args, int64_t row, float* block_sums);
-  void (*token_logprob)(const CategoricalArgs& args, int64_t row);
+  void (*token_logprobs)(const CategoricalArgs& args, int64_t row, float* block_sums);
   void (*entropy)(const CategoricalArgs& args, int64_t row);
   void (*write_panel)(const PanelArgs& args, int64_t panel);
   void (*read_panel)(const PanelArgs& args, int64_t panel);

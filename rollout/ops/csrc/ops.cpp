@@ -14,13 +14,14 @@ namespace {
 constexpr int64_t kParallelElements = 32 * 1024;
 constexpr int64_t kParallelMultiplyAdds = 128 * 1024;
 
-void check_indices(const Indices& indices, int64_t count, int64_t limit, const char* name) {
+void check_indices(const Indices& indices, int64_t count, int64_t limit, const char* name,
+                   int64_t lowest = 0) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t index = indices[i];
-    if (index < 0 || index >= limit) {
+    if (index < lowest || index >= limit) {
       throw std::out_of_range(std::string(name) + "[" + std::to_string(i) +
-                              "]=" + std::to_string(index) + ": must be in [0, " +
-                              std::to_string(limit) + ")");
+                              "]=" + std::to_string(index) + ": must be in [" +
+                              std::to_string(lowest) + ", " + std::to_string(limit) + ")");
     }
   }
 }
@@ -197,9 +198,10 @@ void categorical(const CategoricalArgs& args, int64_t rows, int threads) {
 }
 
 void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads) {
-  check_indices({args.given_tokens, true}, rows, args.vocab, "tokens_R");
-  parallel_vocab_rows(args, rows, threads,
-                      [&](int64_t row, float*) { kernels().token_logprob(args, row); });
+  check_indices({args.given_tokens, true}, rows * args.tokens_per_row, args.vocab, "tokens_R", -1);
+  parallel_vocab_rows(args, rows, threads, [&](int64_t row, float* block_sums) {
+    kernels().token_logprobs(args, row, block_sums);
+  });
 }
 
 void entropy(const CategoricalArgs& args, int64_t rows, int threads) {

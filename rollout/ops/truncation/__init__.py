@@ -1,4 +1,8 @@
-"""Top-k, top-p and min-p as the least logit that survives. R rows, V vocabulary."""
+"""Top-k, top-p and min-p as one threshold on the logits of a row. R rows, V vocabulary.
+
+A threshold, and not a set of ranks, so that tokens with equal logits are kept or dropped together
+and no sort order can be seen in the output.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ def truncation_threshold(
     top_p_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
-    """The threshold that `rollout.sampling.truncation` defines: float32 [R], -inf where nothing is
-    cut.
+    """The least logit that survives in each row: float32 [R], -inf where nothing is cut.
+
+    top_k keeps the k largest (ties with the k-th too), top_p then the smallest set of what is left
+    whose renormalised probability reaches p, min_p what is at least p times the most likely token.
 
     Args: logits float32, bfloat16 or float16; temperature float32 (0 counts as 1); top_k int64
     (<= 0 is off); top_p float32 (1 is off); min_p float32 (0 is off).

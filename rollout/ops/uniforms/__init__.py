@@ -1,4 +1,8 @@
-"""The sampling noise of each row, where its logits are. R rows."""
+"""The sampling noise of each row, where its logits are. R rows.
+
+Every number is a pure function of (seed, position): not of the batch, the draft, the worker, the
+rank or the device.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from rollout.ops.uniforms import reference
 
 
 def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-    """Float64 [R] in [0, 1): bit for bit rollout.sampling.noise.uniforms, on any device.
+    """Float64 [R] in [0, 1), 53 random bits each; the same bits on any device.
 
-    seeds_R: int64, the bits of the unsigned request seeds. positions_R: int64.
+    seeds_R: int64, the bits of the unsigned request seeds. positions_R: int64, counted from the
+    start of the whole sequence.
     """
     if gpu.runs_on(seeds_R.device):
         from rollout.ops.uniforms import triton

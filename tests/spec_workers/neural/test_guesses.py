@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.sampling.noise import uniforms
+from rollout.ops.uniforms import reference
 from rollout.types import EntryResult
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_growth import TreeGrowth
@@ -86,5 +86,5 @@ def test_noise_is_that_of_the_position_guessed_at():
     guesses = guesser.begin(decode_batch(requests), [0, 1])
     trees, depths = np.array([0, 1, 1]), np.array([0, 0, 2])
     tokens, _ = guesser.children(guesses, torch.zeros(3, VOCAB), trees, depths)
-    noise = uniforms(np.array([4, 9, 9], dtype=np.uint64), np.array([4, 9, 11]))
+    noise = reference.noise(np.array([4, 9, 9], dtype=np.uint64), np.array([4, 9, 11]))
     assert tokens[:, 0].tolist() == (noise * VOCAB).astype(int).tolist()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rollout.ops.categorical import categorical
-from rollout.sampling.noise import uniforms
-from rollout.sampling.truncation import truncation_threshold
+from rollout.ops.truncation import truncation_threshold
+from rollout.ops.uniforms import reference
 from spec_workers.neural.mixture import CONTEXTS, LearnedMixture, Reliability
 from spec_workers.neural.shared_noise import (
     COMPONENTS,
@@ -58,7 +58,7 @@ def run(error: float, temperature: float, rounds: int = 24, **truncation):
     for round_ in range(rounds):
         positions = np.full(ROWS, 10 + round_)
         target, draft = logits_pair(round_, error)
-        uniforms_R = uniforms(np.arange(ROWS, dtype=np.uint64), positions)
+        uniforms_R = reference.noise(np.arange(ROWS, dtype=np.uint64), positions)
         sampled = categorical(
             truncated(target, truncation, temperature),
             torch.full((ROWS,), float(temperature > 0)),
@@ -136,7 +136,7 @@ def test_the_token_at_the_noise_is_among_the_candidates():
     positions = np.full(64, 7)
     logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0))
     found = SharedNoise(requests).candidates(logits.clone(), np.arange(64), positions, 4)
-    noise = torch.from_numpy(uniforms(np.arange(64, dtype=np.uint64), positions))
+    noise = torch.from_numpy(reference.noise(np.arange(64, dtype=np.uint64), positions))
     at_noise = categorical(logits, torch.ones(64), noise)[0]
     assert np.array_equal(found.index_RC[:, 0], at_noise)
     again = (found.index_RC[:, 1:] == at_noise.numpy()[:, None]).any(axis=1)
