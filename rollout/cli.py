@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, cast
@@ -30,7 +32,6 @@ from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
-from rollout.offline.hydra_errors import HydraErrors
 from rollout.parallel import is_launched
 
 EXIT_ERROR = 1
@@ -69,26 +70,31 @@ def _run_command() -> NoReturn:
         _print_error(f"no command {sys.argv[1]!r}: {', '.join(SUBCOMMANDS)}, or KEY=VALUE ...")
         sys.exit(EXIT_BAD_INPUT)
     register_config_schema()
-    command, hydra_errors = _Command(), HydraErrors(sys.argv[1:])
+    command = _Command()
 
     # Hydra would print a traceback of its own and end with 1 whatever happened, and after the
     # first failure drop the rest of a sweep; so no error of ours reaches it.
     @hydra.main(config_path="pkg://rollout.conf", config_name="config", version_base="1.3")
     def run(config: DictConfig) -> None:
-        with hydra_errors.job():
-            command.run(config)
+        command.run(config)
 
     try:
-        with hydra_errors.translated():
+        with _hydra_exit_code():
             run()
-    except InvalidInputError as error:
-        _print_error(str(error))
-        sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:  # outside generation: nothing to save
         sys.exit(EXIT_SIGNAL + 2)
     finally:
         command.sweep.print(rich.get_console())
     sys.exit(command.exit_code)
+
+
+@contextmanager
+def _hydra_exit_code() -> Iterator[None]:
+    """Hydra says what is wrong with a command line and ends with 1; bad input ends with 2."""
+    try:
+        yield
+    except SystemExit as ended:
+        sys.exit(EXIT_BAD_INPUT if ended.code == EXIT_ERROR else ended.code)
 
 
 def register_config_schema() -> None:
@@ -114,7 +120,8 @@ def _subcommand(target: str, arguments: list[str]) -> int:
     module, _, name = target.partition(":")
     run = getattr(importlib.import_module(module), name)
     try:
-        return run(arguments) or 0
+        with _hydra_exit_code():
+            return run(arguments) or 0
     except RolloutError as error:
         _print_error(str(error))
         return EXIT_BAD_INPUT if isinstance(error, InvalidInputError) else EXIT_ERROR

@@ -24,7 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.cluster.opening import open_engine
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.offline.hydra_errors import HydraErrors
 from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
@@ -41,20 +40,17 @@ def run_serve(arguments: Sequence[str]) -> None:
     """Ends after Ctrl-C or SIGTERM. Raises InvalidInputError and what the model's loading raises,
     and OmegaConf's errors for values that do not fit."""
     register_serve_schema()
-    hydra_errors = HydraErrors(arguments)
     failures: list[Exception] = []  # Hydra would print them with a traceback of its own
 
     @hydra.main(config_path="pkg://rollout.conf", config_name="serve", version_base="1.3")
     def run(config: DictConfig) -> None:
         try:
-            with hydra_errors.job():
-                serve(serve_config_from(config))
+            serve(serve_config_from(config))
         except (RolloutError, OmegaConfBaseException, OSError) as error:
             failures.append(error)
 
     sys.argv = [sys.argv[0], *arguments]  # from where Hydra reads them
-    with hydra_errors.translated():
-        run()
+    run()
     if failures:
         raise failures[0]
 

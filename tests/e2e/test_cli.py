@@ -152,26 +152,18 @@ def test_help_and_cfg(specrollout: Command) -> None:
         ("memory.kv_bytes=1", 1, "memory.kv_bytes=1"),
         ("model.path=nowhere", 1, "nowhere"),
         ("model=no/where", 1, "no/where/config.json: no such file"),
-        ("samplng.n=3", 2, "samplng.n='3': there is no such key; did you mean sampling?"),
-        ("sampling.top_q=1", 2, "sampling.top_q='1': there is no such key; did you mean top_p?"),
-        (
-            "sampling.nonsense=1",
-            2,
-            "sampling.nonsense='1': there is no such key; there are temperature",
-        ),
-        ("sampling.n=many", 2, "sampling.n='many': Value 'many' of type 'str' could not be conv"),
-        (
-            "cluster.kind=rai",
-            2,
-            "cluster.kind='rai': Invalid value 'rai', expected one of [none, r",
-        ),
-        ("spec=nonsense", 2, "spec='nonsense': must be one of eagle, hybrid, mtp, ngram, none"),
-        ("spec=none,ngram", 2, "spec='none,ngram': Ambiguous value"),
-        ("sampling.n=[1", 2, "sampling.n='[1': cannot be read: no viable alternative at input"),
-        ("+sampling.n=1", 2, "sampling.n='1': "),
+        # Hydra's own messages:
+        ("samplng.n=3", 2, "Key 'samplng' not in 'RunConfig'"),
+        ("sampling.top_q=1", 2, "Could not override 'sampling.top_q'."),
+        ("sampling.n=many", 2, "Error merging override sampling.n=many\nValue 'many' of type"),
+        ("cluster.kind=rai", 2, "Invalid value 'rai', expected one of [none, ray]"),
+        ("spec=nonsense", 2, "Available options in 'spec':\n\teagle\n\thybrid"),
+        ("spec=none,ngram", 2, "Ambiguous value for argument 'spec=none,ngram'"),
+        ("sampling.n=[1", 2, "no viable alternative at input '[1'"),
+        ("+sampling.n=1", 2, "Could not append to config"),
     ],
 )
-def test_bad_input_ends_with_one_line(
+def test_bad_input_is_named(
     specrollout: Command, arguments: list[str], override: str, code: int, message: str
 ) -> None:
     shown = specrollout(*arguments, override)
