@@ -1,4 +1,4 @@
-"""Drafts from what was said before. Knows nothing of models or engines."""
+"""The n-gram corpus: draft trees from earlier tokens. Knows nothing of models or engines."""
 
 from ngram_native._ext import Proposal
 from ngram_native.corpus import MAX_BUDGET, Corpus, Source

@@ -1,4 +1,4 @@
-"""The n-gram corpus: what was said so far, and from it what may come next.
+"""The n-gram corpus: earlier tokens, and from them draft trees for the next ones.
 
 Shape legend: B sequences of a call, N tokens or draft nodes of a call, flat.
 """
@@ -20,38 +20,37 @@ MAX_BUDGET = 63
 
 
 class Source(enum.IntEnum):
-    """Where a draft node was copied from."""
+    """The scope that a draft node was copied from."""
 
     GROUP = 0  # a sample of the same prompt
     LIVE = 1  # another rollout
     EXTERNAL = 2  # an external corpus
-    GAP = 3  # a sample of the same prompt that agrees up to the last token but not in it
+    GAP = 3  # a sample of the same prompt that differs in the last token only
 
 
 class Corpus:
-    """One per engine, shared by all its sequences; safe to call from many threads.
+    """Scopes of tokens that draft trees are copied from. Safe to call from many threads.
 
-    Three kinds of scope feed one tree: the live scope (every token committed), a scope per group
-    (the samples of one prompt, over all epochs) and named external corpora. Equal calls give
-    equal trees, on every platform. Errors are ``ValueError`` naming the field, the value and the
-    remedy; a refused call changes nothing.
+    An engine has one, shared by all its sequences. Three kinds of scope feed one tree: the live
+    scope (every committed token), a scope per group (the samples of one prompt, over all epochs)
+    and named external corpora. Equal calls give equal trees, on every platform. Errors are
+    ``ValueError`` naming the field, the value and the remedy; a refused call changes nothing.
 
     Args:
-        max_bytes: Bound on the rollouts kept with their index and the open sequences; at least 256
-            KiB. An eighth is the index's table, taken at once; a 32nd (64 KiB at least) is set
-            aside for open sequences, 2 KiB each: `max_sequences` of them. What calls keep to work
-            with comes on top, ``counters()["scratch_bytes"]``, some 100 KB. When the rest is full
-            the oldest policy's pages go first, at constant cost per token. No more than 2**29
-            tokens are kept.
-        max_external_bytes: Bound on all external corpora together, those being built included with
-            their working memory: of text about 13 bytes per token and 1 MiB, 11 once built; of
-            tokens that hardly come again up to three times that.
-        max_candidates: Earlier occurrences of a context looked at per scope: the most recent ones,
+        max_bytes: Bound on rollouts, their index and open sequences; at least 256 KiB. An eighth is
+            the index's table, allocated at once. A 32nd (at least 64 KiB) is reserved for open
+            sequences, 2 KiB each: `max_sequences` of them. Scratch memory comes on top:
+            ``counters()["scratch_bytes"]``, some 100 KB. When the rest is full the oldest policy's
+            pages are dropped first, at constant cost per token. At most 2**29 tokens are held.
+        max_external_bytes: Bound on all external corpora together, including those being built and
+            their working memory. Text takes about 13 bytes per token and 1 MiB while it is built,
+            11 bytes per token afterwards; tokens that hardly recur, up to three times that.
+        max_candidates: Occurrences of a context that are examined per scope: the most recent ones,
             or the longest matches of an external corpus.
-        max_steps: Links followed per hash chain and query; default four per candidate.
-        vocabulary: Says whose token ids these are, e.g. the tokenizer's name: `load` refuses what
-            was saved under another.
-        vocab_size: Token ids are below it; others are refused, in a file too.
+        max_steps: Links followed per hash chain and query; default: four per candidate.
+        vocabulary: Identifies the token ids, for example the tokenizer's name; `load` refuses a
+            file saved under another one.
+        vocab_size: Token ids must be below it, in files too.
     """
 
     def __init__(
@@ -87,18 +86,17 @@ class Corpus:
     def open(
         self, sequence_id: int, group: int, tokens: NDArray[np.int32], *, age: int = 0
     ) -> None:
-        """A sequence begins.
+        """Begin a sequence.
 
-        Its context enters the live and the group scope, except for the part that the group holds
-        already: siblings share their prompt, and a rollout that is cut and resubmitted adds only
-        what is new.
+        Its context enters the live and the group scope, except for the part that the group already
+        holds: samples share their prompt, and a resubmitted rollout adds only its new tokens.
 
         Args:
             sequence_id: Any int64 that is not open.
             group: Any 64-bit key; the samples of one prompt share it.
             tokens: int32 ``(n,)``, each >= 0: the context so far, ending with the root.
-            age: so many changes of the weight version ago another engine committed them; they count
-                as if they had been held since.
+            age: How many weight versions ago another engine committed the tokens; they count as if
+                they had been inserted then.
         """
         self._ext.open(
             _sequence_id(sequence_id),
@@ -116,21 +114,18 @@ class Corpus:
         *,
         age: int = 0,
     ) -> None:
-        """Newly committed tokens of many sequences.
+        """Append newly committed tokens to many sequences.
 
-        They enter the scopes once, move the sequences on, and judge what was last proposed for
-        each: estimates are calibrated by it. A sequence that gets no token is left as it is, its
-        proposal to be judged later.
+        The tokens enter the scopes once, advance the sequences, and calibrate the estimates of each
+        sequence's last proposal. A sequence without new tokens is left as it is, and its proposal
+        is judged later.
 
-        Args:
-            sequence_ids: int64 ``(B,)``, open, each named once.
-            tokens: int32 ``(N,)``, each >= 0, flat.
-            offsets: int64 ``(B + 1,)``: sequence b gets ``tokens[offsets[b]:offsets[b + 1]]``.
-            verified: int32 ``(B,)``: so many first nodes of what was last proposed for each
-                sequence were verified; 0 where nothing was proposed since it last got tokens.
-                Default: all that were proposed. What is below a node that was not verified says
-                nothing about the estimates, so a number too high makes them drift low.
-            age: as for `open`.
+        Args: sequence_ids: int64 ``(B,)``, open, each named once. tokens: int32 ``(N,)``, each >=
+            0, flat. offsets: int64 ``(B + 1,)``: sequence b gets ``tokens[offsets[b]:offsets[b +
+            1]]``. verified: int32 ``(B,)``: the number of first nodes of each sequence's last
+            proposal that were verified; 0 if nothing was proposed since its last tokens. Default:
+            all proposed nodes. Nodes below an unverified one say nothing about the estimates, so a
+            number that is too high makes estimates drift low. age: As for `open`.
         """
         self._ext.extend(
             _array("sequence_ids", sequence_ids, np.int64),
@@ -151,11 +146,11 @@ class Corpus:
         Args:
             sequence_ids: int64 ``(B,)``, open, each named once.
             budgets: int32 ``(B,)``: at most so many nodes, in [0, 63].
-            min_probability: Nodes less likely than this to be accepted are not drafted.
+            min_probability: Nodes with a lower acceptance probability are not drafted.
         """
         try:
             return self._ext.propose(sequence_ids, budgets, min_probability)
-        except TypeError:  # of another type or layout: say so, or make it fit
+        except TypeError:  # wrong type or layout: convert, or raise an error that names it
             return self._ext.propose(
                 _array("sequence_ids", sequence_ids, np.int64),
                 _array("budgets", budgets, np.int32),
@@ -165,10 +160,9 @@ class Corpus:
     def query(
         self, group: int, tokens: NDArray[np.int32], budget: int, min_probability: float
     ) -> Proposal:
-        """The proposal for a sequence with the context ``tokens``.
+        """The proposal for a sequence with the context ``tokens``, without changing the corpus.
 
-        Inserts and remembers nothing; the proposal has one entry. Arguments as for `open` and
-        `propose`.
+        The proposal has one entry. Arguments are as for `open` and `propose`.
         """
         return self._ext.query(
             _group(group),
@@ -178,21 +172,22 @@ class Corpus:
         )
 
     def close(self, sequence_id: int) -> None:
-        """The sequence ended. Its tokens stay."""
+        """End a sequence. Its tokens stay."""
         self._ext.close(_sequence_id(sequence_id))
 
     def set_weight_version(self, version: int) -> None:
-        """Tokens from now on come from another policy; older ones count for less.
+        """Declare that tokens from now on come from another policy; older ones count for less.
 
-        What was learned about the estimates decays. The same version again changes nothing.
+        The calibration of the estimates decays. Setting the same version again changes nothing.
         """
         self._ext.set_weight_version(_sequence_id(version, "version"))
 
     def add_external(self, name: str, documents: Sequence[NDArray[np.int32]]) -> None:
-        """Index documents as a frozen scope of its own; other calls go on meanwhile.
+        """Index documents as an immutable scope; other calls continue meanwhile.
 
-        Published whole when the call returns; `ExternalLoads` does it in the background. Refused,
-        nothing loaded, when the name is taken or ``max_external_bytes`` would be exceeded.
+        The corpus is published whole when the call returns. `ExternalLoads` does it in the
+        background. Refused, with nothing loaded, if the name is taken or ``max_external_bytes``
+        would be exceeded.
 
         Args:
             name: Any string not in `external_names`.
@@ -201,34 +196,35 @@ class Corpus:
         self._ext.add_external(name, *flat_documents(documents))
 
     def external_builder(self) -> _ext.ExternalBuilder:
-        """The builder of an external corpus for this one, for `publish_external`."""
+        """A builder of an external corpus, for `publish_external`."""
         return _ext.ExternalBuilder(self._ext)
 
     def publish_external(self, name: str, builder: _ext.ExternalBuilder) -> None:
-        """Make visible, whole and in constant time, what an `external_builder` has built.
+        """Publish what an `external_builder` has built, whole and in constant time.
 
-        Refused when the name is taken.
+        Refused if the name is taken.
         """
         self._ext.publish_external(name, builder)
 
     def remove_external(self, name: str) -> None:
-        """Forget an external corpus. Its memory is freed without holding up other calls."""
+        """Remove an external corpus. Its memory is freed without delaying other calls."""
         self._ext.remove_external(name)
 
     def withdraw_external(self, name: str) -> _ext.Withdrawn:
-        """Forget an external corpus, in constant time; its memory waits for ``free()``."""
+        """Remove an external corpus in constant time. Call ``free()`` on the result to free
+        memory."""
         return self._ext.withdraw_external(name)
 
     def external_names(self) -> list[str]:
-        """The external corpora in force, sorted."""
+        """Names of the published external corpora, sorted."""
         return self._ext.external_names()
 
     def external_sizes(self) -> dict[str, tuple[int, int]]:
-        """Name -> tokens and bytes of the external corpora in force."""
+        """Tokens and bytes of the published external corpora, by name."""
         return self._ext.external_sizes()
 
     def reset(self) -> None:
-        """Forget all rollouts and what was learned. Open sequences and external corpora stay."""
+        """Drop all rollouts and the calibration. Open sequences and external corpora stay."""
         self._ext.reset()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -241,15 +237,15 @@ class Corpus:
             self._ext.save(file.fileno())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over what `save` wrote, in place of all that is held.
+        """Replace the contents by those of a file that `save` wrote.
 
         The corpus must have the same ``max_bytes`` and ``vocabulary``, and room for the file's
-        external corpora, whose indices are made again. Open sequences stay open and go on as new
+        external corpora, whose indices are rebuilt. Open sequences stay open and continue as new
         documents.
 
         Raises:
             ValueError: The file is truncated, damaged or not a corpus; nothing changed.
-            OSError: It cannot be read; nothing changed.
+            OSError: The file cannot be read; nothing changed.
         """
         with open(path, "rb") as file:
             try:
@@ -258,7 +254,7 @@ class Corpus:
                 raise ValueError(f"path={os.fspath(path)!r}: {error}") from None
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError with the reason when the corpus's own books do not balance."""
+        """Raise RuntimeError with the reason if the corpus's data structures are inconsistent."""
         reason = self._ext.check()
         if reason:
             raise RuntimeError(f"n-gram corpus: {reason}")
@@ -277,7 +273,7 @@ class Corpus:
     def num_bytes(self) -> int:
         """Bytes held: at most max_bytes for rollouts and sequences, plus external corpora.
 
-        Those being built count too, with their working memory.
+        External corpora that are being built count with their working memory.
         """
         return self._ext.num_bytes()
 
@@ -298,9 +294,9 @@ def _array(name: str, value: object, dtype: type[np.generic]) -> NDArray:
 def flat_documents(
     documents: Sequence[NDArray[np.int32]],
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Documents end to end, int32 ``(N,)``, and where each begins, int64 ``(D + 1,)``.
+    """Documents concatenated, int32 ``(N,)``, and their offsets, int64 ``(D + 1,)``.
 
-    Raises ValueError for a document that is no one-dimensional int32 array.
+    Raises ValueError for a document that is not a one-dimensional int32 array.
     """
     arrays = [_array(f"documents[{i}]", d, np.int32) for i, d in enumerate(documents)]
     offsets = np.zeros(len(arrays) + 1, np.int64)
@@ -327,5 +323,5 @@ def _sequence_id(value: int, name: str = "sequence_id") -> int:
 
 
 def _group(value: int) -> int:
-    """Signed and unsigned keys alike; both name the same 64 bits."""
+    """A group key as an unsigned integer; signed keys name the same 64 bits."""
     return _integer("group", value, 1 << 64, -(1 << 63)) % (1 << 64)

@@ -1,4 +1,4 @@
-"""One external corpus on its way in."""
+"""The load of one external corpus."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ Documents = Iterable[Sequence[NDArray[np.int32]]]
 """Batches of documents, each int32 ``(n,)`` with tokens >= 0."""
 
 READING_SHARE = 0.9
-"""Of a load's progress: reading and tokenising takes ten times as long as indexing, or longer."""
+"""Share of a load's progress for reading: it takes at least ten times as long as indexing."""
 
 
 class ExternalState(enum.StrEnum):
-    LOADING = "loading"  # or waiting for its turn
-    READY = "ready"  # built, not yet visible
-    PUBLISHED = "published"
-    FAILED = "failed"  # nothing of it was loaded
+    """The state of an external corpus."""
+
+    LOADING = "loading"  # or queued
+    READY = "ready"  # built, not yet published
+    PUBLISHED = "published"  # drafts are copied from it
+    FAILED = "failed"  # nothing was loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalStatus:
-    """An external corpus at the moment of asking."""
+    """A snapshot of an external corpus."""
 
     name: str
     state: ExternalState
     num_tokens: int  # read so far
     num_bytes: int  # held, working memory included
-    progress: float | None  # in [0, 1]; None where it failed or its length is unknown
-    error: str | None  # why it failed; of a published one, why another load of its name did
+    progress: float | None  # in [0, 1]; None if it failed or its length is unknown
+    error: str | None  # why it failed; if published: why a later load of the same name failed
 
 
 class ExternalLoad:
-    """Reads and indexes documents on the thread that calls `run`; any other may cancel and look.
+    """Reads and indexes documents on the thread that calls `run`; other threads may cancel it.
 
-    What is mutable is written under the lock of the loads it belongs to, except ``num_tokens`` and
-    ``is_read``, which only its own thread writes.
+    The lock of its `ExternalLoads` guards every write, except to ``num_tokens`` and ``_is_read``,
+    which only the loading thread writes.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class ExternalLoad:
         on_request: bool,
     ) -> None:
         self.name = name
-        self.on_request = on_request  # published by name alone
+        self.on_request = on_request  # published only by name
         self.state = ExternalState.LOADING
         self.error: str | None = None
         self.builder = builder
@@ -67,14 +69,14 @@ class ExternalLoad:
         self._cancelled = threading.Event()
 
     def run(self, admit: Callable[[ExternalLoad, int], None]) -> bool:
-        """Read and build; False when cancelled. Raises what the documents raise.
+        """Read and build. Returns False if cancelled; raises what iterating the documents raises.
 
-        ``admit`` counts the tokens of a batch before they are taken, or refuses them.
+        ``admit`` counts the tokens of a batch before they are stored, or raises to refuse them.
         """
         batches = iter(self._documents)
         try:
             for batch in batches:
-                if not self._goes_on():
+                if not self._may_continue():
                     return False
                 tokens, offsets = flat_documents(batch)
                 admit(self, len(tokens))
@@ -82,28 +84,31 @@ class ExternalLoad:
         finally:
             _close(batches)
         self._is_read = True
-        return self.builder.build(self._goes_on)
+        return self.builder.build(self._may_continue)
 
     def cancel(self) -> None:
+        """Ask `run` to stop at the next batch or indexing step."""
         self._cancelled.set()
         self.builder.cancel()
 
     def cancel_unstarted(self) -> None:
-        """`cancel`, where `run` was not and will not be called."""
+        """Cancel a load whose `run` was not and will not be called."""
         self.cancel()
         _close(self._documents)
 
     def fail(self, error: BaseException | None) -> None:
-        """None: it was not cancelled, yet told to stop."""
+        """Mark it as failed. ``error`` is None if it stopped because the program is ending."""
         self.state = ExternalState.FAILED
         self.num_tokens = 0
         self.error = "the program is ending" if error is None else _reason(error)
 
     @property
     def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
     def status(self) -> ExternalStatus:
+        """A snapshot of the load."""
         return ExternalStatus(
             name=self.name,
             state=self.state,
@@ -113,8 +118,8 @@ class ExternalLoad:
             error=self.error,
         )
 
-    def _goes_on(self) -> bool:
-        # The interpreter waits for this thread before it ends.
+    def _may_continue(self) -> bool:
+        # The interpreter waits for this thread before it exits.
         return not self.is_cancelled and threading.main_thread().is_alive()
 
     def _progress(self) -> float | None:

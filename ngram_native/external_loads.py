@@ -1,4 +1,4 @@
-"""External corpora that load while everything else goes on."""
+"""Loads of external corpora in the background."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ __all__ = ["ExternalLoads", "ExternalState", "ExternalStatus"]
 
 
 class ExternalLoads:
-    """The external corpora of one Corpus, in whatever state; safe to call from many threads.
+    """The external corpora of one Corpus, in every state. Safe to call from many threads.
 
-    A load reads its documents and indexes them on a background thread, then is ``ready`` until
-    it is published, whole. One that fails is ``failed``, with the reason, until it is removed or
-    started again; nothing of it was loaded. In a forked child, where no background thread lives on,
-    those that were loading have failed. All errors raised are ``ValueError`` naming the field,
-    the value and the remedy. `close` it in the end; a program that ends without cancels what
-    loads.
+    A load reads and indexes its documents on a background thread, then is ``ready`` until it is
+    published whole. A load that fails is ``failed``, with the reason, until it is removed or
+    started again; nothing of it was loaded. In a forked child, which has no background threads,
+    loads in progress have failed. All errors are ``ValueError`` naming the field, the value and the
+    remedy. `close` it at the end; a program that exits without doing so cancels its loads.
 
     Args:
         max_tokens: Bound on the tokens of all external corpora together, loading ones included.
             The corpus's ``max_external_bytes`` bounds their memory, working memory included.
-        max_loading: So many at once; the others wait their turn.
+        max_loading: Loads that run at once; others are queued.
     """
 
     def __init__(self, corpus: Corpus, *, max_tokens: int, max_loading: int = 2) -> None:
@@ -39,8 +38,8 @@ class ExternalLoads:
         self._corpus = corpus
         self._max_tokens = max_tokens
         self._max_loading = max_loading
-        self._changed = threading.Condition()  # its lock guards what follows
-        self._loads: dict[str, ExternalLoad] = {}  # those not published
+        self._changed = threading.Condition()  # its lock guards the attributes below
+        self._loads: dict[str, ExternalLoad] = {}  # all but published ones
         self._waiting: deque[ExternalLoad] = deque()
         self._num_loading = 0  # threads that take from _waiting
         self._threads: list[threading.Thread] = []
@@ -57,16 +56,17 @@ class ExternalLoads:
         fraction_read: Callable[[], float] | None = None,
         on_request: bool = False,
     ) -> None:
-        """Begin to load a corpus.
+        """Start to load a corpus.
 
         Args:
-            name: Text that UTF-8 can encode, and not that of another that is loading, ready or
+            name: Text that UTF-8 can encode. No corpus of this name may be loading, ready or
                 published.
             documents: Batches of documents, each int32 ``(n,)`` with tokens >= 0. Iterated on a
                 background thread, so a generator may read and tokenise a file. Cancelling takes
                 effect between two batches; a cancelled generator is closed.
-            fraction_read: How much of ``documents`` was read, in [0, 1]; called by `statuses`.
-            on_request: `publish` leaves it ready; only `publish_one` makes it visible.
+            fraction_read: Returns how much of ``documents`` was read, in [0, 1]; called by
+                `statuses`.
+            on_request: Whether `publish` skips it, so that only `publish_one` publishes it.
         """
         _check_name(name)
         with self._changed:
@@ -91,10 +91,11 @@ class ExternalLoads:
             self._waiting.append(load)
 
     def publish(self) -> list[str]:
-        """Make visible what is ready and waits for no request, in sorted order; their names.
+        """Publish the loads that are ready, except those on request, and return their names,
+        sorted.
 
-        Between two steps. Costs next to nothing where there are none. One that cannot be published,
-        such as one whose name the corpus has got meanwhile, fails instead; nothing is raised.
+        Call it between two steps. It costs almost nothing if none is ready. A load that cannot be
+        published, for example because its name was taken meanwhile, fails; nothing is raised.
         """
         if not self._any_ready:
             return []
@@ -102,9 +103,9 @@ class ExternalLoads:
             return [name for name in sorted(self._ready()) if self._publish(self._loads[name])]
 
     def publish_one(self, name: str) -> None:
-        """Make ``name`` visible, between two steps; nothing where it is already.
+        """Publish ``name`` if it is not published yet. Call it between two steps.
 
-        Raises ValueError where it is unknown, loading or failed, and where it fails now.
+        Raises ValueError if it is unknown, loading or failed, or if publishing fails.
         """
         with self._changed:
             load = self._loads.get(name)
@@ -118,9 +119,9 @@ class ExternalLoads:
                 raise ValueError(f"name={name!r}: has failed: {load.error}")
 
     def remove(self, name: str) -> None:
-        """Forget a corpus: takes a published one out of force at once, cancels one that loads.
+        """Remove a corpus: a published one at once, a loading one by cancelling it.
 
-        Its memory is given back in the background.
+        Its memory is freed in the background.
         """
         with self._changed:
             load = self._loads.pop(name, None)
@@ -128,13 +129,13 @@ class ExternalLoads:
                 self._drop(load)
             if load is None or name in self._corpus.external_names():
                 self._free(self._corpus.withdraw_external(name))
-            self._tell()
+            self._notify()
 
     def statuses(self) -> list[ExternalStatus]:
-        """All external corpora, also those the corpus got in other ways, sorted by name.
+        """All external corpora, sorted by name, including those that were not loaded here.
 
-        One each: a published one whose name a load that failed has too is published, with that
-        load's error.
+        A published corpus for whose name a later load failed has state PUBLISHED and that load's
+        error.
         """
         with self._changed:
             loads = [load.status() for load in self._loads.values()]
@@ -157,7 +158,8 @@ class ExternalLoads:
         return [statuses[name] for name in sorted(statuses)]
 
     def wait(self, name: str, timeout: float | None = None) -> ExternalStatus:
-        """Wait until it is no longer loading, ``timeout`` seconds at most; its status then."""
+        """Wait until ``name`` is no longer loading, at most ``timeout`` seconds; return its
+        status."""
 
         def has_ended() -> bool:
             load = self._loads.get(name)
@@ -171,25 +173,25 @@ class ExternalLoads:
         raise ValueError(f"name={name!r}: is not loaded; start() it first")
 
     def close(self) -> None:
-        """Cancel what loads, forget all that is not published, and join the threads."""
+        """Cancel loads, drop everything that is not published, and join the threads."""
         with self._changed:
             self._closed = True
             for load in self._loads.values():
                 self._drop(load)
             self._loads.clear()
-            self._tell()
+            self._notify()
             threads = list(self._threads)
         for thread in threads:
             thread.join()
 
-    # With the lock held:
+    # Methods that need the lock held:
 
     def _ready(self) -> set[str]:
-        """The loads that are ready and publish themselves."""
+        """Names of the loads that `publish` publishes."""
         ready = (each for each in self._loads.values() if each.state is ExternalState.READY)
         return {each.name for each in ready if not each.on_request}
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._any_ready = bool(self._ready())
         self._changed.notify_all()
 
@@ -208,12 +210,12 @@ class ExternalLoads:
     def _publish(self, load: ExternalLoad) -> bool:
         try:
             self._corpus.publish_external(load.name, load.builder)
-        except Exception as error:  # whatever it is: the step that publishes has no use for it
+        except Exception as error:  # the load fails, not the step that publishes
             load.fail(error)
             self._free(load.builder)
         else:
             del self._loads[load.name]
-        self._tell()
+        self._notify()
         return load.state is ExternalState.READY
 
     def _drop(self, load: ExternalLoad) -> None:
@@ -221,24 +223,24 @@ class ExternalLoads:
             self._waiting.remove(load)
             load.cancel_unstarted()
         elif load.state is ExternalState.LOADING:
-            load.cancel()  # its thread does the rest
+            load.cancel()  # its thread frees the memory
         elif load.state is ExternalState.READY:
             self._free(load.builder)
 
-    # In a forked child, before anything else:
+    # Called in a forked child, before anything else:
 
     def _leave_parent(self) -> None:
-        """The threads are gone, whatever they were in the middle of."""
+        """Fail the loads in progress: a forked child has none of the parent's threads."""
         self._changed = threading.Condition()
         self._threads, self._num_loading = [], 0
         self._waiting.clear()
         for load in self._loads.values():
             if load.state is ExternalState.LOADING:
                 load.fail(ChildProcessError("the process was forked while it loaded; add it again"))
-                self._orphans.append(load)  # never freed: its builder may be locked, half changed
+                self._orphans.append(load)  # never freed: its builder may be locked or half changed
         self._any_ready = bool(self._ready())
 
-    # On the threads:
+    # Called on the background threads:
 
     def _run_waiting(self) -> None:
         while True:
@@ -253,16 +255,16 @@ class ExternalLoads:
         built, failure = False, None
         try:
             built = load.run(self._admit)
-        except BaseException as error:  # whatever it is: this thread has nobody else to tell
+        except BaseException as error:  # recorded as the load's error: nobody catches it here
             failure = error
         if not built:
-            load.builder.free()  # before it is said to have failed, so that there is room again
+            load.builder.free()  # before the state says failed, so that the memory is free then
         with self._changed:
             if built:
                 load.state = ExternalState.READY
             else:
                 load.fail(failure)
-            self._tell()
+            self._notify()
         if load.is_cancelled:
             load.builder.free()
 
@@ -280,7 +282,7 @@ class ExternalLoads:
 
 
 def _call_in_children(method: Callable[[], None]) -> None:
-    """Call a method of an object without keeping the object alive."""
+    """Call ``method`` in forked children, without keeping its object alive."""
     held = weakref.WeakMethod(method)
 
     def call() -> None:

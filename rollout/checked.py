@@ -1,4 +1,4 @@
-"""Values that callers and other processes hand over: taken as they should be, or refused by field.
+"""Checks of values from callers and other processes: returned as the right type, or refused.
 
 Each function raises InvalidInputError naming ``field``.
 """
@@ -27,13 +27,14 @@ def checked_object(value: object, keys: Collection[str], field: str) -> Mapping[
 
 
 def checked_list(value: object, field: str) -> list[Any]:
+    """A copy of a list or tuple."""
     if not isinstance(value, (list, tuple)):
         raise InvalidInputError(field, value, "must be a list")
     return list(value)
 
 
 def checked_iterable(value: object, field: str, noun: str) -> Iterable[Any]:
-    """Anything that gives one value after the other, but no text and no mapping."""
+    """Any iterable except text, bytes and mappings. ``noun`` names its items in the error."""
     # A tensor of no dimension has an __iter__ that raises.
     if isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", 1) == 0:
         raise InvalidInputError(field, value, f"must be a list of {noun}")
@@ -45,7 +46,7 @@ def checked_iterable(value: object, field: str, noun: str) -> Iterable[Any]:
 
 
 def checked_int(value: object, field: str, *, minimum: int = 0, maximum: int = _MAX) -> int:
-    """numpy's integers too, as Python's."""
+    """An integer in [minimum, maximum], numpy's converted to Python's. Booleans are refused."""
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_integer or not minimum <= value <= maximum:  # type: ignore[operator]
         bound = f">= {minimum}" if maximum == _MAX else f"from {minimum} to {maximum}"
@@ -54,6 +55,7 @@ def checked_int(value: object, field: str, *, minimum: int = 0, maximum: int = _
 
 
 def checked_seconds(value: object, field: str, *, minimum: float = 1e-9) -> float:
+    """A number of seconds in [minimum, 1e6)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not minimum <= value < 1e6:  # type: ignore[operator]
         bound = ">= 0" if minimum == 0 else "> 0"
@@ -62,20 +64,21 @@ def checked_seconds(value: object, field: str, *, minimum: float = 1e-9) -> floa
 
 
 def checked_flag(value: object, field: str) -> bool:
+    """A boolean, numpy's converted to Python's."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidInputError(field, value, "must be True or False")
     return bool(value)
 
 
 def checked_member(value: object, field: str, kind: type[E]) -> E:
-    """One of an enumeration's members, or its name."""
+    """A member of the enumeration ``kind``, from itself or from its value."""
     if isinstance(value, str) and value in list(kind):
         return kind(value)
     raise InvalidInputError(field, value, f"must be one of {', '.join(kind)}")
 
 
 def checked_path(value: object, field: str) -> str:
-    """A file's or folder's name, whether there is one or not."""
+    """A path as text, whether the file exists or not."""
     remedy = "must be a path: text or os.PathLike, not empty, without null characters"
     try:
         path = os.fspath(value)  # type: ignore[call-overload]
@@ -88,13 +91,14 @@ def checked_path(value: object, field: str) -> str:
 
 
 def checked_name(value: object, field: str) -> str:
+    """Text that is not empty."""
     if not isinstance(value, str) or not value:
         raise InvalidInputError(field, value, "must be a name")
     return value
 
 
 def checked_hex(value: object, field: str) -> bytes:
-    """Bytes written as lower-case hexadecimal digits."""
+    """The bytes that hexadecimal digits stand for."""
     try:
         return bytes.fromhex(checked_name(value, field))
     except ValueError:

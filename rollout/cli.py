@@ -1,6 +1,6 @@
 """The `specrollout` command: Hydra composes the configuration, and nothing below sees Hydra.
 
-The subcommands, `specrollout report` among them, read their own arguments and are none of Hydra's.
+Subcommands such as `specrollout report` parse their own arguments without Hydra.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 DEFAULT_OUTPUT = "rollouts.jsonl"
 
 
-# Imported when asked for: the engine's packages know of no worker, and reports need no torch.
+# Imported on demand: the engine's packages import no worker, and reports need no torch.
 SUBCOMMANDS = {
     "report": "rollout.report.report:run_report",
     "serve": "rollout.server.command:run_serve",
@@ -50,7 +50,8 @@ SUBCOMMANDS = {
 
 
 def main() -> None:
-    former = signal.signal(signal.SIGTERM, _end)  # until something knows how to stop
+    """Run the command line in `sys.argv`; exits by `sys.exit`."""
+    former = signal.signal(signal.SIGTERM, _end)  # until a job installs its own handler
     try:
         _run_command()
     finally:
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Close what is open, a Ray for one, as Ctrl-C does."""
+    """Unwind as Ctrl-C does, so that open resources such as Ray are closed."""
     sys.exit(EXIT_SIGNAL + number)
 
 
@@ -72,8 +73,8 @@ def _run_command() -> NoReturn:
     register_config_schema()
     command = _Command()
 
-    # Hydra would print a traceback of its own and end with 1 whatever happened, and after the
-    # first failure drop the rest of a sweep; so no error of ours reaches it.
+    # On any exception Hydra would print its own traceback, exit with 1 and drop the rest of a
+    # sweep, so `_Command.run` lets none of our errors through.
     @hydra.main(config_path="pkg://rollout.conf", config_name="config", version_base="1.3")
     def run(config: DictConfig) -> None:
         command.run(config)
@@ -98,17 +99,17 @@ def _hydra_exit_code() -> Iterator[None]:
 
 
 def register_config_schema() -> None:
-    """Types and checks for conf/config.yaml, under the name by which its defaults list asks."""
+    """Register the types and checks of conf/config.yaml under the name in its defaults list."""
     schema = OmegaConf.structured(RunConfig)
-    # Each spec has options of its own: factory_of() knows them, and names those there are.
+    # Each spec has options of its own: factory_of() checks them, and lists them in its error.
     OmegaConf.set_struct(schema.spec, False)
     ConfigStore.instance().store(name="run_schema", node=schema, provider="specrollout")
 
 
 def _with_model_path(argument: str) -> str:
-    """``model=FOLDER`` is short for ``model.path=FOLDER``: what holds a model, or has a slash.
+    """Expand ``model=FOLDER`` to ``model.path=FOLDER`` if FOLDER has a slash or a config.json.
 
-    No option of the group has one, so that a folder which is not there is told as such.
+    No option of the config group has a slash, so a missing folder is reported as a missing folder.
     """
     name, _, folder = argument.partition("=")
     is_model = "/" in folder or Path(folder, "config.json").is_file()
@@ -116,7 +117,7 @@ def _with_model_path(argument: str) -> str:
 
 
 def _subcommand(target: str, arguments: list[str]) -> int:
-    """The exit code: what the function gives, or that of the error it raises."""
+    """Run ``module:function`` and return its exit code, or that of the error it raises."""
     module, _, name = target.partition(":")
     run = getattr(importlib.import_module(module), name)
     try:
@@ -131,12 +132,12 @@ def _subcommand(target: str, arguments: list[str]) -> int:
     except OSError as error:  # names its file
         _print_error(str(error))
         return EXIT_ERROR
-    except KeyboardInterrupt:  # before it was ready to end well
+    except KeyboardInterrupt:  # before it handled signals itself
         return EXIT_SIGNAL + 2
 
 
 class _Command:
-    """The jobs of one command: one, or those of a sweep one after the other."""
+    """Runs the jobs of one command one after another: a single job, or those of a sweep."""
 
     def __init__(self) -> None:
         self.exit_code = 0
@@ -157,7 +158,7 @@ class _Command:
         except OmegaConfBaseException as error:
             _print_error(str(error))
             self._fail(EXIT_BAD_INPUT)
-        except OSError as error:  # names its file: one that may not be read, a full disk
+        except OSError as error:  # names its file: an unreadable one, a full disk
             _print_error(str(error))
             self._fail(EXIT_ERROR)
         self.sweep.add(HydraConfig.get().overrides.task, result)
@@ -198,10 +199,10 @@ def run_config_from(config: DictConfig) -> RunConfig:
 
 
 def _launch_ranks(config: RunConfig) -> None:
-    """Start this command anew under torchrun, where it needs several processes and is one.
+    """Replace this process by torchrun if several ranks are configured and none was launched.
 
-    Does not return then. Raises InvalidInputError in a sweep, whose jobs share the process, and
-    for a model that cannot be shared out among so many.
+    Raises InvalidInputError in a sweep, whose jobs share the process, and for a model that cannot
+    be partitioned among so many ranks.
     """
     if config.parallel.size == 1 or is_launched():
         return
@@ -209,7 +210,7 @@ def _launch_ranks(config: RunConfig) -> None:
         raise InvalidInputError(
             "parallel.size",
             config.parallel.size,
-            "of a sweep: start it with torchrun -m rollout.cli",
+            "a sweep cannot start ranks: run it with torchrun -m rollout.cli",
         )
     check_shares(ModelSpec.read(Path(config.model.path)), config.parallel.size)
     launcher = [sys.executable, "-m", "rollout.parallel.launcher", str(config.parallel.size)]

@@ -24,28 +24,30 @@ from rollout.errors import InvalidInputError
 class DType(enum.StrEnum):
     """Names as a user writes them: OmegaConf matches names, not values."""
 
-    auto = "auto"  # the checkpoint's, unless the device is slow in it
+    auto = "auto"  # the checkpoint's, or float32 where the device is slow in that
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
 
 
 class LoadFormat(enum.StrEnum):
-    """Where an engine's first weights come from. Names as vLLM and SGLang have them."""
+    """Where an engine's first weights come from. Names follow vLLM and SGLang."""
 
     safetensors = "safetensors"  # the model folder
-    dummy = "dummy"  # nowhere: a trainer sends all of them before the first token
+    dummy = "dummy"  # nothing is read: a trainer sends all weights before the first token
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
+    """Which model runs, in which dtype, and where."""
+
     path: str  # a folder with config.json and safetensors
-    load_format: LoadFormat = LoadFormat.safetensors  # dummy needs config.json alone
+    load_format: LoadFormat = LoadFormat.safetensors  # dummy needs only config.json
     tokenizer: str | None = None  # a folder; default: the model's own
     dtype: DType = DType.auto
     device: str = "auto"  # cuda if there is one, else cpu
     max_context_len: int | None = None  # tokens; default: the checkpoint's limit
-    record_routes: bool = False  # keep which experts each cached token went to
+    record_routes: bool = False  # store which experts each cached token went to
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, DType):
@@ -65,19 +67,21 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MemoryConfig:
+    """Sizes of the KV cache, of recurrent states and of CUDA graphs."""
+
     kv_bytes: int | None = None  # bytes for KV and states; default: a share of free memory
-    # That share, when kv_bytes is not given. Default: 0.5 on a CPU, which others use too, and 0.85
-    # on a GPU.
+    # Share of free memory when kv_bytes is None. Default: 0.5 on a CPU, which other programs use
+    # too, and 0.85 on a GPU.
     kv_fraction: float | None = None
     # Upper bound on slots, whatever the bytes allow. Default: 262,144 on a CPU, 4,194,304 on a GPU.
     max_kv_tokens: int | None = None
     prefix_cache: bool = True
-    # Of targets with recurrent layers. A state slot holds the state of one prefix: two for each
-    # running request, the others for draft nodes and for prefixes in the prefix cache. Default:
-    # 2 * (max_running + 1), and 10 * max_running more as far as half of the bytes hold them.
+    # For targets with recurrent layers. A state slot holds the state of one prefix: two for each
+    # running request, the rest for draft nodes and for prefixes in the prefix cache. Default:
+    # 2 * (max_running + 1), plus up to 10 * max_running as far as half of the bytes hold them.
     state_slots: int | None = None
-    state_interval: int = 512  # tokens of a prefill between states kept in the prefix cache
-    graph_bytes: int = 1 << 30  # most that captured CUDA graphs may hold; 0: capture none
+    state_interval: int = 512  # prefill tokens between states stored in the prefix cache
+    graph_bytes: int = 1 << 30  # upper bound for captured CUDA graphs; 0: capture none
     graph_rows: int = 1024  # query rows of the largest step that is captured
 
     def __post_init__(self) -> None:
@@ -92,8 +96,8 @@ class MemoryConfig:
 
 
 class Overlap(enum.StrEnum):
-    """Whether two halves of the running requests take turns, so that the host works for one while
-    the device computes the other. Names as a user writes them: YAML takes on and off for booleans.
+    """Two-batch overlap: whether the host works for one half of the running requests while the
+    device computes the other. No member is named on or off, which YAML reads as booleans.
     """
 
     auto = "auto"  # on a GPU, while it is measured to be faster
@@ -106,8 +110,8 @@ class SchedulerConfig:
     """Defaults suit the device: see `StepLimits`."""
 
     max_running: int | None = None  # requests decoded together: 32 on a CPU, up to 256 on a GPU
-    # Query tokens of one step, draft nodes not counted: 512 on a CPU, up to 2,048 on a GPU, and as
-    # many as may run.
+    # Query tokens of one step, draft nodes not counted: 512 on a CPU, up to 2,048 on a GPU, and at
+    # least max_running.
     max_step_tokens: int | None = None
     chunk_len: int | None = None  # longest prefill chunk of one request in one step
     overlap: Overlap = Overlap.auto
@@ -125,21 +129,21 @@ class SchedulerConfig:
 
 
 class ParallelMode(enum.StrEnum):
-    """Names as a user writes them."""
+    """How several processes run one model."""
 
     none = "none"
-    tensor = "tensor"  # ranks run the same requests, and each has a part of every weight
-    lockstep = "lockstep"  # ranks have requests of their own, and a part of every MLP
+    tensor = "tensor"  # ranks run the same requests; each has a part of every weight
+    lockstep = "lockstep"  # ranks have their own requests; each has a part of every MLP
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """Processes that run one model. Each makes the same calls to an engine of its own."""
+    """Ranks that run one model. Each makes the same calls to its own engine."""
 
     mode: ParallelMode = ParallelMode.none
     size: int = 1  # processes: as many as the launcher started
     timeout: float = 300.0  # seconds that a rank waits for the others before it gives up
-    check: bool = False  # compare what ranks drafted and sampled, each step
+    check: bool = False  # compare, in each step, what ranks drafted and sampled
 
     def __post_init__(self) -> None:
         self.mode = checked_member(self.mode, "parallel.mode", ParallelMode)
@@ -156,11 +160,13 @@ class ParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
+    """Everything an engine is built from."""
+
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    exact: bool = True  # bitwise the same whatever shares the batch and however it was reached
+    exact: bool = True  # outputs are bitwise independent of batch, chunks, caches and drafts
     num_threads: int | None = None  # CPU threads; default: torch's
 
     def __post_init__(self) -> None:
@@ -170,7 +176,7 @@ class EngineConfig:
 
 
 def _check_counts(part: Any, section: str, **least: int) -> None:
-    """Integers that may be left out."""
+    """Check integer fields that may be None, each with its least value."""
     for name, lowest in least.items():
         if (value := getattr(part, name)) is not None:
             setattr(part, name, checked_int(value, f"{section}.{name}", minimum=lowest))

@@ -10,7 +10,7 @@ class RolloutError(Exception):
 
 
 class InvalidInputError(RolloutError, ValueError):
-    """A value handed to a public call is wrong. The call did nothing."""
+    """A value passed to a public call is wrong. The call changed nothing."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field = field
@@ -19,14 +19,14 @@ class InvalidInputError(RolloutError, ValueError):
         super().__init__(f"{field}={_shown(value)}: {remedy}")
 
     def __reduce__(self) -> tuple[type[InvalidInputError], tuple[str, object, str]]:
-        """So that it crosses processes: exceptions are made again from their message alone."""
+        """Pickle by the three arguments: by default an exception is rebuilt from its message."""
         return type(self), (self.field, self.value, self.remedy)
 
 
 def _shown(value: object) -> str:
-    """Short, and never an error of its own, however long or deep the value is."""
+    """A short text for any value, however long or deep. Never raises."""
     if isinstance(value, (str, bytes, list, tuple)):
-        value = value[:_LONGEST_SHOWN]  # of a long one not all is written to be thrown away
+        value = value[:_LONGEST_SHOWN]  # so that repr() does not write out a long one
     try:
         shown = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits; a list in lists
@@ -47,20 +47,20 @@ class OutOfMemoryError(RolloutError):
 
 
 class WeightUpdateError(RolloutError):
-    """A weight update was refused, or one left half-way keeps the engine from serving."""
+    """A weight update was refused, or an incomplete one keeps the engine from serving."""
 
 
 class EngineStateError(RolloutError):
-    """The engine is paused, its memory released or its loop at an end: the call did nothing; the
-    message says what to call first."""
+    """The engine is paused, its memory is released or its loop has ended. The call changed nothing;
+    the message says what to call first."""
 
 
 class ExactnessError(RolloutError):
-    """Exact mode was asked for and this processor's libraries cannot give it."""
+    """Exact mode was requested, and this processor's libraries are not row-invariant."""
 
 
 class IntegrityError(RolloutError):
-    """A pool's own books do not balance: a bug of ours, found by check_integrity()."""
+    """A pool's accounts do not add up: a bug in this package, found by check_integrity()."""
 
 
 class ParallelError(RolloutError):
@@ -68,4 +68,4 @@ class ParallelError(RolloutError):
 
 
 class ClusterError(RolloutError):
-    """The cluster cannot go on: its replicas die again and again, or none could be started."""
+    """The cluster cannot continue: its replicas die repeatedly, or none could be started."""

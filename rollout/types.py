@@ -1,4 +1,5 @@
-"""The nouns. Beside each field: who fills it, and when. No behaviour beyond length arithmetic.
+"""The data types that all parts share. Beside each field: who fills it, and when. No behaviour
+beyond length arithmetic.
 
 Shape legend: B entries of a batch, T query rows of a step, N draft nodes of a step, V vocabulary.
 """
@@ -24,7 +25,7 @@ Prompt = str | Sequence[int] | ChatMessages
 
 
 _MIN_FLOAT, _LARGEST_FLOAT = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
-"""Logits and what is done to them are float32."""
+"""Logits are transformed in float32, so parameters must fit it."""
 
 
 def _is_integer(value: object) -> bool:
@@ -38,24 +39,28 @@ def _is_finite(value: object) -> bool:
 
 
 class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_new_tokens, or the context is full
-    ABORT = "abort"  # the caller's wish
-    ERROR = "error"  # its logits were no distribution; the rollout's `error` says more
+    ABORT = "abort"  # the caller asked for it
+    ERROR = "error"  # its logits were not finite; the rollout's `error` says more
 
 
 class PauseMode(enum.StrEnum):
-    """The fate of requests in flight while generation is paused."""
+    """What happens to requests in flight while generation is paused."""
 
-    ABORT = "abort"  # they end with what they have
-    RETRACT = "retract"  # running ones go back to wait and recompute their KV
-    IN_PLACE = "in_place"  # they stay as they are, and go on
+    ABORT = "abort"  # they end with the tokens they have
+    RETRACT = "retract"  # running ones return to the waiting queue and recompute their KV
+    IN_PLACE = "in_place"  # they keep their KV and continue
 
 
 class MemoryTag(enum.StrEnum):
+    """Parts of an engine's memory that can be released separately."""
+
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
-    GRAPHS = "graphs"  # captured ones
+    GRAPHS = "graphs"  # captured CUDA graphs
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +68,7 @@ class SamplingParams:
     """How one prompt is sampled. Checked when made; never changed afterwards.
 
     Order of the transforms: penalties and bias, temperature, top_k, top_p over what top_k left,
-    min_p relative to the most likely token. ``temperature == 0`` is greedy, its logprobs those of
+    min_p relative to the most likely token. ``temperature == 0`` is greedy, with the logprobs of
     temperature 1.
     """
 
@@ -82,11 +87,11 @@ class SamplingParams:
     max_new_tokens: int = 256
     seed: int = 0  # the run seed: request seeds derive from (seed, prompt index, sample index)
     n: int = 1
-    raw_logprobs: bool = False  # the model's own, at temperature 1
-    sampling_logprobs: bool = False  # renormalised over what truncation left
+    raw_logprobs: bool = False  # also the model's own, at temperature 1
+    sampling_logprobs: bool = False  # also those renormalised over what truncation left
     top_logprobs: int = 0  # this many most likely tokens with their logprobs
-    entropy: bool = False  # of the distribution `logprobs` is taken from, in nats
-    routed_experts: bool = False  # which experts each token went to; needs model.record_routes
+    entropy: bool = False  # also the entropy of the distribution of `logprobs`, in nats
+    routed_experts: bool = False  # also the experts of each token; needs model.record_routes
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:
@@ -138,10 +143,12 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p cut the distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalizes(self) -> bool:
+        """Whether a penalty changes logits. A logit_bias is not one."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -150,7 +157,7 @@ class SamplingParams:
 
     @property
     def wants_extras(self) -> bool:
-        """Numbers beside `logprobs`: see TokenExtras."""
+        """Whether numbers beside `logprobs` are asked for: see TokenExtras."""
         return bool(
             self.raw_logprobs or self.sampling_logprobs or self.top_logprobs or self.entropy
         )
@@ -158,21 +165,21 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True)
 class RequestStats:
-    """Counters of one request. The scheduler fills the first group, the worker the second."""
+    """Counters of one request. The scheduler fills the first two, the worker the others."""
 
-    cached_tokens: int = 0  # prompt tokens the prefix cache spared, at first admission
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     preemptions: int = 0
     verify_steps: int = 0  # target forwards that sampled for this request
-    proposed: int = 0  # draft nodes the worker thought of
-    drafted: int = 0  # those of them that were verified
-    accepted: int = 0
-    expected_accepted: float = 0.0  # what `accepted` would be, were the estimates right
-    forward_ms: float = 0.0  # its share of the steps it took part in, by query rows
-    draft_ms: float = 0.0  # likewise, by entries
-    predicted_ms: float = 0.0  # like forward_ms, of the whole step, by the cost curve
-    total_ms: float = 0.0  # likewise, as it came
-    predicted_gain_ms: float = 0.0  # what its drafts were expected to save
-    gain_ms: float = 0.0  # what they saved: plain decoding's time by the cost curve less total_ms
+    proposed: int = 0  # draft nodes that the worker proposed
+    drafted: int = 0  # proposed nodes that were verified
+    accepted: int = 0  # verified nodes that were accepted
+    expected_accepted: float = 0.0  # sum of the verified nodes' estimated probabilities
+    forward_ms: float = 0.0  # its share of its steps' forwards, by query rows
+    draft_ms: float = 0.0  # its share of its steps' drafting, by entries
+    predicted_ms: float = 0.0  # its share of its whole steps by the cost curve, by query rows
+    total_ms: float = 0.0  # its share of its whole steps as measured, by query rows
+    predicted_gain_ms: float = 0.0  # expected saving of its drafts
+    gain_ms: float = 0.0  # their saving: plain decoding's time by the cost curve less total_ms
 
     @property
     def accept_length(self) -> float:
@@ -182,7 +189,7 @@ class RequestStats:
 
 @dataclass(kw_only=True, slots=True)
 class TokenExtras:
-    """The extras a request asked for beside `logprobs`, one entry per emitted token; else empty."""
+    """Extras beside `logprobs`: a list has one entry per emitted token if requested, else none."""
 
     raw_logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -191,7 +198,7 @@ class TokenExtras:
 
 
 NO_EXTRAS = TokenExtras()
-"""Of tokens of which nothing was asked for. Shared: never written to."""
+"""The extras of requests that asked for none. Shared: never written to."""
 
 
 class StopCheck(Protocol):
@@ -202,9 +209,9 @@ class StopCheck(Protocol):
     def first_stop(
         self, request: Request, new_token_ids: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
-        """How many of the new tokens, which follow the request's, are kept, and why it ends there.
+        """How many of ``new_token_ids``, which follow the request's, to emit, and why to stop.
 
-        None: it goes on. A pure function: a step that failed may ask again.
+        None: the request continues. A pure function, since a step that failed asks again.
         """
         ...
 
@@ -216,7 +223,7 @@ class Request:
     request_id: int  # engine, at submit; unique in the engine's life
     tokens: list[int]  # prompt, then what was emitted: the scheduler appends at commit
     prompt_len: int  # engine
-    partial_len: int = 0  # engine: so many last prompt tokens were generated before (resubmission)
+    partial_len: int = 0  # engine: last prompt tokens that were generated earlier (resubmission)
     params: SamplingParams  # engine
     seed: int  # engine: in [0, 2**64)
     group: int  # engine: stable 64-bit key of the prompt, shared by its samples
@@ -231,7 +238,7 @@ class Request:
     extras: TokenExtras = field(default_factory=TokenExtras)  # scheduler, at commit
     finish_reason: FinishReason | None = None  # scheduler, at commit or abort
     error: str | None = None  # scheduler, at commit; with FinishReason.ERROR
-    routed_experts: NDArray[np.integer] | None = None  # scheduler, as it leaves its slots
+    routed_experts: NDArray[np.integer] | None = None  # scheduler, when its slots are released
     stats: RequestStats = field(default_factory=RequestStats)
     max_len: int = field(init=False)  # tokens, the prompt's included, that max_new_tokens allows
 
@@ -250,6 +257,7 @@ class Request:
 
     @property
     def remaining_len(self) -> int:
+        """Tokens it may still emit before max_new_tokens ends it."""
         return self.max_len - len(self.tokens)
 
     @property
@@ -260,16 +268,16 @@ class Request:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduledStates:
-    """State slots of one entry: where it begins, and room for what the step computes.
+    """State slots of one entry: the state it begins with, and slots for those the step computes.
 
-    The source is left alone: commit makes the slot of the last accepted node the request's, and
-    frees the source and the others.
+    The step never writes to the source. Commit gives the request the slot of the last accepted
+    node, and frees the source and the others.
     """
 
-    source: int  # scheduler: of the state after [0, start); 0: of no tokens
-    run_end: int  # scheduler: for the state after the run
+    source: int  # scheduler: slot of the state after [0, start); 0: no tokens yet
+    run_end: int  # scheduler: slot for the state after the run
     nodes: np.ndarray  # scheduler: int32, one for each of the entry's draft_slots
-    checkpoints: dict[int, int]  # scheduler: for the state after so many tokens, inside the run
+    checkpoints: dict[int, int]  # scheduler: token count inside the run -> slot for the state there
 
 
 @dataclass(kw_only=True, slots=True)
@@ -285,21 +293,24 @@ class Scheduled:
     run_len: int  # scheduler: >= 1; req_to_token holds the slots of [0, start + run_len)
     draft_slots: np.ndarray  # scheduler: int32 KV slots reserved for draft nodes, maybe none
     states: ScheduledStates | None = None  # scheduler; None: the target has no recurrent layers
-    samples: bool = field(init=False)  # whether the run reaches the end; still so when that moves
+    samples: bool = field(init=False)  # whether the run ended the tokens when it was scheduled
 
     def __post_init__(self) -> None:
         self.samples = self.start + self.run_len == len(self.request.tokens)
 
     @property
     def end(self) -> int:
+        """Position after the run's last token."""
         return self.start + self.run_len
 
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
+    """The entries of one step."""
+
     step: int  # scheduler: counts up
     entries: list[Scheduled]  # scheduler
-    num_run_tokens: int = field(init=False)
+    num_run_tokens: int = field(init=False)  # draft nodes not counted
 
     def __post_init__(self) -> None:
         self.num_run_tokens = sum([entry.run_len for entry in self.entries])
@@ -329,7 +340,7 @@ class DraftTrees:
 
 @dataclass(kw_only=True, slots=True)
 class EntryResult:
-    """The result of one step for one entry. Filled by the worker; empty for a prefill chunk."""
+    """One step's result for one entry. Filled by the worker; empty for a prefill chunk."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -348,16 +359,16 @@ class StepTimes:
     draft: float = 0.0  # worker: propose and observe
     forward: float = 0.0  # worker: hidden states and logits
     sample: float = 0.0  # worker: sampling, acceptance, commit
-    waited: float = 0.0  # worker: part of those, the host waiting for the device
+    waited: float = 0.0  # worker: part of the others in which the host waited for the device
     total: float = 0.0  # engine
 
 
 @dataclass(kw_only=True, slots=True)
 class StepForecast:
-    """The expected cost and gain of a step. Filled by the worker, before it ran.
+    """The expected cost and gain of a step. Filled by the worker before the step ran.
 
-    Milliseconds, of drafting, forward and sampling together. A gain is what plain decoding would
-    have taken longer for the same tokens.
+    Milliseconds of drafting, forward and sampling together. A gain is the extra time that plain
+    decoding would have taken for the same tokens.
     """
 
     predicted_ms: float  # the step as it was run
@@ -368,11 +379,13 @@ class StepForecast:
 
 @dataclass(kw_only=True, slots=True)
 class StepResult:
+    """One step's results for all entries."""
+
     entries: list[EntryResult]  # worker, parallel to Batch.entries
     weight_version: int  # worker: of the weights that sampled
     num_query_tokens: int = 0  # worker: T, draft nodes included
     num_proposed: int = 0  # worker: draft nodes, verified or not
-    expected_accepted: float = 0.0  # worker: draft nodes, by the estimates of those who drafted
+    expected_accepted: float = 0.0  # worker: draft nodes, by the proposers' own estimates
     forecast: StepForecast | None = None  # worker; None while nothing is known
     times: StepTimes = field(default_factory=StepTimes)
 
@@ -384,7 +397,7 @@ class Rollout:
     request_id: int
     prompt_index: int
     sample_index: int
-    seed: int  # the request seed; hand it to submit() to continue a rollout that was cut
+    seed: int  # the request seed; pass it to submit() to continue a rollout that was cut
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
@@ -395,9 +408,9 @@ class Rollout:
     stats: RequestStats
     error: str | None = None
     routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
-    """Where asked for: [P, sparse layers, experts per token], uint8 or int16, the most probable
-    first. P = len(prompt_ids) + len(token_ids) - 1: of every token but the last, which was sampled
-    and not run; fewer only of one that was aborted before its first token."""
+    """[P, sparse layers, experts per token], uint8 or int16, the most probable expert first; None
+    unless requested. P = len(prompt_ids) + len(token_ids) - 1, since the last token was sampled and
+    not run; fewer only for a rollout that was aborted before its first token."""
 
     @property
     def weight_version_spans(self) -> list[tuple[int, int, int]]:

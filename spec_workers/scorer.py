@@ -107,7 +107,7 @@ def _advance(memory: CacheMemory, batch: Batch) -> None:
 
 def _what_is_short(memory: CacheMemory) -> str:
     states = memory.states
-    if states is not None and not states.has_seat:
+    if states is not None and not states.can_admit:
         return (
             f"those that run need all {states.num_slots} state slots; raise memory.state_slots or "
             "let requests finish"

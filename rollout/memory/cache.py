@@ -1,17 +1,17 @@
-"""The index side of KV memory: free slots, rows and the prefix cache, under one set of rules.
+"""Who owns which KV slot: free slots, rows and the prefix cache, under one set of rules.
 
-Who owns a slot. Every slot is in exactly one place: free; the null slot; a node of the prefix
-cache; a running request; reserved for the draft nodes of a step under way. A running request's
-row, by position:
+Every slot has exactly one owner: the free stack; nobody, for the null slot; a node of the prefix
+cache; a running request; or the draft nodes of a step in flight. A running request's row, by
+position:
 
-    [0, shared_len)              the prefix cache's, locked at the row's node
-    [shared_len, allocated_len)  the request's own
-    [allocated_len, ...)         nobody's; what the table says there means nothing
+    [0, shared_len)              owned by the prefix cache, locked at the row's node
+    [shared_len, allocated_len)  owned by the request
+    [allocated_len, ...)         unowned; the table's entries there are meaningless
 
 Only tokens whose KV has been computed enter the prefix cache.
 
 Where the target has recurrent layers, `StateSlots` does the same for states, and a cached prefix is
-of use only as far as a state was kept.
+usable only up to a token whose state was stored.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rollout.types import Scheduled, ScheduledStates
 
 @dataclass(slots=True)
 class _Row:
-    node: Node  # locked; where [0, shared_len) ends in the prefix cache
+    node: Node  # locked; the end of [0, shared_len) in the prefix cache
     shared_len: int
     stale: bool = False  # holds KV from before reset(): never shared
 
 
 @dataclass(slots=True, frozen=True)
 class MemoryUsage:
-    """Slots by state; they add up to all there are."""
+    """Slots by owner. They add up to all slots."""
 
     free: int
     cached: int  # in the prefix cache, evictable
@@ -52,7 +52,7 @@ class MemoryUsage:
 
 @dataclass(slots=True)
 class MemoryCounters:
-    """Tokens, over the memory's life."""
+    """Token counts over the memory's life."""
 
     looked_up: int = 0  # of admitted requests
     hit: int = 0  # of those, found in the prefix cache
@@ -60,7 +60,7 @@ class MemoryCounters:
 
 
 class CacheMemory:
-    """Bundles the pools and moves slots between them."""
+    """Owns the slot pools and moves slots between them."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CacheMemory:
         """
         Args:
             states: None for a target without recurrent layers.
-            routes: what is kept of routers' choices; None: nothing is.
+            routes: stores the experts of each token; None: they are not stored.
         """
         self.routes = routes
         self.slots = SlotAllocator(num_slots)
@@ -86,28 +86,29 @@ class CacheMemory:
             else CheckpointedSlots(self.slots, self.states.checkpoints)
         )
         self.shares_prefixes = prefix_cache
-        # Tokens a sequence can grow to, whatever else runs: the context, or all of the slots.
+        # Tokens a sequence can grow to, whatever else runs: the context limit or all slots.
         self.max_sequence_len = min(max_context_len, num_slots)
         self.counters = MemoryCounters()
-        # Counts up when what a row's table already says of computed positions changes.
+        # Counts up when entries of computed positions change in the row of req_to_token.
         self.row_versions = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
         self._allocated = [0] * max_rows  # allocated_len of each row held
         self._draft_slots: dict[int, NDArray[np.int32]] = {}  # reserved, by step
-        self._accepted = np.zeros(num_slots + 1, dtype=bool)  # of those, now in req_to_token
+        self._accepted = np.zeros(num_slots + 1, dtype=bool)  # reserved ones now in req_to_token
 
     @property
     def obtainable(self) -> int:
-        """Slots that can be had without touching a running request: free or evictable."""
+        """Slots that are free or evictable, so that no running request has to give any."""
         return self.slots.available + self.prefix_cache.evictable
 
     @property
     def usage(self) -> MemoryUsage:
+        """Slots by owner, now."""
         free, cached = self.slots.available, self.prefix_cache.evictable
         return MemoryUsage(free=free, cached=cached, used=self.slots.num_slots - free - cached)
 
     def cached_len(self, tokens: np.ndarray) -> int:
-        """How many tokens admit() would find cached now: at most all but the last. int32 in."""
+        """Tokens (int32) that admit() would find cached now; at most all but the last."""
         if self.states is None:
             return self.prefix_cache.match_len(tokens[:-1])
         return self.states.checkpoints.deepest(self.prefix_cache.match_slots(tokens[:-1]))
@@ -115,26 +116,29 @@ class CacheMemory:
     def routed_experts(self, row: int, length: int) -> NDArray[np.integer] | None:
         """The experts that routers chose for the row's first ``length`` tokens: [length, L, X].
 
-        None where it is not kept. ``row``: -1 where ``length`` is 0.
+        None where they are not stored. ``row`` may be -1 if ``length`` is 0.
         """
         if self.routes is None:
             return None
         return self.routes.read(self.req_to_token.table[row, :length])
 
     def shared_len(self, row: int) -> int:
-        """Positions of the row whose slots are the prefix cache's, and may be others' too."""
+        """Positions of the row whose slots the prefix cache owns; other rows may share them."""
         return self._rows[row].shared_len
 
     def admit(self, tokens: np.ndarray, headroom: int) -> tuple[int, int] | None:
-        """Give a request a row with its cached prefix in it. Returns (row, cached length).
+        """Give a request a row that holds its cached prefix. Returns (row, cached length).
 
-        ``tokens``: int32, all of the request's. At least the last is left to run, since its logits
-        are wanted. None, and nothing changed, unless the other tokens' slots and ``headroom`` more
-        can be had besides, and the states of one request more.
+        Returns None and changes nothing unless slots for the other tokens plus ``headroom`` are
+        obtainable, and states for one more request.
+
+        Args:
+            tokens: int32, all of the request's. The last is never cached: its logits are needed.
+            headroom: slots that must stay obtainable.
         """
         prefix = tokens[:-1]
         if self.states is not None:
-            if not self.states.has_seat:
+            if not self.states.can_admit:
                 return None
             prefix = prefix[: self.cached_len(tokens)]
         slots, node = self.prefix_cache.match(prefix)
@@ -155,10 +159,9 @@ class CacheMemory:
         return row, cached_len
 
     def extend(self, row: int, end: int) -> int:
-        """Make the row's slots reach position ``end``, or as far as evicting carries.
+        """Allocate the row's slots up to position ``end``, or as far as eviction allows.
 
-        Returns the position reached. Slots beyond ``end``, which a step that failed may have left,
-        are freed.
+        Returns the position reached. Slots beyond ``end``, left by a step that failed, are freed.
         """
         table, begin = self.req_to_token.table, self._allocated[row]
         if end > begin:
@@ -172,10 +175,11 @@ class CacheMemory:
         return end
 
     def extend_by_one(self, rows: list[int], ends: list[int]) -> bool:
-        """Make the slots of each row, which reach its end, reach one position more.
+        """Allocate one more slot for each row, at position ``ends``: `extend` for many rows at
+        once.
 
-        As `extend` does one by one. False, and nothing done, where a row's slots reach elsewhere
-        or there are not as many free ones.
+        Returns False and changes nothing if a row's slots do not end there, or if too few slots are
+        free.
         """
         if len(rows) > self.slots.available or [self._allocated[row] for row in rows] != ends:
             return False
@@ -186,14 +190,14 @@ class CacheMemory:
 
     @property
     def num_reserved(self) -> int:
-        """Slots that steps under way have for draft nodes."""
+        """Slots reserved for draft nodes of steps in flight."""
         return sum(len(slots) for slots in self._draft_slots.values())
 
     def reserve_drafts(self, counts: Sequence[int], step: int = 0) -> list[np.ndarray]:
-        """Slots for the draft nodes of a step: int32[counts[i]] for each i.
+        """Reserve slots for the draft nodes of a step: int32[counts[i]] for each i.
 
-        Evicts, never more than ``obtainable``: callers count first. They stay reserved until
-        end_step() of the same ``step``: a number that no other step under way has.
+        Evicts if needed; callers must not ask for more than ``obtainable``. Slots stay reserved
+        until end_step() of the same ``step``, a number that no other step in flight has.
         """
         assert step not in self._draft_slots, f"drafts of step {step} are still reserved"
         slots = self._draft_slots[step] = self._allocate(sum(counts))
@@ -203,18 +207,19 @@ class CacheMemory:
         return [slots[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     def caches(self, row: int) -> bool:
-        """Whether what is computed for the row is shared with later requests."""
+        """Whether the row's KV is shared with later requests."""
         return self.shares_prefixes and not self._rows[row].stale
 
     def state_run(self, row: int, start: int, end: int, prompt_len: int) -> StateRun:
-        """A run [start, end) of the row, as far as states are concerned."""
+        """The run [start, end) of the row, with the token counts after which to store its state."""
         if self.states is None or not self.caches(row):
             return StateRun(row=row, start=start, end=end)
-        wanted = self.states.worth_keeping(start, end, prompt_len)
+        wanted = self.states.checkpoint_lengths(start, end, prompt_len)
         return StateRun(row=row, start=start, end=end, checkpoints=wanted)
 
     def node_room(self, num_runs: int) -> int:
-        """Draft nodes for which slots can be had in a step of so many runs."""
+        """Draft nodes for which KV and state slots are obtainable in a step of ``num_runs``
+        runs."""
         if self.states is None:
             return self.obtainable
         return min(self.obtainable, self.states.node_room(num_runs))
@@ -222,25 +227,25 @@ class CacheMemory:
     def reserve_states(
         self, runs: Sequence[StateRun], counts: Sequence[int], step: int = 0
     ) -> Sequence[ScheduledStates | None]:
-        """Slots for the states of a step: each run's, and of counts[i] draft nodes of run i.
+        """Reserve state slots for each run of a step and for counts[i] draft nodes of run i.
 
-        They stay reserved until end_step(). None for each where the target has no states.
+        They stay reserved until end_step(). A list of None if the target has no recurrent layers.
         """
         if self.states is None:
             return [None] * len(runs)
         return self.states.reserve(runs, counts, step)
 
     def commit(self, entries: Sequence[Scheduled], paths: Sequence[Sequence[int]]) -> None:
-        """Move KV and state of each entry along its accepted path: tree nodes, in order.
+        """Advance KV and state of each entry along its accepted path (tree nodes, in order).
 
-        Called by the worker, once per step. The KV is where the row's table says from then on; the
-        state counts once the step is booked, and until then what it began with stays.
+        The worker calls it once per step. The row's table then names the accepted KV. The new state
+        takes effect when end_step() books the step; until then the old state stays.
         """
         if any(paths):
             counts = [len(path) for path in paths]
             nodes_A = np.fromiter(chain.from_iterable(paths), dtype=np.int64, count=sum(counts))
             drafts = [entry.draft_slots for entry in entries]
-            # Among all of those, an entry's node 1 is its first.
+            # Indices into the concatenated draft slots: an entry's tree node 1 is its first slot.
             before = list(accumulate([slots.size for slots in drafts], initial=-1))
             self.commit_paths(
                 [entry.request.row for entry in entries],
@@ -259,11 +264,13 @@ class CacheMemory:
         counts: list[int],
         accepted_slots: NDArray[np.int32],
     ) -> None:
-        """Accept draft nodes: their KV becomes each row's at positions [end, end + count).
+        """Accept draft nodes: their KV becomes the row's at positions [end, end + count).
 
-        ``ends``: where the entries' runs ended. ``accepted_slots``: the reserved slots of the nodes
-        on the accepted paths, in order, one entry's behind the other's. At most once per entry and
-        step; nothing is copied but slot ids.
+        At most once per entry and step. Only slot ids are copied.
+
+        Args:
+            ends: the ends of the entries' runs.
+            accepted_slots: reserved slots of the accepted nodes, in path order, entry after entry.
         """
         allocated = [self._allocated[row] for row in rows]
         assert allocated == ends, f"runs ended at {ends}, slots at {allocated}"
@@ -271,15 +278,15 @@ class CacheMemory:
             self._allocated[row] += count
         width = self.req_to_token.max_context_len
         firsts = [row * width + end for row, end in zip(rows, ends, strict=True)]
-        places_A = ranges(np.array(firsts), np.array(counts))
-        self.req_to_token.table.reshape(-1)[places_A] = accepted_slots
+        indices_A = ranges(np.array(firsts), np.array(counts))
+        self.req_to_token.table.reshape(-1)[indices_A] = accepted_slots
         self._accepted[accepted_slots] = True
 
     def end_step(self, step: int = 0, *, booked: bool = False) -> None:
-        """Free the step's reserved draft slots that no commit_paths() took. May be called again.
+        """Free the step's reserved slots that commit() did not accept. May be called again.
 
-        ``booked``: requests go on from what commit() made theirs. Else the step is to be run again,
-        and their states are what it began with.
+        ``booked``: requests continue from the committed states. Otherwise the step will run again,
+        and they keep the states it began with.
         """
         slots = self._draft_slots.pop(step, None)
         if slots is not None and slots.size:
@@ -290,7 +297,7 @@ class CacheMemory:
             self.states.end_step(step, booked)
 
     def drop_steps(self, but: Collection[int] = ()) -> None:
-        """End all steps that never ended, as ones to be run again, but for those under way."""
+        """End every step that did not end, as one to run again, except the steps in ``but``."""
         reserved = set(self._draft_slots)
         if self.states is not None:
             reserved |= self.states.reserved_steps
@@ -300,7 +307,7 @@ class CacheMemory:
     def share(self, row: int, tokens: Sequence[int]) -> None:
         """Let other requests use the KV of the row's first ``tokens``, all of them computed.
 
-        Where the tree holds some of them already, the row moves over to the tree's slots.
+        Where the tree holds some of them already, the row switches to the tree's slots.
         """
         state = self._rows[row]
         if not self.shares_prefixes or state.stale:
@@ -312,11 +319,10 @@ class CacheMemory:
         self.row_versions[row] += 1
         state.node, state.shared_len = node, len(tokens)
         if self.states is not None:
-            self.states.keep(row, self.prefix_cache.path_slots(node))
+            self.states.store_checkpoints(row, self.prefix_cache.path_slots(node))
 
     def release(self, row: int, tokens: Sequence[int]) -> None:
-        """Take the row back. The KV of its first ``tokens``, all computed, stays cached, and so do
-        its states."""
+        """Free the row. The KV and states of its first ``tokens``, all computed, stay cached."""
         state, node = self._rows[row], None
         owned_from = state.shared_len
         if self.caches(row) and len(tokens) >= owned_from:
@@ -343,7 +349,7 @@ class CacheMemory:
             state.stale = True
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every slot and row is in exactly one place. O(slots)."""
+        """Raise IntegrityError unless every slot and row has exactly one owner. O(slots)."""
         self.prefix_cache.check_integrity(state.node for state in self._rows.values())
         self.req_to_token.check_integrity(self._rows)
         for row, state in self._rows.items():
@@ -371,8 +377,8 @@ class CacheMemory:
     def _hand_over(self, row: int, state: _Row, tokens: Sequence[int]) -> Node:
         """Move [shared_len, len(tokens)) from the request to the prefix cache.
 
-        [shared_len, held) was there already: the request's copies are freed.
-        [held, len(tokens)) are the tree's from here on.
+        [shared_len, held) was cached already: the request's copies are freed.
+        [held, len(tokens)) is owned by the tree from here on.
         """
         assert state.shared_len <= len(tokens) <= self._allocated[row]
         slots = self.req_to_token.table[row, : len(tokens)]

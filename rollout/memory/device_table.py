@@ -1,4 +1,4 @@
-"""req_to_token on a device: a copy that is told what changed."""
+"""A copy of req_to_token on a device, kept up to date by sending changes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rollout.ops.ragged import ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableChanges:
-    """The changes to send to the device before a batch runs. Legend: B entries, C places."""
+    """The changes to send to the device before a batch runs. Legend: B entries, C table entries."""
 
     rows_B: NDArray[np.integer]
     versions_B: NDArray[np.int64]
     ends_B: NDArray[np.integer]
-    arrays: dict[str, NDArray]  # ``table_places`` int64 [C], flat, and ``table_slots`` int32 [C]
+    arrays: dict[str, NDArray]  # ``table_indices`` int64 [C], flat, and ``table_slots`` int32 [C]
 
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -28,13 +28,14 @@ _NOTHING = TableChanges(rows_B=_NO_ROWS, versions_B=_NO_ROWS, ends_B=_NO_ROWS, a
 
 
 class DeviceTable:
-    """``tensor``, int32 [max_rows, max_context_len]: as the host's table, where a batch reads it.
+    """``tensor``, int32 [max_rows, max_context_len], equals the host's table where a batch reads
+    it.
 
-    Positions [0, known) of a row are the host's, as long as CacheMemory.row_versions says the same
-    of it as then: what a row says of computed positions does not change otherwise. What is at or
-    behind the start of a run may have changed, for a step that failed gives its slots back; so a
-    step sends [min(known, start), end): a token or a few, of a row that came or moved all of it.
-    On the CPU the tensor is a view of the host's table and nothing is sent.
+    Positions [0, known) of a row are up to date while CacheMemory.row_versions is unchanged for the
+    row: its entries of computed positions change only together with that version. Entries from the
+    start of a run on may have changed, since a step that failed frees its slots. So a step sends
+    [min(known, start), end): one or a few tokens, or all of a row that is new or has moved. On the
+    CPU the tensor is a view of the host's table and nothing is sent.
     """
 
     def __init__(self, memory: CacheMemory, device: torch.device) -> None:
@@ -55,24 +56,24 @@ class DeviceTable:
         starts_B: NDArray[np.integer],
         ends_B: NDArray[np.integer],
     ) -> TableChanges:
-        """The slots of runs [start, end) of these rows of the table, to be sent to the device."""
+        """The table entries to send before runs [start, end) of these rows are computed."""
         if self._is_view:
             return _NOTHING
         versions_B = self._versions_Q.take(rows_B)
         is_known_B = self._known_versions_Q.take(rows_B) == versions_B
         first_B = np.minimum(self._known_Q.take(rows_B) * is_known_B, starts_B)
         row_firsts_B = rows_B * np.int64(self._table.shape[1])
-        places_C = ranges(row_firsts_B + first_B, ends_B - first_B)
+        indices_C = ranges(row_firsts_B + first_B, ends_B - first_B)
         arrays: dict[str, NDArray] = {
-            "table_places": places_C,
-            "table_slots": self._table.take(places_C),
+            "table_indices": indices_C,
+            "table_slots": self._table.take(indices_C),
         }
         return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, arrays=arrays)
 
     def apply(self, changes: TableChanges, tensors: dict[str, torch.Tensor]) -> None:
-        """``tensors``: the changes' arrays, on the device."""
+        """Write changes into ``tensor``. ``tensors``: the arrays of ``changes``, on the device."""
         if not changes.arrays:
             return
-        self._flat.index_copy_(0, tensors["table_places"], tensors["table_slots"])
+        self._flat.index_copy_(0, tensors["table_indices"], tensors["table_slots"])
         self._known_Q[changes.rows_B] = changes.ends_B
         self._known_versions_Q[changes.rows_B] = changes.versions_B

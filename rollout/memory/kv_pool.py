@@ -1,4 +1,4 @@
-"""The keys and values themselves: one pair of tensors per attention layer, a row per slot."""
+"""Key and value tensors: one pair per attention layer, a row per slot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ class KvPool:
 
     Slot 0 is the null slot: padding rows write there and nothing ever reads it.
 
-    ``writes_S``, int64 [num_slots + 1]: the number of the forward that wrote a slot last, counted
-    from 1; 0: none has. Who keeps something beside a slot's KV sees by it whether they still belong
-    together.
+    ``writes_S``, int64 [num_slots + 1]: the number of the forward that last wrote a slot, counted
+    from 1; 0: never written. Data stored beside a slot's KV is stale once this number changes.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class KvPool:
         self._forwards = 0
 
     def note_forward(self, slots: np.ndarray) -> None:
-        """One is about to write these slots."""
+        """Record that a forward is about to write these slots."""
         self._forwards += 1
         self.writes_S[slots] = self._forwards
 
@@ -44,13 +43,14 @@ class KvPool:
     def bytes_per_slot(
         *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> int:
+        """Bytes of one slot's keys and values in all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def release(self) -> int:
-        """Give the memory back; nothing runs until ``allocate``. The bytes freed."""
+        """Free the memory; nothing may run until ``allocate``. Returns the bytes freed."""
         return sum(free_storage(tensor) for tensor in self.keys + self.values)
 
     def allocate(self) -> None:
-        """The same slots again, holding nothing."""
+        """Allocate the same slots again, with undefined contents."""
         for tensor in self.keys + self.values:
             allocate_storage(tensor)

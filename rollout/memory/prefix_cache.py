@@ -1,8 +1,8 @@
-"""KV of token prefixes that more than one request may read: a radix tree over token ids.
+"""The prefix cache: a radix tree over token ids whose nodes own KV slots that requests share.
 
-As in RadixAttention (Zheng et al. 2024, SGLang) with page size one: an edge holds a run of tokens
-and their slots, any two children of a node differ in their first token, and what nobody has locked
-is evicted leaf by leaf, least recently used first.
+This is RadixAttention (Zheng et al. 2024, SGLang) with page size one. An edge holds a run of tokens
+and their slots. Any two children of a node differ in their first token. Unlocked leaves are
+evicted, least recently used first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from rollout.errors import IntegrityError
 
 
 class FreedSlots(Protocol):
-    """Where slots go when the tree gives them up: int32."""
+    """The allocator that slots return to."""
 
-    def free(self, slots: np.ndarray) -> None: ...
+    def free(self, slots: np.ndarray) -> None:
+        """Take back ``slots``, int32."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """The run of tokens that leads here from ``parent``. Only the root's is empty."""
+    """A tree node and the run of tokens on the edge from ``parent``. Only the root's is empty."""
 
     tokens: np.ndarray  # int32
     slots: np.ndarray  # int32, parallel to tokens
@@ -35,12 +37,12 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)  # by first token
     locks: int = 0  # held at this node or below, so a locked node's ancestors are locked too
     last_used: int = 0  # clock of the last match or insert that passed here
-    queued: bool = False  # in the eviction heap, under its last_used of then or a later one
-    detached: bool = False  # cut off by reset() while locked: freed when the last lock goes
+    queued: bool = False  # in the eviction heap, under the last_used of that time
+    detached: bool = False  # removed by reset() while locked: freed with its last lock
 
 
 class PrefixCache:
-    """Owns the slots of its nodes; gives them back to ``slots`` on eviction and reset."""
+    """Owns the slots of its nodes and frees them to ``slots`` on eviction and reset."""
 
     def __init__(self, slots: FreedSlots) -> None:
         self._slots = slots
@@ -100,13 +102,14 @@ class PrefixCache:
         return held, node
 
     def lock(self, node: Node) -> None:
-        """Keep the prefix that ends at ``node`` from eviction until unlocked as often."""
+        """Protect the prefix that ends at ``node`` from eviction until unlocked as often."""
         for ancestor in _to_root(node):
             if ancestor.locks == 0:
                 self._evictable -= len(ancestor.tokens)
             ancestor.locks += 1
 
     def unlock(self, node: Node) -> None:
+        """Undo one `lock` of ``node``."""
         for ancestor in _to_root(node):
             ancestor.locks -= 1
             assert ancestor.locks >= 0, "unlocked more often than locked"
@@ -120,25 +123,25 @@ class PrefixCache:
                 self._queue(ancestor)
 
     def evict(self, count: int) -> int:
-        """Free ``count`` slots, fewer if fewer are evictable; returns how many.
+        """Free ``count`` slots, or fewer if fewer are evictable. Returns how many.
 
-        A leaf longer than what is wanted loses its tail only.
+        A leaf longer than needed loses only its tail.
         """
         freed = 0
         while freed < count and self._heap:
             last_used, _, leaf = heapq.heappop(self._heap)
             leaf.queued = False
             if leaf.last_used != last_used:
-                self._queue(leaf)  # used since: back, under its new time, if it still is a leaf
+                self._queue(leaf)  # used since it was queued: requeue it, if it is still a leaf
                 continue
             if leaf.children or leaf.locks:
                 continue
             assert leaf.parent is not None
-            kept = max(0, len(leaf.tokens) - (count - freed))
-            freed += len(leaf.tokens) - kept
-            self._slots.free(leaf.slots[kept:])
-            if kept:
-                leaf.tokens, leaf.slots = leaf.tokens[:kept], leaf.slots[:kept]
+            retained = max(0, len(leaf.tokens) - (count - freed))
+            freed += len(leaf.tokens) - retained
+            self._slots.free(leaf.slots[retained:])
+            if retained:
+                leaf.tokens, leaf.slots = leaf.tokens[:retained], leaf.slots[:retained]
                 self._queue(leaf)
             else:
                 del leaf.parent.children[int(leaf.tokens[0])]
@@ -147,7 +150,7 @@ class PrefixCache:
         return freed
 
     def reset(self) -> None:
-        """Forget every prefix. Nothing matches any more; what is locked is freed when unlocked."""
+        """Forget every prefix. Locked nodes match no more and are freed when unlocked."""
         for node in self._nodes():
             if node.locks:
                 node.detached = True
@@ -157,7 +160,7 @@ class PrefixCache:
         self._plant()
 
     def held_slots(self) -> Iterator[np.ndarray]:
-        """The slots of every node, those detached by reset() but still locked included."""
+        """The slots of every node, including locked ones that reset() detached."""
         for node in itertools.chain(self._nodes(), self._detached):
             yield node.slots
 
@@ -219,7 +222,7 @@ class PrefixCache:
     def _split(self, node: Node, at: int) -> Node:
         """Put a new node over the first ``at`` tokens of ``node`` and return it.
 
-        ``node`` itself keeps the end, so whoever locked it still holds the whole prefix.
+        ``node`` itself holds the rest, so a lock on it still covers the whole prefix.
         """
         assert node.parent is not None
         upper = Node(
@@ -240,7 +243,7 @@ class PrefixCache:
             ancestor.last_used = self._clock
 
     def _queue(self, node: Node) -> None:
-        """Let evict() see a node that may have become an unlocked leaf."""
+        """Queue a node for eviction if it is an unlocked leaf."""
         if node.children or node.locks or node.queued or node is self._root:
             return
         node.queued = True

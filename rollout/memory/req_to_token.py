@@ -1,4 +1,5 @@
-"""Where each running request's KV lies: a row of slot ids per request, a column per position."""
+"""The KV slot of each position of each running request: a row per request, a column per
+position."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from rollout.errors import IntegrityError
 class ReqToToken:
     """``table[row, position]`` is the KV slot of that position, int32 [max_rows, max_context_len].
 
-    The table says where; who owns the slots, and up to which position an entry means anything, is
-    CacheMemory's to know.
+    CacheMemory knows who owns the slots, and up to which position a row's entries are valid.
     """
 
     def __init__(self, max_rows: int, max_context_len: int) -> None:
@@ -22,10 +22,12 @@ class ReqToToken:
 
     @property
     def max_rows(self) -> int:
+        """Running requests at most."""
         return self.table.shape[0]
 
     @property
     def max_context_len(self) -> int:
+        """Positions of a row."""
         return self.table.shape[1]
 
     @property
@@ -34,14 +36,16 @@ class ReqToToken:
         return len(self._free_rows)
 
     def allocate_row(self) -> int:
+        """Take a free row. There must be one."""
         assert self._free_rows, f"all {self.max_rows} rows are taken"
         return self._free_rows.pop()
 
     def free_row(self, row: int) -> None:
+        """Make a row free again; its entries stay."""
         self._free_rows.append(row)
 
     def reset(self) -> None:
-        """Every row is free again, the lowest taken first."""
+        """Make every row free again. The lowest is taken first."""
         self._free_rows = list(range(self.max_rows - 1, -1, -1))
 
     def check_integrity(self, held: Iterable[int]) -> None:

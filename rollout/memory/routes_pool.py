@@ -1,4 +1,4 @@
-"""Which experts the token in each KV slot went to, for trainers that replay the router's choices.
+"""The experts of the token in each KV slot, for trainers that replay the router's choices.
 
 Legend: S = num_slots + 1, T query rows, L sparse layers, X experts per token, C = L * X, P
 positions.
@@ -14,12 +14,11 @@ from rollout.models.experts_config import ExpertsSpec
 
 
 class RoutesPool:
-    """A row of ``experts_SLX`` per KV slot, written with its keys and values and as true as they.
+    """A row of ``experts_SLX`` per KV slot, written by the forward that writes its keys and values.
 
-    So a token found in the prefix cache has its choices, and so has an accepted draft node. Held on
-    the host, in the smallest integers that number all experts. What a forward chose is on its way
-    from then on, and looked at when it is asked for, or when the next forward has begun: on a GPU
-    nobody waits for that one.
+    Cached prefixes and accepted draft nodes therefore have their routes. Stored on the host, in
+    uint8 or int16. A forward's routes are copied asynchronously and stored when the pool is read or
+    when the next forward's routes arrive.
     """
 
     def __init__(self, spec: ExpertsSpec, num_slots: int) -> None:
@@ -32,11 +31,14 @@ class RoutesPool:
 
     @staticmethod
     def bytes_per_slot(spec: ExpertsSpec) -> int:
+        """Bytes of one slot's routes in all sparse layers."""
         return len(spec.layers) * spec.experts_per_token * _dtype(spec).itemsize
 
     def put(self, slots_T: NDArray[np.int64], routes_TC: torch.Tensor) -> None:
-        """Keep the routes of a forward whose rows wrote these slots; see StepRoutes. What it holds
-        may change afterwards."""
+        """Store the routes of a forward whose rows wrote ``slots_T``, from `StepRoutes.joined`.
+
+        ``routes_TC`` is copied and may be overwritten afterwards.
+        """
         self._store_pending()
         experts_TLX = routes_TC.view(-1, *self._shape[1:]).to(self._dtype, copy=True)
         if experts_TLX.is_cuda:
@@ -50,19 +52,20 @@ class RoutesPool:
         self._pending = slots_T, experts_TLX
 
     def read(self, slots_P: NDArray[np.int32]) -> NDArray[np.integer]:
-        """A copy [P, L, X], uint8 or int16: the most probable expert first."""
+        """The routes of these slots: a copy [P, L, X], uint8 or int16, the most probable expert
+        first."""
         self._store_pending()
         return self._experts_SLX[slots_P]
 
     def release(self) -> int:
-        """Give the memory back; nothing runs until ``allocate``. The bytes freed."""
+        """Free the memory; nothing may run until ``allocate``. Returns the bytes freed."""
         freed = self._experts_SLX.nbytes
         self._pending = None
         self._experts_SLX = self._experts_SLX[:0].copy()
         return freed
 
     def allocate(self) -> None:
-        """The same slots again, holding nothing."""
+        """Allocate the same slots again, filled with zeros."""
         kind = torch.empty(0, dtype=self._dtype).numpy().dtype
         self._experts_SLX = np.zeros(self._shape, dtype=kind)
 
@@ -76,7 +79,7 @@ class RoutesPool:
 
 
 class StepRoutes:
-    """See RouteRecorder. Sparse layers come in order, each once."""
+    """A `RouteRecorder` of one forward. Sparse layers record in order, each once."""
 
     def __init__(self) -> None:
         self._layers: list[torch.Tensor] = []
@@ -86,10 +89,10 @@ class StepRoutes:
         self._layers.append(experts_TX)
 
     def joined(self) -> torch.Tensor:
-        """After all layers: int32 [T, C], a row's layers side by side, C = L * X."""
+        """The routes of all layers: int32 [T, C], a row's layers side by side, C = L * X."""
         return torch.cat(self._layers, dim=1)
 
 
 def _dtype(spec: ExpertsSpec) -> torch.dtype:
-    """Torch has no unsigned integers of 16 bits to index with, and trainers expect signed ones."""
+    """uint8, or int16 for more than 256 experts: torch cannot index with uint16."""
     return torch.uint8 if spec.num_experts <= 256 else torch.int16

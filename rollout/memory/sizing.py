@@ -18,9 +18,9 @@ _FRACTION = 0.85  # drafts' networks and tables of slots are not measured
 
 
 def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: int = 0) -> int:
-    """Bytes: ``kv_bytes``, else ``kv_fraction`` of what is free on the device now.
+    """Bytes for KV and states: ``kv_bytes``, else ``kv_fraction`` of the device's free bytes.
 
-    ``reserved_bytes``: of what is free, what steps are going to need beside it.
+    ``reserved_bytes``: free bytes that steps will need for other things.
     """
     if config.kv_bytes is not None:
         return config.kv_bytes
@@ -28,7 +28,7 @@ def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: in
 
 
 def kv_fraction(config: MemoryConfig, device_type: str) -> float:
-    """The configured fraction, else the device's default."""
+    """``memory.kv_fraction``, else the device's default."""
     if config.kv_fraction is not None:
         return config.kv_fraction
     return _FRACTION_OF_CPU if device_type == "cpu" else _FRACTION
@@ -46,13 +46,16 @@ def num_kv_slots(
     draft_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Slots that fit a budget in bytes, of which other things take some.
+    """The number of KV slots that fit a budget.
 
-    For each of the target's slots: ``draft_slot_bytes`` that drafts keep, ``routes_slot_bytes`` of
-    what routers chose. Whatever the number of those: ``draft_bytes`` for drafts, ``state_bytes``
-    for recurrent states.
+    Args:
+        budget: bytes for all of the below and the target's KV.
+        draft_slot_bytes: bytes that drafts store for each slot of the target.
+        routes_slot_bytes: bytes of experts' routes for each slot.
+        draft_bytes: bytes for drafts, independent of the number of slots.
+        state_bytes: bytes for recurrent states, independent of the number of slots.
 
-    Raises OutOfMemoryError when not even two tokens fit.
+    Raises OutOfMemoryError if fewer than two tokens fit.
     """
     slot_bytes = (
         draft_slot_bytes
@@ -80,21 +83,23 @@ def num_kv_slots(
 
 
 NODES_PER_REQUEST = 8
-"""Draft nodes of each request for which there are slots when all run. Fewer have more."""
+"""Draft nodes per request with a state slot when all requests run; fewer requests have more."""
 
 CHECKPOINTS_PER_REQUEST = 2
-"""States of cached prefixes: of its prompt, say, and where it ended."""
+"""States of cached prefixes per request, for example at its prompt's end and where it ended."""
 
 BUDGET_SHARE = 0.5
-"""Of the bytes for KV and states together, what scratch and checkpoints may bring the states to."""
+"""The largest share of the bytes for KV and states that states may take by default."""
 
 
 def state_sizes(memory: MemoryConfig, max_running: int, slot_bytes: int, budget: int) -> StateSizes:
-    """``memory.state_slots``, or by default what every request that may run needs, and one to score
-    with, and then as many draft nodes and checkpoints as half of the budget holds.
+    """``memory.state_slots``, or a default from the budget.
+
+    The default is two slots for each request that may run and for one to score, plus slots for
+    draft nodes and checkpoints as far as `BUDGET_SHARE` of the budget holds them.
 
     Args:
-        slot_bytes: of one state of all layers.
+        slot_bytes: bytes of one state of all layers.
         budget: bytes for KV slots and states together.
     """
     slots = memory.state_slots

@@ -1,8 +1,8 @@
-"""States of cached prefixes: where a request can go on from without computing what is before.
+"""Checkpoints: stored states of cached prefixes, from which a request can continue.
 
 The radix tree knows the KV slot of each cached position, and no two positions share one. So the
-state after a prefix is kept under the KV slot of its last token: nodes may be split and cut as they
-are, and a checkpoint goes when its token does.
+state after a prefix is stored under the KV slot of its last token. Nodes of the tree can then be
+split and cut without moving checkpoints, and a checkpoint is freed with its token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rollout.memory.slots import NULL_SLOT, SlotAllocator
 
 
 class StateCheckpoints:
-    """Owns the state slots it was handed; gives them back to ``state_slots`` when they go.
+    """Owns the state slots of checkpoints and frees them to ``state_slots``.
 
-    A pinned one is what a running request begins with, and stays. Of the others the least recently
-    used goes first.
+    A checkpoint is pinned while a running request begins with it, and is then not evicted. Unpinned
+    ones are evicted least recently used first.
     """
 
     def __init__(self, state_slots: SlotAllocator, num_kv_slots: int) -> None:
@@ -38,9 +38,9 @@ class StateCheckpoints:
         return len(self._by_age)
 
     def deepest(self, kv_slots: np.ndarray) -> int:
-        """How many tokens of a cached prefix, int32 KV slots, the last checkpoint in it is after.
+        """Length in tokens of the longest part of a cached prefix that has a checkpoint; 0: none.
 
-        0: there is none.
+        ``kv_slots``: int32, of the prefix.
         """
         found = np.flatnonzero(self._state_of[kv_slots])
         return int(found[-1]) + 1 if len(found) else 0
@@ -50,50 +50,53 @@ class StateCheckpoints:
         return int(self._state_of[kv_slot])
 
     def put(self, kv_slot: int, state_slot: int) -> None:
-        """Keep a state, unpinned and just used. There must be none yet."""
+        """Add a checkpoint, unpinned and most recently used. There must be none at ``kv_slot``."""
         assert self._state_of[kv_slot] == NULL_SLOT, "a second checkpoint of the same prefix"
         self._state_of[kv_slot] = state_slot
         self._by_age[kv_slot] = None
 
     def touch(self, kv_slot: int) -> None:
-        """It was just used."""
+        """Mark an unpinned checkpoint as most recently used."""
         if kv_slot in self._by_age:
             del self._by_age[kv_slot]
             self._by_age[kv_slot] = None
 
     def pin(self, kv_slot: int) -> None:
-        """Keep a checkpoint until unpinned as often. Its token must be locked as long."""
+        """Protect a checkpoint until unpinned as often. Its token must be locked as long."""
         self._by_age.pop(kv_slot, None)
         self._pins[kv_slot] = self._pins.get(kv_slot, 0) + 1
 
     def unpin(self, kv_slot: int) -> None:
+        """Undo one `pin`."""
         self._pins[kv_slot] -= 1
         if not self._pins[kv_slot]:
             del self._pins[kv_slot]
             self._by_age[kv_slot] = None
 
     def evict(self, count: int) -> int:
-        """Free ``count`` state slots, fewer if fewer are evictable; returns how many."""
+        """Free ``count`` state slots, or fewer if fewer are evictable. Returns how many."""
         oldest = list(itertools.islice(self._by_age, count))
         self.forget(np.array(oldest, dtype=np.int32))
         return len(oldest)
 
     def forget(self, kv_slots: np.ndarray) -> None:
-        """Free the state slots of the checkpoints at these KV slots: their tokens go, say."""
+        """Free the state slots of the checkpoints at these KV slots, for example with their
+        tokens."""
         gone = kv_slots[self._state_of[kv_slots] != NULL_SLOT]
         if not len(gone):
             return
         for kv_slot in gone.tolist():
-            del self._by_age[kv_slot]  # a pinned one's token is locked and cannot go
+            del self._by_age[kv_slot]  # never pinned: a pinned one's token is locked
         self._state_slots.free(self._state_of[gone])
         self._state_of[gone] = NULL_SLOT
 
     def reset(self) -> None:
-        """Forget all that are not pinned. Those are unpinned later, and found by nobody."""
+        """Free all unpinned checkpoints. Pinned ones stay until unpinned, and no lookup finds
+        them."""
         self.evict(len(self._by_age))
 
     def held_slots(self) -> np.ndarray:
-        """State slots, int32."""
+        """The state slots of all checkpoints, int32."""
         return self._state_of[[*self._by_age, *self._pins]]
 
     def check_integrity(self, pinned: Iterable[int], cached: np.ndarray) -> None:
@@ -116,12 +119,13 @@ class StateCheckpoints:
 
 
 class CheckpointedSlots:
-    """The slot allocator of a prefix cache whose slots have states kept with them."""
+    """Frees KV slots together with their checkpoints."""
 
     def __init__(self, kv_slots: SlotAllocator, checkpoints: StateCheckpoints) -> None:
         self._kv_slots = kv_slots
         self._checkpoints = checkpoints
 
     def free(self, slots: np.ndarray) -> None:
+        """Free KV slots, int32, and the checkpoints stored under them."""
         self._checkpoints.forget(slots)
         self._kv_slots.free(slots)

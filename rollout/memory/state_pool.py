@@ -1,4 +1,4 @@
-"""The recurrent states themselves: two tensors per recurrent layer, a row per state slot."""
+"""Recurrent-state tensors: two per recurrent layer, a row per state slot."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rollout.ops.state_plan import NO_STATE
 
 
 class StatePool:
-    """Per recurrent layer, of S = num_slots + 1 slots:
+    """Per recurrent layer, with S = num_slots + 1 slots:
 
     ``convolutions`` [S, C, W - 1] in the model's dtype: the last inputs of the short convolution,
-    oldest first; ``recurrent`` [S, G, K, V] float32.
+    oldest first. ``recurrent`` [S, G, K, V] float32.
 
-    A slot holds one state of all layers. Slot 0 is that of no tokens: zeros, and never written to.
+    A slot holds one state of all layers. Slot 0 is the state of no tokens: zeros, never written to.
     """
 
     def __init__(
@@ -35,16 +35,17 @@ class StatePool:
 
     @staticmethod
     def bytes_per_slot(spec: LinearAttentionSpec, dtype: torch.dtype) -> int:
+        """Bytes of one state of all layers. ``dtype``: the model's."""
         convolution = spec.channels * (spec.conv_width - 1) * dtype.itemsize
         recurrent = spec.num_value_heads * spec.key_dim * spec.value_dim * torch.float32.itemsize
         return len(spec.layers) * (convolution + recurrent)
 
     def release(self) -> int:
-        """Give the memory back; nothing runs until ``allocate``. The bytes freed."""
+        """Free the memory; nothing may run until ``allocate``. Returns the bytes freed."""
         return sum(free_storage(tensor) for tensor in self.convolutions + self.recurrent)
 
     def allocate(self) -> None:
-        """The same slots again, holding nothing."""
+        """Allocate the same slots again, with undefined contents but for slot 0."""
         for tensor in self.convolutions + self.recurrent:
             allocate_storage(tensor)
         self._clear_null_slot()

@@ -1,12 +1,13 @@
-"""The index side of recurrent states: who owns which state slot.
+"""Who owns which slot of recurrent states.
 
-A state slot holds one state of all recurrent layers. Every one is in exactly one place: free; the
-null slot; a running request's committed state; reserved for a step under way; taken as a
-checkpoint in the step just booked; a checkpoint of the prefix cache. A request that begins with a
-checkpoint pins it and owns nothing until its first commit.
+A state slot holds one state of all recurrent layers and has exactly one owner: the free stack;
+nobody, for the null slot; a running request, for its committed state; a step in flight that
+reserved it; a running request, for a checkpoint of the step just booked; or the prefix cache's
+checkpoints. A request that begins with a checkpoint pins it and owns nothing until its first
+commit.
 
-A step writes into reserved slots alone, so what it began with is there when it has failed. Nothing
-is copied at commit: the slot of the last accepted node becomes the request's.
+A step writes only into reserved slots, so the states it began with survive its failure. Commit
+copies nothing: the slot of the last accepted node becomes the request's.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from rollout.memory.state_checkpoints import StateCheckpoints
 from rollout.types import Scheduled, ScheduledStates
 
 SLOTS_PER_ROW = 2
-"""A running request's committed state, and the one its next run ends in. As many requests run as
-have both, so that no step can come to a halt for want of state slots."""
+"""A running request's committed state, and the state its next run ends in. Only as many requests
+run as have both, so no step can lack state slots."""
 
 CHECKPOINT_SHARE = 8
-"""Draft nodes leave one slot in so many to checkpoints."""
+"""Draft nodes leave one slot in so many for checkpoints."""
 
 
 @dataclass(slots=True)
 class _Row:
-    length: int  # tokens its committed state is after
-    slot: int  # of that state; the null slot where it is after no tokens
-    pinned: int  # KV slot of the checkpoint that `slot` is; the null slot: it is the row's own
-    taken: dict[int, int] = field(default_factory=dict)  # tokens -> slot, until they are cached
+    length: int  # tokens of its committed state
+    slot: int  # of that state; the null slot for a state of no tokens
+    pinned: int  # KV slot of the checkpoint that `slot` belongs to; null slot: `slot` is the row's
+    taken: dict[int, int] = field(default_factory=dict)  # length -> slot of checkpoints to store
 
     @property
     def owned(self) -> list[int]:
-        """Its committed state's slot where it is its own, and those of checkpoints to be."""
+        """Slots of checkpoints to store, and of the committed state unless that is a checkpoint."""
         held = set(self.taken.values())
         if self.owns_state:
             held.add(self.slot)
@@ -51,6 +52,8 @@ class _Row:
 
 @dataclass(slots=True, frozen=True)
 class StateSizes:
+    """The number of state slots, and how often prefills store a state."""
+
     num_slots: int  # at least SLOTS_PER_ROW
     interval: int  # tokens between checkpoints of a prefill
 
@@ -62,75 +65,80 @@ class StateRun:
     row: int
     start: int
     end: int
-    checkpoints: Sequence[int] = ()  # wanted after so many tokens, ascending, in (start, end]
+    checkpoints: Sequence[int] = ()  # lengths at which to store the state, ascending, (start, end]
 
 
 class StateSlots:
-    """Moves slots between those places. Evicts checkpoints, least recently used first."""
+    """Moves state slots between owners. Evicts checkpoints, least recently used first."""
 
     def __init__(self, sizes: StateSizes, num_kv_slots: int) -> None:
         assert sizes.num_slots >= SLOTS_PER_ROW, "nothing could run"
         self._interval = sizes.interval
         self.slots = SlotAllocator(sizes.num_slots)
         self.checkpoints = StateCheckpoints(self.slots, num_kv_slots)
-        self.evicted = 0  # checkpoints, alone, over the memory's life
+        self.evicted = 0  # checkpoints evicted without their tokens, over the memory's life
         self._rows: dict[int, _Row] = {}
         self._reserved: dict[int, dict[int, ScheduledStates]] = {}  # by step, then by row
-        self._committed: dict[int, tuple[int, int]] = {}  # (length, slot): what end_step books
+        self._committed: dict[int, tuple[int, int]] = {}  # row -> (length, slot), for end_step
 
     @property
     def num_slots(self) -> int:
+        """State slots, without the null slot."""
         return self.slots.num_slots
 
     @property
     def obtainable(self) -> int:
-        """Slots that can be had without touching a running request: free or evictable."""
+        """Slots that are free or evictable, so that no running request has to give any."""
         return self.slots.available + self.checkpoints.evictable
 
     @property
     def reserved_steps(self) -> set[int]:
+        """Numbers of the steps that hold reserved slots."""
         return set(self._reserved)
 
     @property
-    def has_seat(self) -> bool:
+    def can_admit(self) -> bool:
         """Whether one more request can run."""
         if len(self._rows) >= self.num_slots // SLOTS_PER_ROW:
             return False
         return not self._reserved or self._spare >= 0
 
     def node_room(self, num_runs: int) -> int:
-        """Slots that draft nodes may take in a step of so many runs."""
+        """Slots that draft nodes may take in a step of ``num_runs`` runs."""
         is_alone = num_runs == len(self._rows)
         room = self.obtainable - num_runs if is_alone else self._spare
         return max(0, room - self.num_slots // CHECKPOINT_SHARE)
 
     @property
     def _spare(self) -> int:
-        """Obtainable slots beyond those that running requests need to go on, and one more to come:
-        what a step may keep for nodes and checkpoints while others take their turn."""
-        seats = min(len(self._rows) + 1, self.num_slots // SLOTS_PER_ROW)
+        """Obtainable slots beyond those that running requests, and one more, need to continue.
+
+        A step of some of the requests may use them for nodes and checkpoints.
+        """
+        max_requests = min(len(self._rows) + 1, self.num_slots // SLOTS_PER_ROW)
         reserved = sum(len(of_step) for of_step in self._reserved.values())
         owned = sum(row.owns_state for row in self._rows.values())
-        return self.obtainable - (SLOTS_PER_ROW * seats - owned - reserved)
+        return self.obtainable - (SLOTS_PER_ROW * max_requests - owned - reserved)
 
     def open(self, row: int, length: int, last_kv_slot: int) -> None:
-        """A request begins with the checkpoint after ``length`` tokens, or with no state.
+        """Register a request that begins with the checkpoint at ``length`` tokens; 0: with no
+        state.
 
-        ``last_kv_slot``: of the last of those tokens, which must be locked.
+        ``last_kv_slot``: KV slot of the last of those tokens, which must be locked.
         """
         if not length:
             self._rows[row] = _Row(length=0, slot=NULL_SLOT, pinned=NULL_SLOT)
             return
         slot = self.checkpoints.at(last_kv_slot)
-        assert slot != NULL_SLOT, "no checkpoint there"
+        assert slot != NULL_SLOT, f"no checkpoint at KV slot {last_kv_slot}"
         self.checkpoints.pin(last_kv_slot)
         self._rows[row] = _Row(length=length, slot=slot, pinned=last_kv_slot)
 
-    def worth_keeping(self, start: int, end: int, prompt_len: int) -> list[int]:
-        """After how many tokens of a run [start, end) others may want to begin.
+    def checkpoint_lengths(self, start: int, end: int, prompt_len: int) -> list[int]:
+        """Lengths in (start, end] at which a run [start, end) should store its state, ascending.
 
-        Every ``interval`` tokens of a prefill, and before the prompt's last token: there its other
-        samples do.
+        Every ``interval`` tokens of a prefill, and before the prompt's last token, where the
+        prompt's other samples begin.
         """
         first = start // self._interval + 1
         is_prefill = end - start > 1 or start < prompt_len
@@ -142,10 +150,10 @@ class StateSlots:
     def reserve(
         self, runs: Sequence[StateRun], counts: Sequence[int], step: int
     ) -> list[ScheduledStates]:
-        """Slots for one step, with counts[i] draft nodes of run i; until `end_step`.
+        """Reserve the slots of one step until `end_step`, with counts[i] draft nodes of run i.
 
-        Of the nodes never more than `node_room` in all: callers count first. Checkpoints get what
-        is left, of each run the deepest first.
+        Callers must not ask for more nodes than `node_room` in all. Checkpoints get what is left,
+        the deepest of each run first.
         """
         assert step not in self._reserved, f"states of step {step} are still reserved"
         is_alone = len(runs) == len(self._rows)
@@ -155,7 +163,7 @@ class StateSlots:
         begin = 0
         for run, run_end, count in zip(runs, run_ends, counts, strict=True):
             row = self._rows[run.row]
-            assert row.length == run.start, f"the state is after {row.length}, not {run.start}"
+            assert row.length == run.start, f"the state has {row.length} tokens, not {run.start}"
             reserved[run.row] = ScheduledStates(
                 source=row.slot,
                 run_end=run_end,
@@ -166,18 +174,18 @@ class StateSlots:
         for run in runs:
             wanted = [length for length in run.checkpoints if length < run.end]
             room = max(0, self.obtainable if is_alone else self._spare)
-            kept = wanted[max(0, len(wanted) - room) :]
-            slots = self._allocate(len(kept)).tolist()
-            checkpoints = dict(zip(kept, slots, strict=True))
+            lengths = wanted[max(0, len(wanted) - room) :]
+            slots = self._allocate(len(lengths)).tolist()
+            checkpoints = dict(zip(lengths, slots, strict=True))
             if run.end in run.checkpoints:
                 checkpoints[run.end] = reserved[run.row].run_end
             reserved[run.row].checkpoints = checkpoints
         return [reserved[run.row] for run in runs]
 
     def commit(self, entry: Scheduled, path: Sequence[int]) -> None:
-        """The state after the last accepted node, or after the run, is the request's.
+        """Give the request the state after the last accepted node, or after the run.
 
-        ``path``: tree nodes, in order. It counts once `end_step` says that the step was booked.
+        ``path``: accepted tree nodes, in order. It takes effect when `end_step` books the step.
         """
         states = entry.states
         assert states is not None
@@ -185,10 +193,10 @@ class StateSlots:
         self._committed[entry.request.row] = (entry.end + len(path), slot)
 
     def end_step(self, step: int, booked: bool) -> None:
-        """Free what was reserved and is not kept. Where the step is not booked nothing is."""
+        """Free the step's reserved slots, except committed states and checkpoints if ``booked``."""
         free: list[np.ndarray] = []
         for index, states in self._reserved.pop(step, {}).items():
-            kept: set[int] = set()
+            in_use: set[int] = set()
             committed = self._committed.pop(index, None)
             if booked:
                 assert committed is not None, f"row {index} was not committed"
@@ -196,36 +204,37 @@ class StateSlots:
                 free.append(np.array(self._let_go(row), dtype=np.int32))
                 row.length, row.slot = committed
                 row.taken = states.checkpoints
-                kept = {row.slot, *row.taken.values()}
+                in_use = {row.slot, *row.taken.values()}
             scratch = {states.run_end, *states.checkpoints.values(), *states.nodes.tolist()}
-            free.append(np.array(sorted(scratch - kept), dtype=np.int32))
+            free.append(np.array(sorted(scratch - in_use), dtype=np.int32))
         if free:
             self.slots.free(np.concatenate(free))
 
-    def keep(self, row: int, kv_slots: np.ndarray) -> None:
-        """Make checkpoints of what the row took in the step just booked.
+    def store_checkpoints(self, row: int, kv_slots: np.ndarray) -> None:
+        """Make checkpoints of the states that the row took in the step just booked.
 
-        ``kv_slots``: int32, those that the prefix cache has for the row's first tokens, all of
-        them locked for the row.
+        ``kv_slots``: int32, the prefix cache's slots for the row's first tokens, locked for the
+        row.
         """
-        self._keep(self._rows[row], kv_slots)
+        self._store(self._rows[row], kv_slots)
 
     def close(self, row: int, kv_slots: np.ndarray) -> None:
-        """The request leaves. What it has becomes checkpoints, as far as ``kv_slots`` reach.
+        """Remove a request. Its states become checkpoints as far as ``kv_slots`` reach.
 
-        ``kv_slots``: as for `keep`, of tokens that are cached; maybe none.
+        ``kv_slots``: int32, the prefix cache's slots for its first tokens; may be empty.
         """
         state = self._rows.pop(row)
         if state.length == len(kv_slots) > 0:
             state.taken[state.length] = state.slot
-        self._keep(state, kv_slots)
+        self._store(state, kv_slots)
         self.slots.free(np.array(self._let_go(state), dtype=np.int32))
 
     def reset(self) -> None:
-        """Drop every checkpoint that no running request begins with."""
+        """Free every checkpoint that no running request begins with."""
         self.checkpoints.reset()
 
     def counters(self) -> dict[str, float]:
+        """Gauges for metrics, in state slots."""
         return {
             "states/used": self.num_slots - self.obtainable,
             "states/cached": self.checkpoints.evictable,
@@ -234,7 +243,7 @@ class StateSlots:
         }
 
     def check_integrity(self, cached: np.ndarray) -> None:
-        """Raise IntegrityError unless every state slot is in exactly one place.
+        """Raise IntegrityError unless every state slot has exactly one owner.
 
         ``cached``: int32, all KV slots of the prefix cache.
         """
@@ -250,7 +259,7 @@ class StateSlots:
             inside = {states.run_end, *states.checkpoints.values()}
             yield np.array([*inside, *states.nodes.tolist()], dtype=np.int32)
 
-    def _keep(self, row: _Row, kv_slots: np.ndarray) -> None:
+    def _store(self, row: _Row, kv_slots: np.ndarray) -> None:
         unused: list[int] = []
         for length, slot in row.taken.items():
             is_own = slot == row.slot
@@ -259,7 +268,7 @@ class StateSlots:
                 continue
             kv_slot = int(kv_slots[length - 1])
             if is_own and row.pinned != NULL_SLOT:
-                self.checkpoints.touch(kv_slot)  # it came from there
+                self.checkpoints.touch(kv_slot)  # the row began with this checkpoint
             elif self.checkpoints.at(kv_slot) != NULL_SLOT:
                 self.checkpoints.touch(kv_slot)
                 unused += [] if is_own else [slot]
@@ -272,7 +281,7 @@ class StateSlots:
         self.slots.free(np.array(unused, dtype=np.int32))
 
     def _let_go(self, row: _Row) -> list[int]:
-        """Slots that the row owned; it has no state any more."""
+        """Take the row's state away and return the slots it owned."""
         owned = row.owned
         if row.pinned != NULL_SLOT:
             self.checkpoints.unpin(row.pinned)

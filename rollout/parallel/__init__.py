@@ -1,4 +1,4 @@
-"""Several processes that run one model."""
+"""Ranks: processes that run one model."""
 
 from rollout.parallel.opening import (
     ONE_RANK,

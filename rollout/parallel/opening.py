@@ -1,4 +1,4 @@
-"""Opens the ranks of this process, from its configuration and its launcher's environment."""
+"""Opens the rank groups of this process, from its configuration and its launcher's environment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rollout.parallel.rank_group import RankGroup, SingleRank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRanks:
-    """At most one of the two is of more than one rank.
+    """The rank groups of a model. At most one of the two has more than one rank.
 
     ``tensor``: every rank runs the same rows; heads, MLP features and the vocabulary are split.
-    ``rows``: every rank runs rows of its own, in lockstep; MLPs are split by output features and
-    compute the rows of all, everything else each rank has whole.
+    ``rows``: every rank runs its own rows in lockstep; MLPs are split by output features and
+    compute the rows of all ranks, and each rank has everything else whole.
     """
 
     tensor: RankGroup
@@ -30,16 +30,16 @@ class ModelRanks:
 
     @property
     def of_drafts(self) -> ModelRanks:
-        """The ranks of a draft, which tensor-parallel ranks have whole: it is small, and every rank
-        computes the same."""
+        """The ranks of a draft: it is small, so tensor-parallel ranks each have all of it."""
         return ModelRanks(tensor=SingleRank(), rows=self.rows)
 
     @property
     def all(self) -> RankGroup:
-        """Whoever makes the same calls."""
+        """The group of more than one rank, if there is one: the ranks that make the same calls."""
         return self.rows if self.rows.size > 1 else self.tensor
 
     def close(self, reason: str = "the group is closed") -> None:
+        """Leave both groups; see `RankGroup.close`."""
         self.tensor.close(reason)
         self.rows.close(reason)
 
@@ -51,7 +51,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def local_rank(config: ParallelConfig) -> int | None:
-    """This process's among those on its host, by torchrun's LOCAL_RANK; None: it is alone."""
+    """This process's rank on its host, by torchrun's LOCAL_RANK; None: it is the only rank."""
     return None if config.size == 1 else int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -61,20 +61,22 @@ def is_launched() -> bool:
 
 
 def rank_of(config: ParallelConfig) -> int:
-    """This process's, as its launcher says."""
+    """This process's rank by its launcher's environment; 0 without one."""
     return int(os.environ["RANK"]) if config.size > 1 and is_launched() else 0
 
 
 def open_ranks(
     config: ParallelConfig, device: torch.device, *, patience: float | None = None
 ) -> ModelRanks:
-    """Meet the other ranks, where there are any.
+    """Connect to the other ranks, if any, by torchrun's variables.
 
-    ``patience``: seconds that they wait for each other, once met; default: ``config.timeout``.
+    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    They are those of torchrun: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who and where.
-    Raises InvalidInputError where the environment is of another size, ParallelError where ranks do
-    not come in time.
+    Args:
+        patience: seconds that ranks wait for each other once connected; default: config.timeout.
+
+    Raises InvalidInputError if the environment has another size, ParallelError if ranks do not come
+    in time.
     """
     if config.size == 1:
         return ONE_RANK
@@ -83,14 +85,14 @@ def open_ranks(
         found = f"{', '.join(missing)} not set" if missing else os.environ["WORLD_SIZE"]
         raise InvalidInputError(
             "parallel.size", config.size,
-            f"needs as many processes, of which the environment tells (WORLD_SIZE: {found}): "
+            f"needs as many processes, but the environment has WORLD_SIZE: {found}; "
             f"start it with torchrun --nproc-per-node {config.size}",
         )  # fmt: skip
     rank = int(os.environ["RANK"])
     timeout = timedelta(seconds=config.timeout)
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, config.size, timeout=timeout)))
-        # Each rank's groups in the order it opens them, whoever else uses the store.
+        # A rank counts its groups, so that each has its own keys in the store.
         number = store.add(f"specrollout/opened/{rank}", 1)
     except RuntimeError as error:
         raise ParallelError(

@@ -1,4 +1,4 @@
-"""How a dimension is shared out among ranks, and put together again.
+"""Partitions of a dimension among ranks, and gathering the parts.
 
 Legend: T rows of one rank, S rows of all ranks, C columns.
 """
@@ -14,7 +14,7 @@ from rollout.parallel.rank_group import RankGroup
 
 
 def even_parts(total: int, size: int) -> tuple[range, ...]:
-    """[0, total) in ``size`` consecutive parts of one length, the last ones maybe shorter."""
+    """[0, total) in ``size`` consecutive parts of equal length; the last ones may be shorter."""
     width = -(-total // size)
     return tuple(
         range(min(rank * width, total), min((rank + 1) * width, total)) for rank in range(size)
@@ -22,14 +22,14 @@ def even_parts(total: int, size: int) -> tuple[range, ...]:
 
 
 def scaled(parts: Sequence[range], width: int) -> tuple[range, ...]:
-    """The indices of items that are ``width`` indices each."""
+    """The parts of a dimension in which each index of ``parts`` stands for ``width`` indices."""
     return tuple(range(part.start * width, part.stop * width) for part in parts)
 
 
 def gather_columns(group: RankGroup, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-    """Every rank's columns of the same rows, side by side: [T, all of them].
+    """Every rank's columns of the same rows, side by side: [T, all columns].
 
-    ``parts``: which columns each rank has, consecutive and none longer than the first.
+    ``parts``: the columns of each rank, consecutive, none longer than the first.
     """
     if group.size == 1:
         return x_TC
@@ -41,9 +41,9 @@ def gather_columns(group: RankGroup, x_TC: torch.Tensor, parts: Sequence[range])
 
 
 def gather_rows(group: RankGroup, x_TC: torch.Tensor) -> tuple[torch.Tensor, slice]:
-    """The rows of all ranks, [S, C] in rank order, and which are this one's. T may differ and be 0.
+    """The rows of all ranks, [S, C] in rank order, and the slice of this rank's rows.
 
-    Two exchanges: how many, then the rows.
+    T may differ between ranks and may be 0. Takes two exchanges: the counts, then the rows.
     """
     counts = group.numbers(len(x_TC))
     most = max(counts)

@@ -1,7 +1,7 @@
-"""Ranks that are processes, through torch's own transports: gloo on the CPU, NCCL on GPUs.
+"""Ranks that are processes, by torch's own transports: gloo on the CPU, NCCL on GPUs.
 
-The groups are this object's alone: torch's default group, which a trainer in the same process may
-have, is neither needed nor touched.
+The process groups belong to this object. torch's default group, which a trainer in the same process
+may have, is neither needed nor touched.
 
 Legend: N ranks.
 """
@@ -23,11 +23,11 @@ from rollout.parallel.time_limit import answered
 T = TypeVar("T")
 
 _SCATTERED = 1 << 15
-"""Elements from which a sum over more than two ranks is shared out: each rank adds a part."""
+"""From this many elements on, each of more than two ranks adds up a part of the sum."""
 
 
 class ProcessRanks:
-    """See `RankGroup`."""
+    """A `RankGroup` over processes."""
 
     def __init__(
         self,
@@ -38,19 +38,19 @@ class ProcessRanks:
         device: torch.device,
         timeout: float,
     ) -> None:
-        """Waits for all ranks.
+        """Wait until all ranks have connected.
 
         Args:
-            store: of this group alone, the same for every rank.
-            timeout: seconds that any call waits for the others; also the time there is to start.
+            store: the same for every rank, used by this group alone.
+            timeout: seconds that any call, this one included, waits for the others.
 
-        Raises ParallelError.
+        Raises ParallelError if a rank does not come in time.
         """
         self.rank = rank
         self.size = size
         self._store = store
         self._device = device
-        self._lost = ""  # why the group is of no use any more
+        self._lost = ""  # why the group is unusable
         self._timeout = timedelta(seconds=timeout)
         self._groups: list[Any] = []
 
@@ -79,9 +79,9 @@ class ProcessRanks:
         return _added(self.gather(x))
 
     def _sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Each rank adds a stretch of the elements, so that 2 / N of what `gather` moves moves.
+        """`sum` in which each rank adds a part of the elements: 2 / N of the bytes of `gather`.
 
-        The order in which an element is added up is the same.
+        Each element is added up in the same order as there.
         """
         width = -(-x.numel() // self.size)
         sent = x.new_zeros(self.size * width)
@@ -153,7 +153,7 @@ class ProcessRanks:
             raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
 
     def _ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
-        """A call to the store, which waits for others at most ``seconds``."""
+        """Make a call to the store that waits for other ranks at most ``seconds``."""
         self._require_all()
         try:
             return answered(call, seconds)
@@ -170,8 +170,8 @@ class ProcessRanks:
 
 
 def _added(parts: torch.Tensor) -> torch.Tensor:
-    """Along the first dimension, in order, in float32. Of two that is their sum, rounded once."""
-    if len(parts) == 2:
+    """The sum along the first dimension, in order, in float32, rounded once at the end."""
+    if len(parts) == 2:  # one addition rounds once in any dtype
         return parts[0] + parts[1]
     total = parts[0].float()
     for part in parts[1:]:

@@ -12,33 +12,38 @@ import torch
 class RankGroup(Protocol):
     """Ranks that make the same calls in the same order.
 
-    Each call is entered by every rank, and raises ParallelError where one does not come in time;
-    the group is of no use then.
+    Every rank enters every call. A call raises ParallelError if a rank does not come in time; the
+    group is unusable afterwards.
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's rank, in [0, size)."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, all of one shape and dtype: [size, *x.shape]."""
+        """Every rank's tensor, all of the same shape and dtype: [size, *x.shape]."""
         ...
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Element by element in rank order, in float32, rounded once to the dtype of x.
+        """The elementwise sum over ranks, in rank order, in float32, rounded once to x's dtype.
 
-        An element's sum does not depend on its place, nor on how many there are. May be x itself.
+        An element's sum does not depend on its position or on the number of elements. May return
+        x itself.
         """
         ...
 
     def first(self, numbers: Sequence[float]) -> list[float]:
-        """Rank 0's numbers; as many come from every rank."""
+        """Rank 0's numbers. Every rank must pass the same number of them."""
         ...
 
     def numbers(self, number: int) -> list[int]:
-        """Every rank's number, of 64 bits, by rank."""
+        """Every rank's 64-bit integer, by rank."""
         ...
 
     def exchange(self, text: str) -> list[str]:
@@ -46,28 +51,28 @@ class RankGroup(Protocol):
         ...
 
     def tell(self, text: str) -> str:
-        """Rank 0's text; what the others bring is not looked at."""
+        """Rank 0's text; the others' is ignored."""
         ...
 
     def post(self, topic: str, text: str) -> None:
-        """Leave a note that others may `collect`. Waits for nobody."""
+        """Post a note for `collect`. Does not wait."""
         ...
 
     def collect(self, topic: str) -> list[str]:
-        """Every rank's note on a topic, by rank, as soon as all have left theirs."""
+        """Every rank's note on a topic, by rank. Waits until all have posted."""
         ...
 
     def close(self, reason: str = "the group is closed") -> None:
-        """Leave for good. Others that wait for this rank hear that it is gone.
+        """Leave the group for good. Calls of other ranks that wait for this one fail.
 
-        ``reason``: what later calls of this rank are told.
+        ``reason``: the message of later calls of this rank.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
-    """A rank by itself: everything is its own already."""
+    """The group of a single rank: nothing is exchanged."""
 
     rank: int = 0
     size: int = 1

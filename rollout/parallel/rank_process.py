@@ -1,9 +1,9 @@
-"""One rank that `rollout.parallel.launcher` starts: it ends with its launcher.
+"""A rank's process, started by `rollout.parallel.launcher`; it ends with its launcher.
 
     python -m rollout.parallel.rank_process LAUNCHER_PID MODULE ARGUMENT...
 
-A launcher that is killed can stop nobody any more, and ranks that go on would hold the output
-that the same command, started again, wants to go on with.
+A killed launcher cannot stop its ranks, and surviving ranks would keep the output locked when the
+same command is started again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> None:
+    """Run the module of `sys.argv` as `__main__`, tied to the launcher's life (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     launcher, *sys.argv = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""A time limit for calls that have none."""
+"""Time limits for calls that have none."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 ANSWER_SECONDS = 30.0
-"""A store of torch.distributed answers in milliseconds, however busy its process is. One whose
-process is stopped never does, and torch's client waits for it without end."""
+"""A store of torch.distributed answers in milliseconds, however busy its process is. If its process
+is suspended it never does, and torch's client waits forever."""
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """The value of ``call``, which runs on a thread that is left behind where it takes longer.
+    """The value of ``call``, run on a thread of its own. Raises what ``call`` raises.
 
-    Raises TimeoutError then, and what ``call`` raises.
+    Raises TimeoutError after ``seconds``; the thread is then left behind.
     """
     outcome: Future[T] = Future()
 
@@ -31,14 +31,14 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     try:
         return outcome.result(seconds)
     except TimeoutError:
-        if outcome.done():  # at the last moment, or it raised a TimeoutError of its own
+        if outcome.done():  # it finished just now, or raised a TimeoutError itself
             return outcome.result()
         raise TimeoutError(f"no answer in {seconds:g} seconds") from None
 
 
 def answered(call: Callable[[], T], seconds: float = 0.0) -> T:
-    """The value of a call to a store, which waits at most ``seconds`` for others by itself.
+    """The value of a call to a store that itself waits at most ``seconds`` for others.
 
-    Raises TimeoutError where the store does not answer, and what ``call`` raises.
+    Raises TimeoutError if the store does not answer, and what ``call`` raises.
     """
     return within(seconds + ANSWER_SECONDS, call)

@@ -1,4 +1,4 @@
-"""`specrollout report`: from a run's log to one page and its plots. Knows files, not the engine."""
+"""`specrollout report`: from a run's log to a page and plots. Reads files only."""
 
 from rollout.report.report import Report, write_report
 

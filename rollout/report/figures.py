@@ -1,4 +1,4 @@
-"""The figures of one run, as text with units."""
+"""The key figures of one run, as text with units."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rollout.report.columns import Columns, number, ratio, total
-from rollout.report.run import Run
+from rollout.report.run import Columns, Run, number, ratio, total
 
 UNKNOWN = "-"
 PHASES = ("forward", "draft", "sample", "schedule")
 
 
 def figures(run: Run) -> dict[str, str]:
-    """By name, in the order they are shown. The names are the same for every run."""
+    """Figures by name, in the order of the page. The names are the same for every run."""
     return {
         "settings": _settings(run),
         "rollouts": _rollouts(run),
@@ -35,18 +34,22 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def count(value: float | None) -> str:
+    """A whole number with thousands separators; UNKNOWN for None, NaN and infinities."""
     return UNKNOWN if value is None or not np.isfinite(value) else f"{value:,.0f}"
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
+    """A number with ``digits`` decimals; UNKNOWN for None, NaN and infinities."""
     return UNKNOWN if value is None or not np.isfinite(value) else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
+    """A share in per cent; UNKNOWN for None, NaN and infinities."""
     return UNKNOWN if value is None or not np.isfinite(value) else f"{value:.1%}"
 
 
 def seconds(value: float | None) -> str:
+    """A duration in seconds, minutes or hours; UNKNOWN for None, NaN and infinities."""
     if value is None or not np.isfinite(value):
         return UNKNOWN
     if value < 120:
@@ -56,7 +59,8 @@ def seconds(value: float | None) -> str:
 
 
 def name_of(settings: Mapping[str, object]) -> str | None:
-    """How drafts were made: ``ngram`` of ``spec_workers.ngram.build``."""
+    """The spec's short name, such as ``ngram`` for ``spec_workers.ngram.build``; None if
+    unknown."""
     spec = settings.get("spec")
     target = spec.get("_target_") if isinstance(spec, Mapping) else spec
     return None if not target else str(target).removesuffix(".build").rpartition(".")[2]
@@ -67,8 +71,10 @@ def _settings(run: Run) -> str:
     parts = [f"spec={name_of(settings)}"] if name_of(settings) else []
     options = settings.get("spec")
     if isinstance(options, Mapping):
-        of_drafts = ("budget", "num_draft_tokens", "corpus_path")
-        parts += [f"{name}={options[name]}" for name in of_drafts if options.get(name) is not None]
+        draft_options = ("budget", "num_draft_tokens", "corpus_path")
+        parts += [
+            f"{name}={options[name]}" for name in draft_options if options.get(name) is not None
+        ]
     shown = ("temperature", "n", "max_new_tokens", "max_running")
     parts += [f"{name}={settings[name]}" for name in shown if name in settings]
     return ", ".join(parts) or UNKNOWN
@@ -82,7 +88,7 @@ def _rollouts(run: Run) -> str:
 
 
 def _counter(run: Run, name: str) -> float:
-    """The engine's own total; else what all steps add up to; else, of a thinned log, rollouts."""
+    """The engine's total; else the sum over steps; else, for a thinned log, over rollouts."""
     known = number(run.totals.get(name))
     if np.isfinite(known):
         return known
@@ -91,7 +97,7 @@ def _counter(run: Run, name: str) -> float:
 
 
 def _preemptions(run: Run) -> float:
-    """Not a `_counter` where steps tell: each step's line holds those of all steps up to it."""
+    """Preemptions of the run. A step's line holds the total so far, so steps are not summed up."""
     so_far = run.steps["preemptions"]
     so_far = so_far[np.isfinite(so_far)]
     if len(so_far) and not np.isfinite(number(run.totals.get("preemptions"))):
@@ -154,7 +160,7 @@ def _gain(run: Run) -> str:
 
 
 def phase_milliseconds(steps: Columns) -> dict[str, np.ndarray]:
-    """[steps] by phase; `rest` is what is left of the whole."""
+    """[steps] milliseconds by phase; `rest` is the remainder of the total."""
     phases = {phase: np.nan_to_num(steps[f"{phase}_ms"]) for phase in PHASES}
     whole = np.nan_to_num(steps["total_ms"])
     return phases | {"rest": np.maximum(whole - np.sum(list(phases.values()), axis=0), 0.0)}

@@ -1,4 +1,4 @@
-"""The engine's learned costs and estimates, as far as a log has them whole."""
+"""The engine's learned costs and estimates, parsed from a log; incomplete ones are left out."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from rollout.report.columns import number
+from rollout.report.run import number
 
 NUM_TENTHS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Milliseconds of a forward, without drafting and sampling, by query rows for each context."""
+    """Milliseconds of a forward, without drafting and sampling, by context and query rows."""
 
     device: str
     rows_R: np.ndarray
     contexts_C: np.ndarray
     milliseconds_CR: np.ndarray
-    observations_CR: np.ndarray  # weight of the measurements behind each; zeros where not logged
+    observations_CR: np.ndarray  # weight of the measurements behind each entry; zeros if not logged
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Verified nodes by tenth of their estimated probability of being accepted."""
+    """Verified nodes by tenths of their estimated acceptance probability."""
 
     count_K: np.ndarray
-    expected_K: np.ndarray  # summed estimates
+    expected_K: np.ndarray  # sums of the estimates
     accepted_K: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class NodeValues:
-    """Verified nodes by what proposed them and how deep in the tree."""
+    """Verified nodes by source and depth in the tree."""
 
     sources: list[str]
     depths: list[str]
@@ -44,6 +44,7 @@ class NodeValues:
 
 
 def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
+    """The learned cost of a forward, or None."""
     budget = _part(learned, "budget")
     cost = _part(budget, "cost")
     rows, contexts = _numbers(cost.get("rows")), _numbers(cost.get("contexts"))
@@ -62,7 +63,7 @@ def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
 
 
 def calibration(learned: Mapping[str, Any]) -> Calibration | None:
-    """None also where no node was verified."""
+    """The calibration, or None, also if no node was verified."""
     part = _part(_part(learned, "budget"), "calibration")
     columns = [_numbers(part.get(name)) for name in ("count", "expected", "accepted")]
     if any(len(each) != NUM_TENTHS or not np.isfinite(each).all() for each in columns):
@@ -71,6 +72,7 @@ def calibration(learned: Mapping[str, Any]) -> Calibration | None:
 
 
 def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
+    """Expected and real acceptance by source and depth, or None."""
     part = _part(_part(learned, "budget"), "values")
     sources, depths = ([str(each) for each in _list(part.get(name))] for name in
                        ("sources", "depths"))  # fmt: skip
@@ -82,7 +84,7 @@ def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
 
 
 def scalars(learned: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """Every single value below ``learned``, with dotted names; no lists."""
+    """Every scalar below ``learned`` with its dotted name; lists are left out."""
     values: list[tuple[str, object]] = []
     for name, value in learned.items():
         if isinstance(value, Mapping):
@@ -106,7 +108,7 @@ def _numbers(value: object) -> np.ndarray:
 
 
 def _table(value: object, shape: tuple[int, int]) -> np.ndarray | None:
-    """None unless it is numbers, lists within a list, of that shape and not empty."""
+    """A list of lists as an array, or None unless it has ``shape`` and is not empty."""
     rows = [_numbers(row) for row in _list(value)]
     if not all(shape) or len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
         return None

@@ -1,4 +1,4 @@
-"""Reads the log of a run, whatever state it was left in, and the times of its steps."""
+"""Reads a log, complete or not, and works out the times of its steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 
 from rollout.errors import InvalidInputError
-from rollout.report.columns import Columns, ColumnsBuilder, number
-from rollout.report.run import ROLLOUT_FIELDS, STEP_FIELDS, Log, Run
+from rollout.report.run import (
+    ROLLOUT_FIELDS,
+    STEP_FIELDS,
+    Columns,
+    ColumnsBuilder,
+    Log,
+    Run,
+    number,
+)
 
 
 class Timeline:
-    """The times of one run's steps. Where steps have no time, their durations are summed up."""
+    """The times of one run's steps. Without logged times, their durations are summed up."""
 
     def __init__(self, steps: Columns, started: float) -> None:
-        """``started``: Unix seconds; NaN: a step's length before the first one was logged."""
+        """``started``: Unix seconds; NaN: the first step's duration before its logged time."""
         self._known = np.flatnonzero(np.isfinite(steps["step"]))
         self._numbers = steps["step"][self._known]
         self._step_ms = np.nan_to_num(steps["total_ms"])
@@ -28,32 +35,32 @@ class Timeline:
             started = times[has_time[0]] - self._step_ms[has_time[0]] / 1e3
         self._started = started
         if len(has_time):
-            # A clock that was set back meanwhile must not make time run backwards.
+            # Times must not run backwards if the clock was set back.
             elapsed = np.fmax.accumulate(times - started)
             self.step_seconds = np.maximum(np.nan_to_num(elapsed), 0.0)
         else:
             self.step_seconds = np.cumsum(self._step_ms) / 1e3
 
     def ended(self, rollouts: Columns) -> np.ndarray:
-        """[rollouts]; NaN where unknown."""
+        """[rollouts] end of each in seconds; NaN where unknown."""
         by_clock = np.maximum(rollouts["time"] - self._started, 0.0)
         return np.where(np.isfinite(by_clock), by_clock, self._at_step(rollouts["step"]))
 
     def began(self, rollouts: Columns) -> np.ndarray:
-        """[rollouts] when the first of its target forwards began, had it taken part in every step.
+        """[rollouts] begin of the first target forward of each, in seconds; NaN where unknown.
 
-        A rollout that was preempted began earlier. NaN where unknown.
+        It assumes that the rollout took part in every step; a preempted one began earlier.
         """
         first_step = rollouts["step"] - rollouts["verify_steps"] + 1
         began = self._at_step(first_step, begin=True)
         return np.where(rollouts["verify_steps"] > 0, began, np.nan)
 
     def _at_step(self, numbers: np.ndarray, *, begin: bool = False) -> np.ndarray:
-        """When these steps ended (or began), or the next ones that were logged."""
+        """When the steps of these numbers ended (or began), or the next logged ones."""
         if not len(self._known):
             return np.full(len(numbers), np.nan)
-        places = np.searchsorted(self._numbers, np.nan_to_num(numbers, nan=np.inf))
-        steps = self._known[np.minimum(places, len(self._known) - 1)]
+        indices = np.searchsorted(self._numbers, np.nan_to_num(numbers, nan=np.inf))
+        steps = self._known[np.minimum(indices, len(self._known) - 1)]
         seconds = self.step_seconds[steps]
         if begin:
             seconds = np.maximum(seconds - self._step_ms[steps] / 1e3, 0.0)
@@ -64,11 +71,11 @@ _KINDS = ("run", "step", "rollout", "learned", "totals")
 
 
 def read_log(path: Path) -> Log:
-    """All runs of a log that `log.jsonl` named.
+    """All runs of the log at ``path``.
 
-    Lines that are torn or of no known kind are counted and left out, and so is what a line has
-    that is no number where one belongs. Raises InvalidInputError where there is no such file, or
-    nothing of a log in it.
+    Torn lines and lines of an unknown kind are counted and left out. A value that should be a
+    number and is not becomes NaN. Raises InvalidInputError if the file cannot be read or holds no
+    line of a log.
     """
     runs: list[_OpenRun] = []
     num_unreadable = num_lines = 0
@@ -95,7 +102,9 @@ def read_log(path: Path) -> Log:
             str(path),
             f"is not the log of a run, {found}: give the file that log.jsonl named",
         )
-    with_lines = [run for run in runs if run.num_lines] or runs[-1:]  # some were stopped at once
+    with_lines = [run for run in runs if run.num_lines] or runs[
+        -1:
+    ]  # a run that stopped at once has none
     return Log(path=path, runs=_one_after_the_other(with_lines), num_unreadable=num_unreadable)
 
 
@@ -107,7 +116,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     if "kind" not in line and "step" in line and "total_ms" in line:
-        line["kind"] = "step"  # as logs were before they had other lines
+        line["kind"] = "step"  # a log of steps alone has no kinds
     return line if line.get("kind") in _KINDS else None
 
 
@@ -125,7 +134,7 @@ class _OpenRun:
     """A run whose lines are being read."""
 
     def __init__(self) -> None:
-        self.num_lines = 0  # but for the one that begins it
+        self.num_lines = 0  # without the line that begins the run
         self._settings: Mapping[str, Any] | None = None
         self._learned: Mapping[str, Any] = {}
         self._totals: Mapping[str, Any] = {}
@@ -136,7 +145,7 @@ class _OpenRun:
         self._last_step = float("-inf")
 
     def ends_before(self, line: Mapping[str, Any]) -> bool:
-        """Another run begins with ``line``: it says so, or it counts steps anew."""
+        """Whether ``line`` begins another run: it says so, or it counts steps from the start."""
         match line["kind"]:
             case "run":
                 return self._settings is not None or self.num_lines > 0

@@ -1,21 +1,128 @@
-"""`specrollout report`: from a log to a folder with a page and its plots."""
+"""`specrollout report`: writes a folder with a page and its plots from a log."""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+
 from rollout.errors import InvalidInputError
-from rollout.report.page import page
-from rollout.report.plots import draw_all
+from rollout.report import tables
+from rollout.report.figures import figures
+from rollout.report.plots import Picture, draw_all
 from rollout.report.reading import read_log
-from rollout.report.run import Log
+from rollout.report.run import Log, number
+from rollout.report.tables import Table
+
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled table of the page."""
+
+    title: str
+    caption: str
+    table: Table
+    missing: str  # shown instead of an empty table
+
+
+def page(log: Log, pictures: list[Picture]) -> str:
+    """The page as HTML that loads nothing else."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["data_uri"] = _data_uri
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    by_run = [figures(run) for run in log.runs]
+    return template.render(
+        title=f"{log.path.name}: report of {_runs(log)}",
+        subtitle=_subtitle(log),
+        notes=_notes(log),
+        runs=[run.number for run in log.runs],
+        figures=[(name, [each[name] for each in by_run]) for name in by_run[0]],
+        pictures=pictures,
+        sections=_sections(log),
+    )
+
+
+def _data_uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _runs(log: Log) -> str:
+    if len(log.runs) == 1:
+        return "one run" if log.runs[0].number == 1 else f"run {log.runs[0].number}"
+    return f"{len(log.runs)} runs"
+
+
+def _subtitle(log: Log) -> str:
+    """The models, the prompts and the day of the runs."""
+    parts = []
+    for name in ("model", "data"):
+        values = dict.fromkeys(str(run.settings[name]) for run in log.runs if name in run.settings)
+        if values:
+            parts.append(f"{name}: {', '.join(values)}")
+    started = number(log.runs[0].settings.get("time"))
+    if 0 < started < 4e9:
+        when = datetime.datetime.fromtimestamp(started).astimezone()
+        parts.append(f"begun {when:%Y-%m-%d %H:%M %Z}")
+    return "; ".join(parts)
+
+
+def _notes(log: Log) -> list[str]:
+    notes = []
+    if log.num_unreadable:
+        lines = "1 line" if log.num_unreadable == 1 else f"{log.num_unreadable:,} lines"
+        notes.append(
+            f"{lines} of the log could not be read and did not count: torn when a run was killed, "
+            "or of a kind this version does not know."
+        )
+    if len(log.runs) > 1:
+        notes.append(
+            "The runs are drawn one after the other, without the time between them; dashed lines "
+            "are where one begins."
+        )
+    return notes
+
+
+def _sections(log: Log) -> list[Section]:
+    slowest, groups = tables.slowest_rollouts(log), tables.groups(log)
+    if len(log.runs) == 1:
+        slowest, groups = slowest.without("run"), groups.without("run")
+    none_finished = "No rollout had finished when the log ended."
+    sections = [
+        Section(
+            "Slowest rollouts",
+            "From the first target forward to the end. A click on a column sorts by it.",
+            slowest,
+            none_finished,
+        ),
+        Section("Groups", "The samples of each prompt.", groups, none_finished),
+    ]
+    run = next((run for run in reversed(log.runs) if run.learned), log.runs[-1])
+    values, learned = tables.draft_values(run), tables.learned_values(run)
+    if values is not None:
+        sections.append(Section(
+            "What drafts were worth",
+            "Accepted nodes against those the estimates expected, by what proposed them and how "
+            "deep in the tree.",
+            values, "",
+        ))  # fmt: skip
+    if learned is not None:
+        sections.append(Section("What the engine learned", "As it stood at the end.", learned, ""))
+    return sections
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """The files that were written."""
+
     page: Path
     plots: list[Path]
 
@@ -23,10 +130,14 @@ class Report:
 def write_report(path: Path, folder: Path | None = None, run: str = "all") -> Report:
     """Write ``index.html`` and a PNG file per plot.
 
-    ``folder``: by default beside the log, ``run.report`` of ``run.jsonl``; what an earlier report
-    left there is replaced. ``run``: ``all``, ``last``, or the number of one. Raises
-    InvalidInputError for a log that cannot be read, a run it does not have, a folder that cannot
-    be written, and where matplotlib is missing; nothing was written then.
+    Args:
+        path: the log.
+        folder: default: beside the log, ``run.report`` for ``run.jsonl``. An earlier report there
+            is replaced.
+        run: ``all``, ``last``, or the number of a run.
+
+    Raises InvalidInputError for a log that cannot be read, a run it does not have, a folder that
+    cannot be written, or if matplotlib is missing; nothing is written then.
     """
     log = _chosen(read_log(path), run)
     pictures = draw_all(log)
@@ -63,7 +174,7 @@ def _chosen(log: Log, run: str) -> Log:
 
 
 def run_report(arguments: Sequence[str]) -> None:
-    """Ends the process with code 2 for arguments it does not know; raises InvalidInputError."""
+    """Run the subcommand. Exits with code 2 for unknown arguments; raises InvalidInputError."""
     parser = argparse.ArgumentParser(
         prog="specrollout report",
         description="Draw the log of a run: accept length and batch width over time, the tail, the "

@@ -1,15 +1,55 @@
-"""One run of a log, and the runs of a log on one axis of generating time."""
+"""The data of a log: its runs, on one axis of generating time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollout.report.columns import Columns
+Columns = dict[str, np.ndarray]
+"""float64 arrays of one length by name; NaN where a line has no value."""
+
+
+class ColumnsBuilder:
+    """Collects lines into columns, at 8 bytes per number: a log may have very many lines."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._values = {name: array("d") for name in names}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append one line's values."""
+        for name, values in self._values.items():
+            values.append(number(line.get(name)))
+
+    def columns(self) -> Columns:
+        """Copies of the columns so far."""
+        return {name: np.array(values, dtype=np.float64) for name, values in self._values.items()}
+
+
+def number(value: object) -> float:
+    """``value`` as a finite float; NaN for anything else that JSON can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return float("nan")
+    try:
+        result = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return float("nan")
+    return result if abs(result) != float("inf") else float("nan")
+
+
+def total(values: np.ndarray) -> float:
+    """The sum, ignoring NaN; 0 without values."""
+    return float(np.nansum(values))
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """``part / whole``; None where ``whole`` is 0."""
+    return part / whole if whole else None
+
 
 STEP_FIELDS = (
     "time",
@@ -59,12 +99,12 @@ ROLLOUT_FIELDS = (
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """The log of one run. Seconds count from when it began to generate."""
+    """The log of one run. Seconds count from the start of its generation."""
 
     number: int  # from 1, in the order of the file
     settings: Mapping[str, Any] = field(default_factory=dict)
-    offset: float = 0.0  # seconds for which the runs before it generated
-    step_seconds: np.ndarray  # [steps] when each ended; never decreasing
+    offset: float = 0.0  # generating seconds of the runs before it
+    step_seconds: np.ndarray  # [steps] when each ended; non-decreasing
     steps: Columns  # STEP_FIELDS
     rollouts: Columns  # ROLLOUT_FIELDS
     began_seconds: np.ndarray  # [rollouts] when each was first verified; NaN where unknown
@@ -76,42 +116,45 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Logged ones; `log.every` may have left others out."""
+        """Logged steps; `log.every` may have left others out."""
         return len(self.step_seconds)
 
     @property
     def steps_per_line(self) -> float:
-        """Steps that each logged one stands for: 1 unless `log.every` left some out."""
+        """Steps per logged step: 1 unless `log.every` left some out."""
         numbers = self.steps["step"][np.isfinite(self.steps["step"])]
         return float(numbers[-1] - numbers[0]) / (len(numbers) - 1) if len(numbers) > 1 else 1.0
 
     @property
     def num_rollouts(self) -> int:
+        """Logged rollouts."""
         return len(self.ended_seconds)
 
     @property
     def seconds(self) -> float:
-        """From the start to the last thing logged."""
+        """Seconds from the start to the last logged event."""
         known = self.ended_seconds[np.isfinite(self.ended_seconds)]
         return float(max([*self.step_seconds[-1:], *known[-1:]], default=0.0))
 
     @property
     def step_ms(self) -> np.ndarray:
-        """[steps] what `predicted_ms` foretells: drafting, forward and sampling."""
+        """[steps] milliseconds of drafting, forward and sampling, which `predicted_ms` predicts."""
         return self.steps["total_ms"] - np.nan_to_num(self.steps["schedule_ms"])
 
     @property
     def has_forecast(self) -> np.ndarray:
-        """[steps] bool: its time was predicted; 0 is written where nothing is known."""
+        """[steps] bool: whether the step's time was predicted; the log has 0 where it was not."""
         return (np.nan_to_num(self.steps["predicted_ms"]) > 0) & np.isfinite(self.step_ms)
 
 
 @dataclass(kw_only=True, slots=True)
 class Log:
+    """A log and its runs."""
+
     path: Path
     runs: list[Run]  # at least one
     num_unreadable: int = 0  # lines
 
     def only(self, run: Run) -> Log:
-        """The log as if it held but this run."""
+        """The log with this run alone."""
         return replace(self, runs=[replace(run, offset=0.0)])

@@ -1,4 +1,4 @@
-"""The tables of a page: which rollouts were slow, which groups long, what drafts were worth."""
+"""The tables of a page: slowest rollouts, groups, the value of drafts, learned values."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.report.columns import ratio, total
 from rollout.report.figures import UNKNOWN, count, decimal
 from rollout.report.learned import NodeValues, node_values, scalars
-from rollout.report.run import Log, Run
+from rollout.report.run import Log, Run, ratio, total
 
 MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """A table's cell."""
+
     text: str
-    sort_by: float | str  # NaN: at the end, whichever way
+    sort_by: float | str  # NaN sorts to the end in either direction
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
+    """A table that the page can sort by any column."""
+
     name: str
     columns: list[str]
     rows: list[list[Cell]]
     num_left_out: int = 0
 
     def without(self, column: str) -> Table:
-        place = self.columns.index(column)
-        rows = [row[:place] + row[place + 1 :] for row in self.rows]
-        return replace(self, columns=self.columns[:place] + self.columns[place + 1 :], rows=rows)
+        """The table without the column of that name."""
+        index = self.columns.index(column)
+        rows = [row[:index] + row[index + 1 :] for row in self.rows]
+        return replace(self, columns=self.columns[:index] + self.columns[index + 1 :], rows=rows)
 
     @classmethod
     def of(cls, name: str, columns: list[str], rows: list[list[Cell]], by: int) -> Table:
-        """The ``MAX_ROWS`` largest by column ``by``."""
+        """A table of the ``MAX_ROWS`` rows that are largest in column ``by``."""
         rows.sort(key=lambda row: _last_if_unknown(row[by].sort_by))
         return cls(name, columns, rows[:MAX_ROWS], max(0, len(rows) - MAX_ROWS))
 
 
 def slowest_rollouts(log: Log) -> Table:
+    """Rollouts by the time from their first forward to their end."""
     columns = [
         "run", "prompt", "sample", "seconds", "forwards", "prompt tokens", "tokens",
         "finished by", "accept length", "proposed", "verified", "accepted", "gain ms",
@@ -76,6 +81,7 @@ def slowest_rollouts(log: Log) -> Table:
 
 
 def groups(log: Log) -> Table:
+    """A row per prompt group, by the longest rollout."""
     columns = [
         "run", "prompt", "rollouts", "mean tokens", "shortest", "longest", "accept length",
         "verified", "accepted", "gain ms", "done at s",
@@ -113,7 +119,7 @@ def members_of_groups(run: Run) -> dict[str, np.ndarray]:
 
 
 def draft_values(run: Run) -> Table | None:
-    """How often the nodes of each source and depth were accepted, beside the estimates."""
+    """Accepted against expected nodes by source and depth; None if nothing was learned."""
     values: NodeValues | None = node_values(run.learned)
     if values is None:
         return None
@@ -133,6 +139,7 @@ def draft_values(run: Run) -> Table | None:
 
 
 def learned_values(run: Run) -> Table | None:
+    """Every learned scalar by name; None if nothing was learned."""
     rows = [
         [Cell(name, name), Cell(f"{value:,.4g}" if isinstance(value, float) else str(value), name)]
         for name, value in scalars(run.learned)

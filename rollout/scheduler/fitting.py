@@ -1,4 +1,4 @@
-"""Whether a sequence can run at all."""
+"""Whether a prompt fits the context and the KV slots."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ def check_length(length: int, max_context_len: int, max_sequence_len: int, field
     """Raise unless a prompt leaves room for at least one token when it runs alone.
 
     Args:
-        length: the prompt's, in tokens, called ``field``.
-        max_sequence_len: of prompt and output together, by the KV slots there are.
+        length: the prompt's length in tokens.
+        max_sequence_len: largest number of tokens, prompt and output, that the KV slots hold.
+        field: the prompt's name in the error.
 
-    InvalidInputError: the context is too short for it. OutOfMemoryError: the KV slots are too few.
+    Raises InvalidInputError if the context is too short, OutOfMemoryError if KV slots are too few.
     """
     if not 0 < length < max_context_len:
         remedy = f"must have 1 to {max_context_len - 1} tokens: the context is {max_context_len}"

@@ -1,4 +1,4 @@
-"""How long a rollout will become, from the lengths of its siblings and of earlier epochs."""
+"""Expected rollout lengths, from the prompt's other samples and from earlier epochs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from itertools import accumulate
 from typing import Any
 
 GROUP_LENGTHS = 32
-"""Lengths kept per prompt group: this step's siblings and an epoch or more before them."""
+"""Lengths stored per prompt group: this step's samples and those of an epoch or more before."""
 
 RECENT_LENGTHS = 512
-"""Lengths kept of all groups together."""
+"""Latest lengths stored of all groups together."""
 
 MAX_GROUPS = 65_536
-"""Groups kept: with all their lengths, about 35 MB here and 15 MB as JSON."""
+"""Groups stored: with all their lengths, about 35 MB in memory and 15 MB as JSON."""
 
 SHRINKAGE = 2
-"""How many of a group's own lengths the mean of all groups counts for."""
+"""The mean of all groups weighs as much as this many of a group's own lengths."""
 
 _INT32 = 2**31
 _GROUP_KEYS = 2**63
 
 
 class LengthForecast:
-    """The expected rest of a rollout, given how far it has come.
+    """The expected number of tokens that a rollout has yet to emit.
 
-    An estimate is the mean residual life: by how much the lengths seen exceed ``generated``, on
-    average over those that do. A group's own is shrunk towards that of all recent lengths, which
-    count for ``SHRINKAGE`` of its own. It outlives weight updates: newer lengths push out older
-    ones, those of a group the group's, and of groups the one observed least recently goes first.
+    The estimate is the mean residual life: the mean excess over ``generated`` of the observed
+    lengths that exceed it. A group's own estimate is shrunk towards that of all recent lengths,
+    which weigh as much as ``SHRINKAGE`` of its own. It survives weight updates: newer lengths
+    replace older ones of their group, and the group observed least recently is dropped first.
     """
 
     def __init__(self) -> None:
@@ -37,18 +37,18 @@ class LengthForecast:
         self._groups: dict[int, _Lengths] = {}  # least recently observed first
 
     def __len__(self) -> int:
-        """Groups of which something is known."""
+        """Groups with at least one length."""
         return len(self._groups)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever observed: every forecast is then the room there is."""
+        """Whether nothing was ever observed; every forecast is then ``room``."""
         return not self._recent.latest
 
     def observe(self, group: int, length: int) -> None:
-        """A rollout ended by itself or at its limit after ``length`` >= 1 tokens.
+        """Record a rollout that stopped, or reached its limit, after ``length`` >= 1 tokens.
 
-        Not for aborted or failed ones: how long those would have become is not known.
+        Not for aborted or failed rollouts: their full length is unknown.
         """
         assert 0 < length < _INT32
         lengths = self._groups.pop(group, None)
@@ -61,17 +61,17 @@ class LengthForecast:
         self._recent.append(length)
 
     def remaining(self, group: int, generated: int, room: int) -> float:
-        """Tokens a rollout is expected to emit yet: in [1, room].
+        """Tokens that an unfinished rollout is expected to emit yet, in [1, room].
+
+        A rollout longer than every observed length is expected to be half-way, with ``generated``
+        more to come: the estimate where every scale is equally likely (Gott 1993). It ranks
+        stragglers above rollouts about to end. If nothing was ever observed, the answer is
+        ``room``.
 
         Args:
-            group: Request.group. One never observed counts as the mean of all.
-            generated: tokens it has emitted; it goes on.
-            room: the most it may still emit, >= 1.
-
-        A rollout that has outlived everything seen is taken to be half-way, at ``generated`` more:
-        that is all that a length without a scale of its own says (Gott 1993), and it ranks the
-        stragglers, which end a step, above those about to end. Where nothing was ever observed it
-        is ``room``.
+            group: Request.group. A group never observed gets the mean of all.
+            generated: tokens it has emitted.
+            room: tokens it may still emit at most, >= 1.
         """
         if self.is_empty:
             return float(room)
@@ -86,16 +86,16 @@ class LengthForecast:
         return min(max(expected, 1.0), float(room))
 
     def learned(self) -> dict[str, Any]:
-        """All it knows, for JSON: at most ``MAX_GROUPS * GROUP_LENGTHS`` numbers and some."""
+        """Everything learned, for JSON: little more than ``MAX_GROUPS * GROUP_LENGTHS`` numbers."""
         return {
             "recent": self._recent.latest.tolist(),
             "groups": {str(group): own.latest.tolist() for group, own in self._groups.items()},
         }
 
     def restore(self, learned: dict[str, Any]) -> None:
-        """Know what `learned` gave, and nothing else. Of more than is kept, the latest.
+        """Replace everything learned by what `learned` returned; the latest where it is too much.
 
-        Raises ValueError naming what is wrong with ``learned``, and is as it was.
+        Raises ValueError naming what is wrong with ``learned``, and then changes nothing.
         """
         if not isinstance(learned, dict) or learned.keys() != {"recent", "groups"}:
             raise ValueError("learned lengths must be an object with 'recent' and 'groups'")
@@ -118,15 +118,15 @@ class LengthForecast:
 
 
 class _Lengths:
-    """The latest ``most`` lengths; sorted, with sums from each on, once somebody asks."""
+    """The latest ``max_length`` lengths, with a sorted copy and sums computed on demand."""
 
     __slots__ = ("_max_length", "_sorted", "_sums", "latest")
 
-    def __init__(self, most: int) -> None:
-        self.latest = array("i")  # in the order they came
-        self._max_length = most
-        self._sorted: list[int] | None = None  # None: not since the last append
-        self._sums: list[int] = []  # [k]: of the k longest
+    def __init__(self, max_length: int) -> None:
+        self.latest = array("i")  # in the order of arrival
+        self._max_length = max_length
+        self._sorted: list[int] | None = None  # None: outdated by an append
+        self._sums: list[int] = []  # [k]: sum of the k longest
 
     def append(self, length: int) -> None:
         if len(self.latest) == self._max_length:
@@ -135,7 +135,7 @@ class _Lengths:
         self._sorted, self._sums = None, []
 
     def beyond(self, generated: int) -> tuple[int, int]:
-        """How many lengths exceed ``generated``, and by how much all together."""
+        """The number of lengths that exceed ``generated``, and the sum of their excesses."""
         ascending = self._sorted
         if ascending is None:
             ascending = self._sorted = sorted(self.latest)
@@ -144,11 +144,11 @@ class _Lengths:
         return count, self._sums[count] - count * generated
 
 
-def _read(values: object, name: str, most: int) -> _Lengths:
+def _read(values: object, name: str, max_length: int) -> _Lengths:
     if not isinstance(values, list):
         raise ValueError(f"learned lengths: {name} must be a list, not {values!r:.80}")
-    lengths = _Lengths(most)
-    for value in values[-most:]:
+    lengths = _Lengths(max_length)
+    for value in values[-max_length:]:
         if type(value) is not int or not 0 < value < _INT32:
             raise ValueError(f"learned lengths: {name} holds {value!r:.80}: must be in [1, 2**31)")
         lengths.append(value)

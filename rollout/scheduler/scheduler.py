@@ -1,8 +1,7 @@
-"""The scheduler of the next step: continuous batching with chunked prefill. Integers and lists
-only.
+"""Schedules the next step: continuous batching with chunked prefill. Integers and lists only.
 
-A request waits, runs, and finishes; memory pressure or a weight update may send it back to wait.
-Every decision depends on the calls made so far and on nothing else.
+A request waits, runs and finishes. Memory pressure or a weight update may send it back to the
+waiting queue. Every decision depends only on the calls made so far.
 """
 
 from __future__ import annotations
@@ -30,26 +29,27 @@ from rollout.types import (
 )
 
 DECODE_HEADROOM = 16
-"""Slots left per running request at admission, so that it is not preempted right away."""
+"""Slots left free per running request at admission, so that it is not preempted at once."""
 
 DRAFT_SHARE = 4
-"""Draft nodes take at most one slot in so many, however much of the cache could be evicted."""
+"""Draft nodes take at most one slot in so many, however many slots could be evicted."""
 
 _AT_ITS_LIMIT = 2
-"""A rollout cut at its limit is taken for half-way: how long it would have become nobody knows, and
-that is the median where every scale is equally likely (Gott 1993)."""
+"""A rollout cut at its limit counts as half-way: its full length is unknown, and twice its length
+is the median where every scale is equally likely (Gott 1993)."""
 
 
 Runs = dict[Request, int]
-"""How many tokens each runs."""
+"""Tokens that each request runs in a step."""
 
 
 class Scheduler:
-    """The waiting queue, the running requests, and the rules between them.
+    """The waiting queue, the running requests, and the rules that move requests between them.
 
-    ``max_draft_tokens`` is asked each step how many draft nodes, the root not counted, one request
-    may use: the worker's property of that name. ``lengths`` is told how long rollouts became and
-    asked who is admitted first; it may know some from before.
+    Args:
+        max_draft_tokens: returns, in each step, how many draft nodes one request may use without
+            the root: the worker's property of that name.
+        lengths: records how long rollouts became and ranks admissions; may hold earlier lengths.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether any request is running or waiting."""
         return bool(self._running or self._waiting)
 
     @property
@@ -84,15 +85,16 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """In the order of admission, oldest first."""
+        """Running requests in the order of admission, oldest first."""
         return tuple(self._running)
 
     @property
     def waiting(self) -> Sequence[Request]:
+        """In queue order: admission may choose another."""
         return tuple(queued.request for queued in self._waiting)
 
     def check_fits(self, request: Request, field: str = "prompt") -> None:
-        """`check_length` of what it brings."""
+        """Raise, as `check_length` does, unless the request can run alone."""
         check_length(
             len(request.tokens),
             self.memory.req_to_token.max_context_len,
@@ -101,26 +103,25 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a new request that check_fits() let pass."""
+        """Queue a new request that passed check_fits()."""
         self._prompts[request.request_id] = _int32(request.tokens[: request.prompt_len]).tobytes()
         self._waiting.push(self._queued_request(request, first=True))
 
-    def schedule(self, under_way: Sequence[Batch] = (), *, halved: bool = False) -> Batch:
-        """The next step: decodes, then prefill chunks, then admissions; drafts from what is left.
+    def schedule(self, in_flight: Sequence[Batch] = (), *, halved: bool = False) -> Batch:
+        """The next step: decodes, then prefill chunks, then admissions, then draft slots.
+
+        The batch is empty if nothing is unfinished, or if nothing can run before a batch in flight
+        has ended.
 
         Args:
-            under_way: batches that are not committed yet and will be: their requests are left as
-                they are. Any other that was not committed is dropped, as one that failed: its runs
-                are scheduled again.
-            halved: leave half of the running requests to the batch after this one, the youngest of
-                those that are not under way. Those that ran together go on together, and siblings,
-                which are admitted together, run so.
-
-        Empty when nothing is unfinished, or when nothing can run before a batch under way has
-        ended.
+            in_flight: batches that will still be committed. Their requests are skipped. Any other
+                uncommitted batch counts as failed, and its runs are scheduled again.
+            halved: leave half of the running requests for the next batch: the youngest of those
+                not in flight. Halves therefore keep their members, and samples of one prompt,
+                which are admitted together, run together.
         """
-        self.memory.drop_steps(but={batch.step for batch in under_way})
-        busy = {entry.request: entry.run_len for batch in under_way for entry in batch.entries}
+        self.memory.drop_steps(but={batch.step for batch in in_flight})
+        busy = {entry.request: entry.run_len for batch in in_flight for entry in batch.entries}
         idle = self._running
         if busy:
             idle = [request for request in idle if request not in busy]
@@ -144,9 +145,9 @@ class Scheduler:
         return Batch(step=self._step, entries=self._with_drafts(runs, self._step))
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
-        """Book what a step gave: append tokens, advance KV lengths. Returns the finished requests.
+        """Book a step's results: append tokens, advance KV lengths. Returns the finished requests.
 
-        The worker has already moved accepted drafts' slots (CacheMemory.commit).
+        The worker has already committed the accepted drafts' slots (CacheMemory.commit).
         """
         self.memory.end_step(batch.step, booked=True)
         finished = []
@@ -171,8 +172,7 @@ class Scheduler:
         return request_id in self._prompts
 
     def abort(self, request_id: int) -> Request | None:
-        """End a request now, with no batch under way. None if it is not here (it may have
-        finished)."""
+        """End a request now, with no batch in flight. None if it is unknown or has finished."""
         self.memory.drop_steps()
         request = self._waiting.remove(request_id)
         if request is None:
@@ -185,7 +185,7 @@ class Scheduler:
         return request
 
     def abort_all(self) -> list[Request]:
-        """End every request now, with no batch under way. Returns them, running ones first."""
+        """End every request now, with no batch in flight. Returns them, running ones first."""
         self.memory.drop_steps()
         requests = self._running + self._waiting.clear()
         self._running = []
@@ -195,23 +195,24 @@ class Scheduler:
         return requests
 
     def retract_all(self) -> None:
-        """Send every running request back to wait, its KV forgotten: the weights will change.
+        """Return every running request to the waiting queue and drop its KV: the weights will
+        change.
 
         Tokens and logprobs stay; the KV is computed again under the new weights. The prefix cache
-        is not touched: CacheMemory.reset() drops it. With no batch under way.
+        is not touched: CacheMemory.reset() drops it. There must be no batch in flight.
         """
         self.memory.drop_steps()
         for request in reversed(self._running):
-            self._retract(request, keep=False)
+            self._retract(request, cache_kv=False)
         self._running = []
 
     def _run(self, request: Request, runs: Runs, busy: Runs) -> None:
-        """Schedule the request's next tokens, preempting younger requests for room if it must.
+        """Schedule the request's next tokens, preempting younger requests if slots are short.
 
-        It waits where a younger one cannot be preempted, being under way.
+        The request waits if the request to preempt is in flight.
         """
         if request.row < 0:
-            return  # preempted for one that was asked before it
+            return  # preempted in this step by an older one
         budget = self.limits.max_step_tokens - sum(runs.values())
         run_len = min(request.extend_len, self.limits.chunk_len, budget)
         while run_len > 0:
@@ -219,36 +220,36 @@ class Scheduler:
             if reached > request.computed_len:
                 runs[request] = reached - request.computed_len
                 return
-            # The oldest never gets here alone: max_sequence_len tokens fit once others are gone.
+            # Never the only running request: max_sequence_len tokens fit once others are gone.
             victim = next(each for each in reversed(self._running) if each not in busy)
             if victim is request is not self._running[-1]:
                 return
             self._running.remove(victim)
             runs.pop(victim, None)
-            self._retract(victim, keep=True)
+            self._retract(victim, cache_kv=True)
             self.preemptions += 1
             victim.stats.preemptions += 1
             if victim is request:
                 return
 
     def _admit(self, runs: Runs, busy: Runs) -> None:
-        """Admit while there is a seat, tokens left in the step, and memory for the whole prompt.
+        """Admit while max_running, the step's tokens and memory for the whole prompt allow it.
 
-        Whoever is first and does not fit is waited for: smaller ones let past would starve it.
+        Admission stops at the first request that does not fit: smaller ones would starve it.
         """
         limits, memory = self.limits, self.memory
-        seats = limits.max_running - len(self._running)
+        num_free = limits.max_running - len(self._running)
         budget = limits.max_step_tokens - sum(runs.values())
-        if not (self._waiting and seats and budget):
+        if not (self._waiting and num_free and budget):
             return
         prefilling = {
             self._prompts[request.request_id]
             for request in self._running
             if request.computed_len < request.prompt_len
         }
-        # Where nothing is known of lengths, the limits must not rank requests either.
+        # Without observed lengths the forecast is the request's limit, which must not rank it.
         expected = _nothing_expected if self.lengths.is_empty else self._expected_remaining
-        for queued in self._waiting.candidates(memory, prefilling, expected)[:seats]:
+        for queued in self._waiting.candidates(memory, prefilling, expected)[:num_free]:
             request = queued.request
             unrun = sum(r.extend_len - runs.get(r, busy.get(r, 0)) for r in self._running)
             headroom = unrun + DECODE_HEADROOM * len(self._running)
@@ -264,9 +265,9 @@ class Scheduler:
             budget -= runs[request]
 
     def _with_drafts(self, runs: Runs, step: int) -> list[Scheduled]:
-        """Add draft slots to the runs that are sampled from, evenly where they are scarce.
+        """Add draft slots to the runs that are sampled from, evenly if they are scarce.
 
-        A slot is left for each request that is not among them: its next token needs one.
+        One slot is left for each other running request, for its next token.
         """
         wanted = self._draft_rooms(runs)
         if any(wanted):
@@ -299,8 +300,10 @@ class Scheduler:
         return self.memory.state_run(request.row, start, start + run_len, request.prompt_len)
 
     def _draft_rooms(self, runs: Runs) -> list[int]:
-        """Draft nodes each run can use: no more than tokens it may still emit besides the target's,
-        and none for a prefill chunk, which is not sampled from."""
+        """Draft nodes that each run can use: at most the tokens it may still emit, minus one.
+
+        The one is the target's own. A prefill chunk, which is not sampled from, can use none.
+        """
         most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
         if not most:
             return [0] * len(runs)
@@ -342,25 +345,28 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         del self._prompts[request.request_id]
         self._note_routes(request)
-        if request.row >= 0:  # keys, values and states of broken logits are no use to anybody
-            self._release(request, keep=request.finish_reason is not FinishReason.ERROR)
+        if request.row >= 0:  # KV and states behind broken logits must not be reused
+            self._release(request, cache_kv=request.finish_reason is not FinishReason.ERROR)
 
     def _note_routes(self, request: Request) -> None:
-        """Before its slots go. What was known of tokens that are not computed anew yet stays."""
+        """Read the routes of computed tokens before the slots are freed.
+
+        Routes from before a preemption stay until as many tokens are computed again.
+        """
         if request.params.routed_experts:
             run = 0 if request.row < 0 else min(request.computed_len, len(request.tokens) - 1)
             known = request.routed_experts
             if known is None or run >= len(known):
                 request.routed_experts = self.memory.routed_experts(request.row, run)
 
-    def _retract(self, request: Request, keep: bool) -> None:
+    def _retract(self, request: Request, cache_kv: bool) -> None:
         self._note_routes(request)
-        self._release(request, keep)
+        self._release(request, cache_kv)
         request.computed_len = 0
         self._waiting.push_front(self._queued_request(request, first=False))
 
-    def _release(self, request: Request, keep: bool) -> None:
-        computed = request.tokens[: request.computed_len] if keep else []
+    def _release(self, request: Request, cache_kv: bool) -> None:
+        computed = request.tokens[: request.computed_len] if cache_kv else []
         self.memory.release(request.row, computed)
         request.row = -1
 
@@ -372,8 +378,10 @@ class Scheduler:
 
 
 def _newly_shared(entry: Scheduled) -> int:
-    """Tokens others may share from now on: the prompt once it is computed, and what states were
-    kept of. 0: no more than before."""
+    """Length that others may share from now on: the computed prompt, or a checkpoint of its state.
+
+    0 if nothing is new.
+    """
     request = entry.request
     is_prompt_new = entry.start < request.prompt_len <= request.computed_len
     shared = request.prompt_len if is_prompt_new else 0

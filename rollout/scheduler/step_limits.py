@@ -1,4 +1,4 @@
-"""How much one step takes on: what was configured, else what suits the device."""
+"""Limits of one step: the configured ones, else the device's defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RECURRENT = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """Fields of `SchedulerConfig`, each of them known."""
+    """The limits of `SchedulerConfig`, with defaults filled in."""
 
     max_running: int
     max_step_tokens: int
@@ -22,14 +22,14 @@ class StepLimits:
 
     @staticmethod
     def usual(device: torch.device, *, recurrent: bool = False) -> StepLimits:
-        """Where nothing is configured. A GPU is idle with less, a CPU late with more.
+        """The device's defaults. A GPU would idle with less, a CPU would be late with more.
 
-        ``recurrent``: the model has recurrent layers, whose states take as much memory for each
-        request as thousands of cached tokens.
+        ``recurrent``: the model has recurrent layers, whose states take as much memory per request
+        as thousands of cached tokens.
         """
         if device.type == "cpu":
             return StepLimits(max_running=32, max_step_tokens=512, chunk_len=256)
-        # Logits of all that run, and of their draft nodes, are reserved before KV is.
+        # Logits of all running requests and their draft nodes are reserved before KV is.
         is_large = torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
         running, tokens = (256, 2048) if is_large else (64, 1024)
         return StepLimits(
@@ -40,8 +40,8 @@ class StepLimits:
 
     @staticmethod
     def of(config: SchedulerConfig, device: torch.device, *, recurrent: bool = False) -> StepLimits:
-        """The limits of a step. Configured ones bound the others: each running request needs a
-        token."""
+        """The limits of a step. Configured values bound the defaults, since each running request
+        needs one token per step."""
         usual = StepLimits.usual(device, recurrent=recurrent)
         running, tokens = config.max_running, config.max_step_tokens
         if running is None:

@@ -1,6 +1,6 @@
-"""Two-batch overlap: whether two halves of the running requests take turns on the device.
+"""Two-batch overlap: whether two halves of the running requests alternate on the device.
 
-SGLang calls it TBO and vLLM DBO. It is on while it is measured to be faster.
+SGLang calls it TBO, vLLM DBO. It is on while it is measured to be faster.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from statistics import median
 from rollout.config import Overlap
 from rollout.types import StepTimes
 
-_MARGIN = 0.05  # of the time of whole steps: what halves must spare, to be tried or begun with
-_KNOWN = 8  # steps of a kind until their speed is known
+_MARGIN = 0.05  # share of whole steps' time that halves must save to be tried or switched on
+_KNOWN = 8  # steps of a kind until its speed counts as known
 _WINDOW = 16  # latest steps of a kind that count
-_SETTLING = 4  # first steps after a change, which count for neither
-_STALE = 1024  # steps after which a kind that was not seen since is forgotten, and tried again
-_MAX_TRIES = 4 * (_SETTLING + _KNOWN)  # halved steps of a size whose speed stays unknown
-_PER_OCTAVE = 2  # kinds by number of running requests
+_WARM_UP = 4  # first steps after a switch, which are not measured
+_STALE = 1024  # steps after which the speed of a kind that did not run is forgotten
+_MAX_TRIES = 4 * (_WARM_UP + _KNOWN)  # halved steps to try of a size whose speed stays unknown
+_PER_OCTAVE = 2  # sizes per doubling of the running requests
 
 
 @dataclass(slots=True)
 class _Speed:
-    """The speed of the latest steps of a kind."""
+    """Times and tokens of the latest steps of a kind: a size, whole or halved."""
 
     seen_at: int = 0
     total_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -33,38 +33,39 @@ class _Speed:
 
     @property
     def token_ms(self) -> float:
-        """Medians of times: some steps compile kernels or capture graphs."""
+        """Milliseconds per token, by the median time: some steps compile kernels or capture
+        graphs."""
         return median(self.total_ms) * len(self.tokens) / sum(self.tokens)
 
     @property
     def is_divisible(self) -> bool:
-        """Whether there would be a gain, were half a step to take half of the time: never less of
-        it than device or host are busy by themselves."""
+        """Whether halves could pay: device and host each work clearly less than the whole step."""
         return median(self.longest_part_ms) < (1 - _MARGIN) * median(self.total_ms)
 
 
 class TwoBatchOverlap:
-    """Asked before each step, told of each one that decodes and does nothing else.
+    """Decides before each step whether to halve it; learns from steps that only decode.
 
-    A whole step takes about what the device and the host take one after the other; of two halves
-    each takes what the busier of both does. But half a step is more than half of the work where
-    the device reads all weights for either. So halves are tried where host and device both work
-    for a part of a step, and kept where they emit more tokens a millisecond.
+    A whole step takes the device's time plus the host's. Each of two halves takes the longer of
+    both. But half a step is more than half of the work, since the device reads all weights for
+    either half. So halves are tried where host and device both work for only a part of a step, and
+    stay where they emit more tokens per millisecond.
     """
 
     def __init__(self, overlap: Overlap, *, hides: bool) -> None:
-        """``hides``: the device computes by itself; else there is nothing to gain."""
+        """``hides``: whether the device computes while the host works; otherwise nothing is
+        gained."""
         self._overlap = overlap
         self._is_measured = hides and overlap is Overlap.auto
         self._speeds: dict[tuple[int, bool], _Speed] = {}  # by size and whether halved
         self._tries: dict[int, tuple[int, int]] = {}  # by size: step of the first, and how many
         self._size = -1
         self._halved = False
-        self._unsettled = 0
+        self._warm_up_steps = 0
         self._steps = 0
 
     def wants(self, running: int) -> bool:
-        """Whether so many running requests are to be halved now. Asked once for each step."""
+        """Whether to halve a step of ``running`` requests now. Must be asked once for each step."""
         self._steps += 1
         if running < 2 or self._overlap is Overlap.never:
             return False
@@ -73,14 +74,17 @@ class TwoBatchOverlap:
         return self._is_measured and self._is_faster(_size(running))
 
     def observe(self, running: int, halved: bool, emitted: int, times: StepTimes) -> None:
-        """A step, of all or of a half of ``running`` requests, emitted so many tokens."""
+        """Record a decoding step of all ``running`` requests, or of half of them if ``halved``.
+
+        ``emitted``: its tokens.
+        """
         if not self._is_measured:
             return
         size = _size(running)
         if (size, halved) != (self._size, self._halved):
-            self._size, self._halved, self._unsettled = size, halved, _SETTLING
-        if self._unsettled:
-            self._unsettled -= 1
+            self._size, self._halved, self._warm_up_steps = size, halved, _WARM_UP
+        if self._warm_up_steps:
+            self._warm_up_steps -= 1
             return
         speed = self._speeds.setdefault((size, halved), _Speed())
         speed.seen_at = self._steps
@@ -94,12 +98,15 @@ class TwoBatchOverlap:
             return False
         if halves is None:
             return whole.is_divisible and self._may_try(size)
-        least = 1.0 if self._halved else 1.0 - _MARGIN
-        return halves.token_ms < least * whole.token_ms
+        bar = 1.0 if self._halved else 1.0 - _MARGIN
+        return halves.token_ms < bar * whole.token_ms
 
     def _may_try(self, size: int) -> bool:
-        """Halves are never judged where steps with prompts come between all those that decode: then
-        they are given up until whole steps could have become stale."""
+        """Whether to try halves of this size once more.
+
+        Halves are never measured if steps with prompts interrupt every series of decoding steps.
+        Then tries end until the speed of whole steps could have become stale.
+        """
         first, tries = self._tries.get(size, (self._steps, 0))
         if self._steps - first > _STALE:
             first, tries = self._steps, 0
@@ -107,7 +114,7 @@ class TwoBatchOverlap:
         return tries < _MAX_TRIES
 
     def _speed(self, size: int, halved: bool) -> _Speed | None:
-        """None: not known, or no longer."""
+        """The speed of a kind, or None if it is unknown or stale."""
         speed = self._speeds.get((size, halved))
         if speed is None:
             return None

@@ -1,4 +1,4 @@
-"""Requests that wait for a row, and the order in which they are offered one."""
+"""The waiting queue and the order of admission."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from rollout.memory.cache import CacheMemory
 from rollout.types import Request
 
 WINDOW = 64
-"""Requests compared at a time: bounds the cost of one step."""
+"""Waiting requests compared in one step, which bounds its cost."""
 
 MAX_OVERTAKEN = WINDOW
-"""Requests that queued later but may be admitted first. After that many, it is this one's turn.
+"""How many later requests may be admitted before a waiting one; then it is next.
 
-The shortest of a window is to run last, so each of the others may pass it; fewer would cut
-longest-first short. It bounds the wait when longer ones, or ones with a cached prefix, keep coming.
+The shortest of a window should run last, so all others of the window may pass it. The bound ends
+the wait when longer requests, or ones with a cached prefix, keep coming.
 """
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request's place in the queue."""
+    """A waiting request."""
 
     request: Request
-    tokens: np.ndarray  # int32, the request's, fixed while it waits
-    prompt: bytes  # of its prompt tokens: equal for samples of one prompt
+    tokens: np.ndarray  # int32, all of the request's, fixed while it waits
+    prompt: bytes  # its prompt tokens: equal for samples of one prompt
     first: bool  # never admitted before
-    overtaken: int = 0
+    overtaken: int = 0  # later requests that were admitted first
 
 
 class WaitingQueue:
+    """Waiting requests in the order of arrival; retracted ones come first."""
+
     def __init__(self) -> None:
         self._queued: list[QueuedRequest] = []
 
@@ -43,14 +45,16 @@ class WaitingQueue:
         return iter(self._queued)
 
     def push(self, queued: QueuedRequest) -> None:
+        """Add a new request at the end."""
         self._queued.append(queued)
 
     def push_front(self, queued: QueuedRequest) -> None:
-        """For a request that was running: it is next."""
+        """Put a request that was running in front: it is admitted next."""
         queued.overtaken = MAX_OVERTAKEN
         self._queued.insert(0, queued)
 
     def remove(self, request_id: int) -> Request | None:
+        """Take a request out of the queue; None if it is not in it."""
         for index, queued in enumerate(self._queued):
             if queued.request.request_id == request_id:
                 del self._queued[index]
@@ -58,6 +62,7 @@ class WaitingQueue:
         return None
 
     def clear(self) -> list[Request]:
+        """Empty the queue and return its requests in order."""
         requests = [queued.request for queued in self._queued]
         self._queued.clear()
         return requests
@@ -68,13 +73,13 @@ class WaitingQueue:
         prefilling: set[bytes],
         expected_remaining: Callable[[Request], float],
     ) -> list[QueuedRequest]:
-        """Who may be admitted now, in order: those with most tokens expected to come first.
+        """The requests that may be admitted now, in order: the longest expected ones first.
 
-        That is longest-processing-time-first (Graham 1969): a batch ends with its last rollout, so
-        a long one must not be the last to start. Equals, as samples of one prompt are, come by the
-        longest cached prefix, then as they came. Who has been overtaken too often comes before all
-        others. A sample whose prompt is being prefilled, by a running request (``prefilling``) or
-        by one earlier in the queue, is left out: it waits to find that prefix cached.
+        This is longest-processing-time-first (Graham 1969): a batch ends with its last rollout, so
+        a long one must not start last. Equal ones, such as samples of one prompt, are ordered by
+        the longest cached prefix, then by arrival. Requests that were overtaken too often come
+        first. A sample whose prompt is being prefilled, by a running request (``prefilling``) or by
+        one earlier in the queue, is left out: it waits until that prefix is cached.
         """
         prefilling = set(prefilling)
         ranked: list[tuple[bool, float, int, QueuedRequest]] = []
@@ -95,7 +100,7 @@ class WaitingQueue:
         return [queued for *_, queued in ranked]
 
     def take(self, queued: QueuedRequest) -> None:
-        """``queued`` was admitted: out of the queue, past everyone before it."""
+        """Remove ``queued``, which was admitted; it has overtaken every request before it."""
         for index, earlier in enumerate(self._queued):
             if earlier is queued:
                 del self._queued[index]

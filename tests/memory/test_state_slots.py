@@ -84,7 +84,7 @@ def test_a_chunk_that_ends_where_a_state_is_kept_shares_the_one_it_goes_on_with(
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "prompt_len", "kept"),
+    ("start", "end", "prompt_len", "lengths"),
     [
         (0, 3, 9, []),
         (3, 5, 9, [4]),
@@ -95,8 +95,8 @@ def test_a_chunk_that_ends_where_a_state_is_kept_shares_the_one_it_goes_on_with(
         (8, 20, 9, [12, 16, 20]),  # computed again
     ],
 )
-def test_worth_keeping(start, end, prompt_len, kept):
-    assert make_memory().states.worth_keeping(start, end, prompt_len) == kept
+def test_checkpoint_lengths(start, end, prompt_len, lengths):
+    assert make_memory().states.checkpoint_lengths(start, end, prompt_len) == lengths
 
 
 def test_a_sample_begins_with_its_siblings_checkpoint_and_leaves_it_alone():
@@ -190,7 +190,7 @@ def test_no_more_requests_run_than_have_two_slots():
     memory = make_memory(5, rows=3)
     one = prefill(memory, [1, 2, 3])
     prefill(memory, [4, 5, 6])
-    assert not memory.states.has_seat
+    assert not memory.states.can_admit
     assert memory.admit(int32([7, 8]), headroom=0) is None
     memory.release(one, [])
     assert memory.admit(int32([7, 8]), headroom=0) is not None

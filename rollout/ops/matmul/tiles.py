@@ -99,7 +99,7 @@ _MIN_BLOCK = 32  # rows of a product that takes no less time with fewer: weights
 def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
     """Estimated nanoseconds per input feature of a product by five ceilings of a Hopper GPU: its
     memory, its L2 cache, what one multiprocessor takes in with so much on its way, shared memory
-    and tensor cores. A last wave that is not full counts whole. Source: docs/decisions.md, which
+    and tensor cores. A last wave that is not full counts whole. Source: docs/gpu.md, which
     has the figures and where they come from.
     """
     share = tile.share(outputs, processors)

@@ -11,7 +11,6 @@ from rollout.report.plots.calibration import calibration_by_tenth
 from rollout.report.plots.canvas import DARK, LIGHT, NothingToDrawError, Theme, render
 from rollout.report.plots.cost import cost
 from rollout.report.plots.lengths import lengths
-from rollout.report.plots.tail import tail
 from rollout.report.run import Log
 
 if TYPE_CHECKING:
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    name: str  # of its file, and of its place in the page
+    """A plot of the page: its texts, and the function that draws it."""
+
+    name: str  # of its file and its anchor in the page
     title: str
     caption: str
     draw: Callable[[Figure, Theme, Log], None]
@@ -41,7 +42,7 @@ PLOTS = (
         "The tail",
         "How a run thins out towards its end, and the rollouts that ended last, from their first "
         "target forward on, with their length and accept length.",
-        tail,
+        over_time.tail,
         (9.6, 6.4),
     ),
     Plot(
@@ -88,7 +89,7 @@ PLOTS = (
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A plot, or why it is not there."""
+    """A drawn plot, or the reason why it is missing."""
 
     plot: Plot
     light: bytes = b""  # PNG
@@ -97,7 +98,7 @@ class Picture:
 
 
 def draw_all(log: Log) -> list[Picture]:
-    """Raises InvalidInputError where matplotlib is missing."""
+    """Draw every plot. Raises InvalidInputError if matplotlib is missing."""
     return [_draw(plot, log) for plot in PLOTS]
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def calibration_by_tenth(figure: Figure, theme: Theme, log: Log) -> None:
+    """Draw the last run's accepted shares against their estimates. May raise NothingToDrawError."""
     found = next((each for run in reversed(log.runs) if (each := calibration(run.learned))), None)
     if found is None:
         raise NothingToDrawError(

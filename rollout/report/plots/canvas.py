@@ -1,4 +1,4 @@
-"""How every plot looks, in light and in dark. The one file that imports matplotlib."""
+"""The look of every plot, light and dark. The only file that imports matplotlib at run time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _DOTS_PER_INCH = 130
 
 
 class NothingToDrawError(Exception):
-    """Says to the reader of the page why a plot is not there."""
+    """A plot has no data. The message tells the page's reader why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Series colours are of Okabe and Ito's palette, told apart with any colour vision."""
+    """Colours of a plot. The series use Okabe and Ito's palette, safe for colour-blind readers."""
 
     background: str
     ink: str
     muted: str
     grid: str
     series: tuple[str, ...]
-    colormap: str  # from few to many
+    colormap: str  # for ordered series
     dark: bool = False
 
 
@@ -56,9 +56,9 @@ Draw = Callable[["Figure", Theme], None]
 
 
 def render(draw: Draw, theme: Theme, inches: tuple[float, float]) -> bytes:
-    """A PNG of what ``draw`` puts on a figure.
+    """The figure that ``draw`` fills, as PNG bytes.
 
-    Raises InvalidInputError where matplotlib is missing, and NothingToDrawError as ``draw`` does.
+    Raises InvalidInputError if matplotlib is missing, and NothingToDrawError as ``draw`` does.
     """
     try:
         from matplotlib import rc_context
@@ -99,7 +99,7 @@ def _settings(theme: Theme) -> dict[Any, Any]:
         "axes.prop_cycle": cycler(color=theme.series),
         "axes.titlesize": "medium",
         "axes.titlelocation": "left",
-        "font.family": "DejaVu Sans",  # matplotlib brings it: the same picture everywhere
+        "font.family": "DejaVu Sans",  # ships with matplotlib: the same picture everywhere
         "font.size": 10,
         "legend.frameon": False,
         "lines.linewidth": 1.6,
@@ -107,14 +107,14 @@ def _settings(theme: Theme) -> dict[Any, Any]:
 
 
 def shades(theme: Theme, number: int) -> list[tuple[float, float, float, float]]:
-    """Colours of an ordered series, from few to many."""
+    """``number`` colours of an ordered series."""
     from matplotlib import colormaps
 
     return [colormaps[theme.colormap](0.15 + 0.7 * (i + 0.5) / number) for i in range(number)]
 
 
 def legend_beside(axes: Axes, *, from_top: bool = False) -> None:
-    """Outside of the data, each name once; ``from_top``: in the order of what is stacked up."""
+    """Put the legend outside of the axes, each name once; ``from_top``: in stacking order."""
     handles, names = axes.get_legend_handles_labels()
     by_name = dict(zip(names, handles, strict=True))
     if by_name:
@@ -125,14 +125,14 @@ def legend_beside(axes: Axes, *, from_top: bool = False) -> None:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds in the unit that suits a span of that length, and its name."""
+    """A unit that suits a span of ``seconds``: its length in seconds, and its name."""
     if seconds < 600:
         return 1.0, "s"
     return (60.0, "min") if seconds < 4 * 3600 else (3600.0, "h")
 
 
 def evenly(unit: float, span: float) -> Locator:
-    """Ticks at round numbers of units; ``span`` is the length of the axis."""
+    """A locator of ticks at round numbers of units, for an axis of length ``span``."""
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
     first, second = MaxNLocator(nbins=9, steps=[1, 2, 5, 10]).tick_values(0.0, span / unit)[:2]

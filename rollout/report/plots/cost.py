@@ -1,4 +1,4 @@
-"""The cost of a forward by its query rows: as measured, and the curve that was learned."""
+"""The cost of a forward by its query rows: measured, and as learned."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _MAX_CONTEXTS = 6
 
 
 def cost(figure: Figure, theme: Theme, log: Log) -> None:
+    """Draw the cost of decoding forwards. May raise NothingToDrawError."""
     points = [_decode_points(run) for run in log.runs]
     rows, milliseconds = (np.concatenate(each) for each in zip(*points, strict=True))
     curve = next((found for run in reversed(log.runs) if (found := cost_curve(run.learned))), None)
     if not len(rows) and curve is None:
         raise NothingToDrawError(
-            "No forward was of decoding alone, and no curve was learned (spec=none learns none)."
+            "No forward only decoded, and no curve was learned (spec=none learns none)."
         )
     axes = figure.subplots()
     top = _draw_points(axes, theme, rows, milliseconds) if len(rows) else 0.0
@@ -40,7 +41,7 @@ def cost(figure: Figure, theme: Theme, log: Log) -> None:
 
 
 def _decode_points(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and milliseconds of forwards without prefill: one root per request, and its nodes."""
+    """Rows and milliseconds of forwards without prefill: rows are roots and draft nodes."""
     steps = run.steps
     decodes = steps["query_tokens"] == steps["sampling"] + np.nan_to_num(steps["drafted"])
     chosen = decodes & (steps["sampling"] > 0) & (steps["forward_ms"] > 0)
@@ -48,26 +49,26 @@ def _decode_points(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_points(axes: Axes, theme: Theme, rows: np.ndarray, milliseconds: np.ndarray) -> float:
-    """Returns where the axis should end."""
+    """Draw the steps. Returns the upper end for the axis."""
     every = -(-len(rows) // _MAX_POINTS)
     axes.scatter(rows[::every], milliseconds[::every], s=9, color=theme.muted, alpha=0.45,
                  linewidth=0, label="steps")  # fmt: skip
     edges = _row_edges(rows)
-    places = np.digitize(rows, edges)
-    for place in np.unique(places):
-        here = places == place
+    bins = np.digitize(rows, edges)
+    for bin_index in np.unique(bins):
+        here = bins == bin_index
         low, middle, high = np.quantile(milliseconds[here], (0.25, 0.5, 0.75))
         axes.errorbar(
             np.median(rows[here]), middle, [[middle - low], [high - middle]], color=theme.ink,
             marker="o", markersize=4, linewidth=1.0, capsize=2,
-            label="median and quartiles" if place == places.min() else None,
+            label="median and quartiles" if bin_index == bins.min() else None,
         )  # fmt: skip
-    # Steps that the machine interrupted take many times as long: they stay out of sight.
+    # Steps that the machine interrupted take many times as long, and are cut off.
     return float(np.quantile(milliseconds, 0.97)) * 1.5
 
 
 def _row_edges(rows: np.ndarray) -> np.ndarray:
-    """One row count each while there are few of them."""
+    """Edges of bins: one bin per row count while there are few of them, else quantiles."""
     distinct = np.unique(rows)
     if len(distinct) <= 24:
         return (distinct[1:] + distinct[:-1]) / 2
@@ -75,7 +76,7 @@ def _row_edges(rows: np.ndarray) -> np.ndarray:
 
 
 def _draw_curve(axes: Axes, theme: Theme, curve: CostCurve, max_rows: float) -> float:
-    """Draws the curve as far as steps went. Returns where the axis should end."""
+    """Draw the learned curve up to ``max_rows``. Returns the upper end for the axis."""
     end = int(np.searchsorted(curve.rows_R, max_rows)) + 1
     contexts = _contexts(curve)
     for color, context in zip(shades(theme, len(contexts)), contexts, strict=True):
@@ -90,7 +91,7 @@ def _draw_curve(axes: Axes, theme: Theme, curve: CostCurve, max_rows: float) -> 
 
 
 def _contexts(curve: CostCurve) -> list[int]:
-    """The contexts with observations, or all where none are given; a few, evenly chosen."""
+    """Indices of a few contexts, evenly chosen among those with observations, or among all."""
     known = np.flatnonzero(np.nansum(curve.observations_CR, axis=1) > 0)
     if not len(known):
         known = np.arange(len(curve.contexts_C))

@@ -17,6 +17,7 @@ MAX_GROUPS = 40
 
 
 def lengths(figure: Figure, theme: Theme, log: Log) -> None:
+    """Draw the generated tokens of each group's rollouts. May raise NothingToDrawError."""
     groups = _longest_groups(log)
     if not groups:
         raise NothingToDrawError("No rollout had finished when the log ended.")
@@ -30,19 +31,19 @@ def lengths(figure: Figure, theme: Theme, log: Log) -> None:
         whiskerprops={"color": theme.muted}, capprops={"color": theme.muted},
     )  # fmt: skip
     points = [
-        (place + _spread(index), length, is_cut)
-        for place, (_, lengths_R, cut_R) in enumerate(shown)
+        (x + _spread(index), length, is_cut)
+        for x, (_, lengths_R, cut_R) in enumerate(shown)
         for index, (length, is_cut) in enumerate(zip(lengths_R, cut_R, strict=True))
     ]
     for cut, name, marker, color in (
         (False, "ended before", "o", theme.series[0]),
         (True, "cut at its limit", "^", theme.series[1]),
     ):
-        x, y = ([point[axis] for point in points if point[2] == cut] for axis in (0, 1))
-        if x:
+        xs, ys = ([point[axis] for point in points if point[2] == cut] for axis in (0, 1))
+        if xs:
             axes.scatter(
-                x,
-                y,
+                xs,
+                ys,
                 s=14,
                 marker=marker,
                 color=color,
@@ -63,7 +64,7 @@ def lengths(figure: Figure, theme: Theme, log: Log) -> None:
 
 
 def _longest_groups(log: Log) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(name, lengths, which were cut) by mean length, the longest first."""
+    """(name, lengths, whether each was cut) of every group, by descending mean length."""
     several = len(log.runs) > 1
     groups = [
         (_name(run, members, several), run.rollouts["generated_tokens"][members][known], cut[known])
@@ -82,5 +83,5 @@ def _name(run: Run, members: np.ndarray, several: bool) -> str:
 
 
 def _spread(index: int) -> float:
-    """Side by side rather than one over the other; the same in every picture."""
+    """A fixed horizontal offset, so that points of a group do not cover each other."""
     return ((index * 0.618034) % 1.0 - 0.5) * 0.42
