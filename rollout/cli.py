@@ -5,7 +5,6 @@ The subcommands, `specrollout report` among them, read their own arguments and a
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import signal
@@ -13,14 +12,13 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import hydra
 import rich
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
@@ -30,6 +28,7 @@ from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
+from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.offline.hydra_errors import HydraErrors
 from rollout.parallel import is_launched
 
@@ -37,11 +36,9 @@ EXIT_ERROR = 1
 EXIT_BAD_INPUT = 2
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
-DEFAULT_OUTPUT = "rollouts.jsonl"
-
-
 # Imported when asked for: the engine's packages know of no worker, and reports need no torch.
 SUBCOMMANDS = {
+    "compare": "rollout.offline.compare.command:run_compare",
     "report": "rollout.report.report:run_report",
     "serve": "rollout.server.command:run_serve",
     "train-draft": "spec_workers.draft_training.command:run_train_draft",
@@ -68,7 +65,7 @@ def _run_command() -> NoReturn:
     if len(sys.argv) > 1 and sys.argv[1].replace("-", "").isidentifier() and sys.argv[1][0] != "-":
         _print_error(f"no command {sys.argv[1]!r}: {', '.join(SUBCOMMANDS)}, or KEY=VALUE ...")
         sys.exit(EXIT_BAD_INPUT)
-    register_config_schema()
+    register_run_schema()
     command, hydra_errors = _Command(), HydraErrors(sys.argv[1:])
 
     # Hydra would print a traceback of its own and end with 1 whatever happened, and after the
@@ -89,14 +86,6 @@ def _run_command() -> NoReturn:
     finally:
         command.sweep.print(rich.get_console())
     sys.exit(command.exit_code)
-
-
-def register_config_schema() -> None:
-    """Types and checks for conf/config.yaml, under the name by which its defaults list asks."""
-    schema = OmegaConf.structured(RunConfig)
-    # Each spec has options of its own: factory_of() knows them, and names those there are.
-    OmegaConf.set_struct(schema.spec, False)
-    ConfigStore.instance().store(name="run_schema", node=schema, provider="specrollout")
 
 
 def _with_model_path(argument: str) -> str:
@@ -173,21 +162,6 @@ class _Command:
         self.exit_code = self.exit_code or code
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-
-
-def run_config_from(config: DictConfig) -> RunConfig:
-    """The composed configuration as checked dataclasses. Raises InvalidInputError."""
-    required = {"model.path": "model.path=my/model", "data.path": "data.path=prompts.jsonl"}
-    for name in sorted(OmegaConf.missing_keys(config), reverse=True):
-        example = f", for example {required[name]}" if name in required else ""
-        raise InvalidInputError(name, None, f"must be given{example} (see specrollout --help)")
-    if config.output.path is None:
-        hydra_config = HydraConfig.get()
-        sweeps = hydra_config.mode is RunMode.MULTIRUN
-        folder = Path(hydra_config.runtime.output_dir) if sweeps else Path()
-        config = copy.deepcopy(config)
-        config.output.path = str(folder / DEFAULT_OUTPUT)
-    return cast(RunConfig, OmegaConf.to_object(config))
 
 
 def _launch_ranks(config: RunConfig) -> None:

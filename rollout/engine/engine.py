@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from rollout.engine.status import EngineStatus
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightCalls
 from rollout.engine.worker import FinishStep, Worker
-from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
 from rollout.models.loader import Progress
 from rollout.parallel import ModelRanks
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
@@ -97,7 +97,7 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
         self.scheduler = Scheduler(
             worker.limits,
             worker.memory,
-            lambda: worker.max_draft_tokens,
+            lambda: self.worker.max_draft_tokens,
             LengthForecast(),
         )
         self._requests = RequestFactory(
@@ -349,6 +349,33 @@ class RolloutEngine(CorpusCalls, WeightCalls, StateCalls, GenerationCalls):
             request = self.scheduler.abort(request_id)
             if request is not None:
                 self._hand_out([self._end(request)])
+
+    @contextmanager
+    def without_speculation(self) -> Iterator[None]:
+        """Decode plainly while the context lasts: the same tokens, on the same weights and slots.
+
+        Nothing is drafted, and drafts learn nothing. The prefix cache is empty at both ends. Raises
+        EngineStateError while requests are unfinished. Ranks enter and leave it alike.
+        """
+        drafting = self.worker
+        self._swap_worker(drafting)
+        with drafting.without_speculation() as plain:
+            self._swap_worker(plain)
+            try:
+                yield
+            finally:
+                self._swap_worker(drafting, abort=True)
+
+    @exclusive
+    def _swap_worker(self, worker: Worker, *, abort: bool = False) -> None:
+        if abort:
+            self._abort_all()
+        if self.scheduler.has_unfinished:
+            raise EngineStateError(
+                "requests are unfinished: speculation is switched between them, not within"
+            )
+        self.flush_cache()
+        self.worker = worker
 
     def metrics(self) -> EngineMetrics:
         """Counters since the engine was made, or since `reset_metrics`."""
