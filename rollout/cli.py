@@ -5,7 +5,7 @@ Subcommands such as `specrollout report` parse their own arguments without Hydra
 
 from __future__ import annotations
 
-import copy
+import difflib
 import importlib
 import os
 import signal
@@ -13,16 +13,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import hydra
 import rich
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +32,7 @@ from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
+from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.parallel import is_launched
 
 EXIT_ERROR = 1
@@ -43,6 +44,7 @@ DEFAULT_OUTPUT = "rollouts.jsonl"
 
 # Imported on demand: the engine's packages import no worker, and reports need no torch.
 SUBCOMMANDS = {
+    "compare": "rollout.offline.compare.command:run_compare",
     "report": "rollout.report.report:run_report",
     "serve": "rollout.server.command:run_serve",
     "train-draft": "spec_workers.draft_training.command:run_train_draft",
@@ -68,9 +70,12 @@ def _run_command() -> NoReturn:
     if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
         sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))
     if len(sys.argv) > 1 and sys.argv[1].replace("-", "").isidentifier() and sys.argv[1][0] != "-":
-        _print_error(f"no command {sys.argv[1]!r}: {', '.join(SUBCOMMANDS)}, or KEY=VALUE ...")
+        _print_error(_no_command(sys.argv[1]))
         sys.exit(EXIT_BAD_INPUT)
-    register_config_schema()
+    if sys.argv[1:] == ["--version"]:
+        print(f"specrollout {version('specrollout')}")
+        sys.exit()
+    register_run_schema()
     command = _Command()
 
     # On any exception Hydra would print its own traceback, exit with 1 and drop the rest of a
@@ -89,6 +94,12 @@ def _run_command() -> NoReturn:
     sys.exit(command.exit_code)
 
 
+def _no_command(name: str) -> str:
+    meant = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
+    hint = f", did you mean {meant[0]}?" if meant else ":"
+    return f"no command {name!r}{hint} {', '.join(SUBCOMMANDS)}, or KEY=VALUE ..."
+
+
 @contextmanager
 def _hydra_exit_code() -> Iterator[None]:
     """Hydra says what is wrong with a command line and ends with 1; bad input ends with 2."""
@@ -96,14 +107,6 @@ def _hydra_exit_code() -> Iterator[None]:
         yield
     except SystemExit as ended:
         sys.exit(EXIT_BAD_INPUT if ended.code == EXIT_ERROR else ended.code)
-
-
-def register_config_schema() -> None:
-    """Register the types and checks of conf/config.yaml under the name in its defaults list."""
-    schema = OmegaConf.structured(RunConfig)
-    # Each spec has options of its own: factory_of() checks them, and lists them in its error.
-    OmegaConf.set_struct(schema.spec, False)
-    ConfigStore.instance().store(name="run_schema", node=schema, provider="specrollout")
 
 
 def _with_model_path(argument: str) -> str:
@@ -181,21 +184,6 @@ class _Command:
         self.exit_code = self.exit_code or code
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-
-
-def run_config_from(config: DictConfig) -> RunConfig:
-    """The composed configuration as checked dataclasses. Raises InvalidInputError."""
-    required = {"model.path": "model.path=my/model", "data.path": "data.path=prompts.jsonl"}
-    for name in sorted(OmegaConf.missing_keys(config), reverse=True):
-        example = f", for example {required[name]}" if name in required else ""
-        raise InvalidInputError(name, None, f"must be given{example} (see specrollout --help)")
-    if config.output.path is None:
-        hydra_config = HydraConfig.get()
-        sweeps = hydra_config.mode is RunMode.MULTIRUN
-        folder = Path(hydra_config.runtime.output_dir) if sweeps else Path()
-        config = copy.deepcopy(config)
-        config.output.path = str(folder / DEFAULT_OUTPUT)
-    return cast(RunConfig, OmegaConf.to_object(config))
 
 
 def _launch_ranks(config: RunConfig) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from rollout.engine.draft_corpus import DraftCorpus
 from rollout.engine.worker import FinishStep
 from rollout.memory.cache import CacheMemory
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.ops import gpu
 from rollout.parallel import ModelRanks
 from rollout.runner.memory_saver import MemorySaver
@@ -28,6 +30,7 @@ from rollout.types import (
 )
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget, Verified
+from spec_workers.draft_tree import only_roots
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
 from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
@@ -225,7 +228,7 @@ class SpecWorker:
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         """Draft nodes, each entry's most probable ones first, none less probable than ``floor``."""
-        raise TypeError(f"{type(self).__name__} does not say what it proposes")
+        return only_roots(len(batch.entries))
 
     def observe(self, step: Observation) -> None:
         """Take note of the nodes that were verified, and of what came of them."""
@@ -245,6 +248,16 @@ class SpecWorker:
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
         with gpu.on(self.model_device):
             return self.target.score(request, output_ids)
+
+    @contextmanager
+    def without_speculation(self) -> Iterator[SpecWorker]:
+        """The base itself, whose empty drafts are plain decoding; its forwards keep no features."""
+        runner = self.target.runner
+        features, runner.features = runner.features, AuxHiddenStates()
+        try:
+            yield SpecWorker(self.target, lockstep=self.lockstep)
+        finally:
+            runner.features = features
 
     def accompany_scoring(self) -> None:
         self.target.accompany_scoring()

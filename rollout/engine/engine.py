@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollout.checked import checked_int, checked_path
@@ -28,7 +29,7 @@ from rollout.engine.steps import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightUpdates
 from rollout.engine.worker import Worker
-from rollout.errors import InvalidInputError
+from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.loader import Progress
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
@@ -57,7 +58,7 @@ class RolloutEngine:
         self.scheduler = Scheduler(
             worker.limits,
             worker.memory,
-            lambda: worker.max_draft_tokens,
+            lambda: self.steps.worker.max_draft_tokens,
             LengthForecast(),
         )
         self.requests = RequestFactory(
@@ -236,6 +237,32 @@ class RolloutEngine:
     def abort(self, request_id: int) -> None:
         """End a request; the next step hands out what it has. Unknown or ended ids do nothing."""
         self.steps.abort(checked_int(request_id, "request_id"))
+
+    @contextmanager
+    def without_speculation(self) -> Iterator[None]:
+        """Decode plainly while the context lasts: the same tokens, on the same weights and slots.
+
+        Nothing is drafted, and drafts learn nothing. The prefix cache is empty at both ends. Raises
+        EngineStateError while requests are unfinished. Ranks enter and leave it alike.
+        """
+        self._decode_with(self.worker)
+        with self.worker.without_speculation() as plain:
+            self._decode_with(plain)
+            try:
+                yield
+            finally:
+                self._decode_with(self.worker, abort=True)
+
+    @exclusive
+    def _decode_with(self, worker: Worker, *, abort: bool = False) -> None:
+        if abort:
+            self.steps.abort_all()
+        if self.scheduler.has_unfinished:
+            raise EngineStateError(
+                "requests are unfinished: speculation is switched between them, not within"
+            )
+        self.flush_cache()
+        self.steps.worker = worker
 
     def metrics(self) -> EngineMetrics:
         """Counters since the engine was made, or since `reset_metrics`."""

@@ -50,6 +50,7 @@ class StepRunner:
     """Runs the steps of one engine, and hands out the rollouts that end in them.
 
     Args:
+        worker: decodes; another one may take its place while no request is unfinished.
         before_step: called before each step; raises where none may run.
     """
 
@@ -65,7 +66,7 @@ class StepRunner:
         self.scheduler = scheduler
         self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
         self.guard = guard
-        self._worker = worker
+        self.worker = worker
         self._requests = requests
         self._overlap = overlap
         self._before_step = before_step
@@ -78,7 +79,7 @@ class StepRunner:
         """Begin what can begin, and finish the step that was begun first."""
         self._before_step()
         started = time.perf_counter()
-        halved = self._worker.overlaps and self._overlap.wants(self.scheduler.num_running)
+        halved = self.worker.overlaps and self._overlap.wants(self.scheduler.num_running)
         self.guard.begin_step()
         try:
             while len(self._under_way) < 1 + halved and self._begin(halved):
@@ -104,7 +105,7 @@ class StepRunner:
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Around a call that all ranks make together: what fails in it ends all of them."""
-        return _AllOrNone(self._worker.ranks)
+        return _AllOrNone(self.worker.ranks)
 
     # Requests
 
@@ -153,7 +154,7 @@ class StepRunner:
                 self._under_way.clear()  # not finished: a step that raises must keep nothing here
                 request = self.scheduler.abort(request_id)
                 if request is not None:
-                    self._worker.release(request)
+                    self.worker.release(request)
 
     def retract_all(self) -> None:
         """Running requests give their KV back and wait."""
@@ -171,7 +172,7 @@ class StepRunner:
         with self.guard.uninterrupted():
             if retract:
                 self.scheduler.retract_all()
-            self._worker.memory.reset()
+            self.worker.memory.reset()
 
     # One step
 
@@ -183,7 +184,7 @@ class StepRunner:
             return False
         scheduled = time.perf_counter()
         with self.all_or_none():
-            finish = self._worker.begin_step(batch)
+            finish = self.worker.begin_step(batch)
         self._under_way.append(
             _UnderWay(
                 batch=batch,
@@ -213,7 +214,7 @@ class StepRunner:
             self._overlap.observe(step.running, step.halved, last.generated_tokens, result.times)
 
     def _end(self, request: Request) -> Rollout:
-        self._worker.release(request)
+        self.worker.release(request)
         return self._requests.rollout(request)
 
     def _hand_out(self, rollouts: list[Rollout]) -> None:
@@ -222,7 +223,7 @@ class StepRunner:
             (self._ended if inbox is None else inbox).append(rollout)
 
     def _record(self, step: _UnderWay, result: StepResult, ended: list[Rollout]) -> None:
-        usage, hits = self._worker.memory.usage, self._worker.memory.counters.hit
+        usage, hits = self.worker.memory.usage, self.worker.memory.counters.hit
         metrics = StepMetrics(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -89,6 +90,14 @@ class Worker(Protocol):
 
     def learned(self) -> dict[str, Any]:
         """JSON-able: what steps cost and drafts are worth, for `begin` and for reports."""
+        ...
+
+    def without_speculation(self) -> AbstractContextManager[Worker]:
+        """A worker of the same models, memory and weights, which drafts and learns nothing.
+
+        For while the context lasts, which this worker sits out; no request may live across its
+        ends.
+        """
         ...
 
     @property

@@ -12,12 +12,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from rollout.cli import register_config_schema, run_config_from
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig
 from rollout.engine.specs import factory_of, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
+from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -28,7 +28,7 @@ REQUIRED = ["model.path=m", "data.path=p.jsonl", "output.path=o.jsonl"]
 
 @pytest.fixture(autouse=True)
 def composing() -> Iterator[None]:
-    register_config_schema()
+    register_run_schema()
     with initialize_config_module("rollout.conf", version_base="1.3"):
         yield
     GlobalHydra.instance().clear()

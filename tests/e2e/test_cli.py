@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,18 @@ def test_bad_input_is_named(
     assert not Path("rollouts.jsonl").exists()
 
 
+def test_the_version_is_the_package_s(specrollout: Command) -> None:
+    shown = specrollout("--version")
+    assert (shown.code, shown.out) == (0, f"specrollout {version('specrollout')}\n")
+
+
 def test_a_command_there_is_not(specrollout: Command) -> None:
     shown = specrollout("trian-draft", "--help")
     assert shown.code == 2
     assert (
         shown.err
-        == "error: no command 'trian-draft': report, serve, train-draft, or KEY=VALUE ...\n"
+        == "error: no command 'trian-draft', did you mean train-draft? compare, report, serve, "
+        "train-draft, or KEY=VALUE ...\n"
     )
 
 

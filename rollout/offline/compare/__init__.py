@@ -1,0 +1,1 @@
+"""`specrollout compare`: plain and speculative decoding of the same work, in turns."""

@@ -1,0 +1,284 @@
+"""`specrollout compare`: does speculation pay for this model, these prompts and this machine?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import rich
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from rollout.cluster.config import ClusterKind
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.specs import WorkerFactory, factory_of
+from rollout.errors import InvalidInputError
+from rollout.offline.check import check_rows, check_tokens
+from rollout.offline.compare.comparison import Compared, Comparison, Work
+from rollout.offline.compare.paired_times import Verdict
+from rollout.offline.composition import register_run_schema, run_config_from
+from rollout.offline.config import RunConfig
+from rollout.offline.progress import loading_model
+from rollout.offline.prompts import PromptFile
+from rollout.types import Prompt
+
+_Number = TypeVar("_Number", int, float)
+
+_EPILOG = """\
+examples:
+  specrollout compare model.path=my/model data.path=prompts.jsonl sampling.n=8
+  specrollout compare spec=ngram,hybrid spec.draft_path=my/draft model.path=... data.path=...
+  specrollout compare experiment=demo --widths 1,4,8 --temperatures 0.7,1.0
+
+Each prompt is sampled --epochs times sampling.n times, with other seeds in each epoch. The last
+epoch is decoded plainly and with drafts in turns, a group of requests at a time; those before it
+teach the drafts. An option spec.KEY=VALUE goes to the kinds that have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """The command's own arguments; the others are overrides of the job's configuration."""
+
+    kinds: list[str]
+    widths: list[int]
+    temperatures: list[float] | None  # None: the job's
+    epochs: int
+    minutes: float  # of the compared epochs, all cells together
+    json: Path | None
+    overrides: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One row of the table."""
+
+    kind: str
+    temperature: float
+    width: int
+    compared: Compared
+
+
+def run_compare(arguments: Sequence[str]) -> int:
+    """Print a row for each kind, temperature and width. 1 where tokens or logprobs differ.
+
+    Raises InvalidInputError, and what loading the model does.
+    """
+    options = _options(arguments)
+    try:
+        configs = [_config(options, kind) for kind in options.kinds]
+    except HydraException as error:
+        raise InvalidInputError("arguments", " ".join(options.overrides), str(error)) from error
+    factories = [factory_of(config.spec) for config in configs]
+    console = rich.get_console()
+    num_cells = len(configs) * len(options.widths) * len(options.temperatures or [0])
+    seconds = options.minutes * 60 / num_cells
+    cells = []
+    for kind, config, factory in zip(options.kinds, configs, factories, strict=True):
+        for cell in _compare(kind, config, factory, options, seconds, console):
+            console.print(f"{_name(cell)}: {cell.compared}", highlight=False, soft_wrap=True)
+            cells.append(cell)
+    _print_table(cells, console)
+    _print_advice(cells, console)
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(_row(cell)) + "\n" for cell in cells))
+    return 1 if any(cell.compared.differing for cell in cells) else 0
+
+
+def _options(arguments: Sequence[str]) -> CompareOptions:
+    parser = argparse.ArgumentParser(
+        prog="specrollout compare",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="the job's configuration (specrollout --help), with several kinds in spec=KIND,KIND",
+    )
+    parser.add_argument(
+        "--widths",
+        default="1,4,8",
+        help="requests decoded together: the tail of a batch has few (default: %(default)s)",
+    )
+    parser.add_argument("--temperatures", help="default: sampling.temperature")
+    parser.add_argument("--epochs", type=int, default=2, help="default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="of comparing (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, a JSON object a line")
+    given = parser.parse_args(arguments)
+    kinds = [each for each in given.overrides if each.startswith("spec=")]
+    options = CompareOptions(
+        kinds=kinds[-1].removeprefix("spec=").split(",") if kinds else ["ngram"],
+        widths=_numbers("--widths", given.widths, int),
+        temperatures=given.temperatures and _numbers("--temperatures", given.temperatures, float),
+        epochs=given.epochs,
+        minutes=given.minutes,
+        json=given.json,
+        overrides=[each for each in given.overrides if each not in kinds],
+    )
+    if options.epochs < 1:
+        raise InvalidInputError("--epochs", options.epochs, "must be >= 1")
+    if not options.minutes > 0:
+        raise InvalidInputError("--minutes", options.minutes, "must be > 0")
+    if min(options.widths) < 1:
+        raise InvalidInputError("--widths", given.widths, "must be >= 1 request")
+    return options
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
+    try:
+        return [kind(each) for each in text.split(",")]
+    except ValueError:
+        raise InvalidInputError(name, text, "must be numbers with commas between") from None
+
+
+def _config(options: CompareOptions, kind: str) -> RunConfig:
+    """The job's configuration with this kind of drafts, less options that only others have."""
+    register_run_schema()
+    with initialize_config_module("rollout.conf", version_base="1.3"):
+        known = {each: compose("config", overrides=[f"spec={each}"]) for each in options.kinds}
+        others = [config for each, config in known.items() if each != kind]
+        fitting = [
+            override
+            for override in options.overrides
+            if _fits(override, known[kind]) or not any(_fits(override, each) for each in others)
+        ]
+        config = compose("config", overrides=[f"spec={kind}", *fitting])
+    run_config = run_config_from(config)
+    if run_config.parallel.size > 1 or run_config.cluster.kind is not ClusterKind.none:
+        raise InvalidInputError("parallel.size, cluster.kind", "", "compare runs one engine")
+    if kind == "none":
+        raise InvalidInputError("spec", kind, "is what the others are compared with")
+    return run_config
+
+
+def _fits(override: str, config: DictConfig) -> bool:
+    """Whether the kind of ``config`` has the option, if it is one of ``spec``."""
+    key = override.lstrip("+~").partition("=")[0].split(".")
+    return key[0] != "spec" or (len(key) > 1 and key[1] in config.spec)
+
+
+def _compare(
+    kind: str,
+    config: RunConfig,
+    factory: WorkerFactory,
+    options: CompareOptions,
+    seconds: float,
+    console: Console,
+) -> Iterator[Cell]:
+    """The rows of one kind, which share an engine. ``seconds``: of each row."""
+    with ExitStack() as at_end:
+        folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
+        file = at_end.enter_context(PromptFile(config.data, folder))
+        checked = check_rows(file, config.data.on_error, folder / "none.jsonl", ())
+        with loading_model(console, config.model.path) as progress:
+            engine = RolloutEngine.from_config(config.engine, factory, progress)
+        at_end.callback(engine.close)
+        check_tokens(checked, engine, config.sampling, config.data.on_error)
+        prompts: list[Prompt] = [row.prompt for row in checked.rows()]
+        learns = engine.worker.draft_corpus is not None
+        start, taught = folder / "start", folder / "taught"
+        if learns:
+            engine.save_corpus(start)
+        for temperature in options.temperatures or [config.sampling.temperature]:
+            sampling = replace(config.sampling, temperature=temperature)
+            comparison = Comparison(engine)
+            if learns:
+                engine.load_corpus(start)
+            for epoch in range(options.epochs - 1):
+                whole = Work(prompts=prompts, params=sampling, width=engine.max_running)
+                comparison.teach(whole.of_epoch(epoch))
+            if learns:
+                engine.save_corpus(taught)
+            for width in options.widths:
+                if learns:  # no rollout may be drafted from itself
+                    engine.load_corpus(taught)
+                work = Work(prompts=prompts, params=sampling, width=width)
+                compared = comparison.run(work.of_epoch(options.epochs - 1), seconds)
+                yield Cell(kind=kind, temperature=temperature, width=width, compared=compared)
+
+
+def _name(cell: Cell) -> str:
+    together = "1 request" if cell.width == 1 else f"{cell.width} requests together"
+    return f"{cell.kind}, temperature {cell.temperature:g}, {together}"
+
+
+def _print_table(cells: Sequence[Cell], console: Console) -> None:
+    table = Table(title="speculative over plain decoding", title_justify="left")
+    for name in ("drafts", "temperature", "requests", "accept length", "tokens/s", "speedup"):
+        table.add_column(name, justify="left" if name == "drafts" else "right")
+    table.add_column("95 %")
+    table.add_column("")
+    for cell in cells:
+        compared = cell.compared
+        low, high = compared.times.interval()
+        table.add_row(
+            cell.kind,
+            f"{cell.temperature:g}",
+            str(cell.width),
+            f"{compared.accept_length:.2f}",
+            f"{compared.tokens_per_second:,.0f}",
+            f"{compared.times.speedup:.2f}x",
+            f"{low:.2f} to {high:.2f}",
+            compared.times.verdict.value,
+        )
+    console.print(table)
+
+
+def _print_advice(cells: Sequence[Cell], console: Console) -> None:
+    differing = sum(len(cell.compared.differing) for cell in cells)
+    rollouts = sum(cell.compared.rollouts for cell in cells)
+    if differing:
+        console.print(
+            f"[bold red]{differing} of {rollouts} rollouts differ from plain decoding[/]: that is "
+            "a fault of the engine; please report it"
+        )
+    paying = [cell for cell in cells if cell.compared.times.verdict is Verdict.PAYS]
+    if not paying:
+        console.print("no kind was measured to pay here: spec=none decodes as fast")
+        return
+    for temperature in dict.fromkeys(cell.temperature for cell in cells):
+        here = [cell for cell in paying if cell.temperature == temperature]
+        if not here:
+            console.print(
+                f"temperature {temperature:g}: nothing pays. What is sampled so freely repeats "
+                "little, and the budget stops drafting."
+            )
+            continue
+        best = max(here, key=lambda cell: cell.compared.times.interval()[0])
+        widths = ", ".join(str(cell.width) for cell in here if cell.kind == best.kind)
+        console.print(
+            f"temperature {temperature:g}: spec={best.kind} pays with {widths} requests together",
+            highlight=False,
+        )
+
+
+def _row(cell: Cell) -> dict[str, object]:
+    compared = cell.compared
+    low, high = compared.times.interval()
+    return {
+        "spec": cell.kind,
+        "temperature": cell.temperature,
+        "width": cell.width,
+        "pairs": len(compared.times),
+        "rollouts": compared.rollouts,
+        "differing": len(compared.differing),
+        "accept_length": compared.accept_length,
+        "tokens_per_second": compared.tokens_per_second,
+        "speedup": compared.times.speedup,
+        "low": low,
+        "high": high,
+        "verdict": compared.times.verdict.value,
+    }
