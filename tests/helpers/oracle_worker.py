@@ -24,7 +24,7 @@ class OracleWorker(SpecWorker):
         self, target: TargetWorker, recorded: dict, *, size: int, right: float, chain: bool, seed=0
     ) -> None:
         super().__init__(target)
-        self._recorded = recorded
+        self._rollouts = recorded
         self._size = size
         self._right = right
         self._chain = chain
@@ -42,7 +42,7 @@ class OracleWorker(SpecWorker):
 
     def _tree(self, entry) -> tuple[list[int], list[int]]:
         rng, request = self._rng, entry.request
-        truth = self._recorded[request.prompt_index, request.sample_index]
+        truth = self._rollouts[request.prompt_index, request.sample_index]
         truth = truth[len(request.tokens) :]
         size = int(rng.integers(0, min(self._size, len(entry.draft_slots)) + 1))
         tokens: list[int] = []
