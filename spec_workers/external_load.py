@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_native._ext import ExternalBuilder
-from ngram_native.corpus import flat_documents
+from ngram_native import ExternalBuilder, flat_documents
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState
 
 Documents = Iterable[Sequence[NDArray[np.int32]]]
 """Batches of documents, each int32 ``(n,)`` with tokens >= 0."""
 
 READING_SHARE = 0.9
 """Of a load's progress: reading and tokenising takes ten times as long as indexing, or longer."""
-
-
-class ExternalState(enum.StrEnum):
-    LOADING = "loading"  # or waiting for its turn
-    READY = "ready"  # built, not yet visible
-    PUBLISHED = "published"
-    FAILED = "failed"  # nothing of it was loaded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExternalStatus:
-    """An external corpus at the moment of asking."""
-
-    name: str
-    state: ExternalState
-    num_tokens: int  # read so far
-    num_bytes: int  # held, working memory included
-    progress: float | None  # in [0, 1]; None where it failed or its length is unknown
-    error: str | None  # why it failed; of a published one, why another load of its name did
 
 
 class ExternalLoad:
@@ -103,8 +82,9 @@ class ExternalLoad:
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def status(self) -> ExternalStatus:
-        return ExternalStatus(
+    def status(self) -> ExternalCorpus:
+        """The corpus at the moment of asking."""
+        return ExternalCorpus(
             name=self.name,
             state=self.state,
             num_tokens=self.num_tokens,
