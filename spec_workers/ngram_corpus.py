@@ -14,8 +14,13 @@ from numpy.typing import NDArray
 from ngram_native import Corpus
 from rollout.checked import checked_path
 from rollout.durable import whole_file
-from rollout.engine.corpus_delta import CorpusDelta
-from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
+from rollout.engine.draft_corpus import (
+    CorpusDelta,
+    ExternalCorpus,
+    ExternalState,
+    Publishing,
+    check_name,
+)
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
 from spec_workers.corpus_feed import CorpusFeed
