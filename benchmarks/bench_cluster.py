@@ -23,9 +23,9 @@ from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_with
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from rollout.engine.protocol import Engine
-from rollout.engine.specs import worker_factory
+from rollout.engine.worker import worker_factory
 
 WARM = SamplingParams(max_new_tokens=4)
 

@@ -30,8 +30,7 @@ from replay_bench.shapes import Shape, send_random_weights, write_config
 from table import Row, finishing, parser, row
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.config import Overlap
-from rollout.engine.overrides import engine_config
+from rollout.config import Overlap, engine_config
 from spec_workers.ngram import build
 
 _PROMPT = 32  # tokens

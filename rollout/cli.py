@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
-from rollout.engine.specs import factory_of
+from rollout.engine.worker import factory_of
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec

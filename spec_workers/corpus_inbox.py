@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngram_native import Corpus
-from rollout.engine.corpus_delta import CorpusDelta
+from rollout.engine.draft_corpus import CorpusDelta
 from rollout.errors import InvalidInputError
 
 _MAX_VERSIONS = 64

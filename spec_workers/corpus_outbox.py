@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.corpus_delta import CorpusDelta
+from rollout.engine.draft_corpus import CorpusDelta
 from rollout.types import Request
 
 _TOKEN_BYTES = 4

@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ngram_native import Corpus
-from ngram_native.external_loads import ExternalLoads
-from ngram_native.external_loads import ExternalState as LoadState
 from rollout.checked import checked_path
 from rollout.durable import whole_file
-from rollout.engine.corpus_delta import CorpusDelta
-from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
+from rollout.engine.draft_corpus import (
+    CorpusDelta,
+    ExternalCorpus,
+    ExternalState,
+    Publishing,
+    check_name,
+)
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
 from spec_workers.corpus_feed import CorpusFeed
 from spec_workers.corpus_inbox import CorpusInbox
 from spec_workers.corpus_outbox import CorpusOutbox
+from spec_workers.external_loads import ExternalLoads
 from spec_workers.rank_loads import RankLoads
 
 _OPTION_OF = {
@@ -30,7 +35,7 @@ _OPTION_OF = {
     "max_tokens": "spec.max_external_tokens",
 }
 _OF_A_LIMIT = re.compile(r"(documents|max_\w+)=[<\d]|the file was saved with ")
-_AT_REST = (LoadState.PUBLISHED, LoadState.FAILED)
+_AT_REST = (ExternalState.PUBLISHED, ExternalState.FAILED)
 
 
 class NgramCorpus:
@@ -104,15 +109,12 @@ class NgramCorpus:
     ) -> None:
         if name in self.corpus.external_names():
             self.corpus.remove_external(name)
-        try:
-            self._loads.start(
-                name,
-                documents,
-                fraction_read=fraction_read,
-                on_request=publishing is Publishing.ON_REQUEST or self._ranks is not None,
-            )
-        except ValueError as error:  # closed
-            raise _named(name, error) from None
+        self._loads.start(
+            name,
+            documents,
+            fraction_read=fraction_read,
+            on_request=publishing is Publishing.ON_REQUEST or self._ranks is not None,
+        )
         if self._ranks is not None and publishing is Publishing.WHEN_READY:
             self._ranks.add(name)
 
@@ -134,14 +136,7 @@ class NgramCorpus:
             for name, error in failures.items()
         ]
         own = [
-            ExternalCorpus(
-                name=each.name,
-                state=ExternalState(each.state.value),
-                num_tokens=each.num_tokens,
-                num_bytes=each.num_bytes,
-                progress=each.progress,
-                error=None if each.error is None else _by_option(each.error),
-            )
+            each if each.error is None else replace(each, error=_by_option(each.error))
             for each in self._loads.statuses()
         ]
         return sorted(failed + own, key=lambda each: each.name)
@@ -153,10 +148,7 @@ class NgramCorpus:
         (self._loads if self._ranks is None else self._ranks).publish()
 
     def publish_external(self, name: str) -> None:
-        try:
-            (self._loads if self._ranks is None else self._ranks).publish_one(name)
-        except ValueError as error:
-            raise _named(name, error) from None
+        (self._loads if self._ranks is None else self._ranks).publish_one(name)
 
     def share(self, max_bytes: int) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
@@ -206,10 +198,6 @@ class NgramCorpus:
             own["learned_tokens"] = float(self.inbox.learned_tokens)
             own["lost_rollouts"] = float(self.inbox.lost_rollouts)
         return self.corpus.counters() | own
-
-
-def _named(name: str, error: ValueError) -> InvalidInputError:
-    return InvalidInputError("name", name, str(error).removeprefix(f"name={name!r}: "))
 
 
 def _by_option(reason: str) -> str:

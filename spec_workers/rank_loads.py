@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
-from ngram_native.external_loads import ExternalLoads, ExternalState
+from rollout.engine.draft_corpus import ExternalState
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
+from spec_workers.external_loads import ExternalLoads
 
 _ABSENT = "absent"
 

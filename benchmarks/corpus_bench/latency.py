@@ -16,7 +16,7 @@ from corpus_bench.settings import Settings
 from corpus_bench.text import real_text
 from corpus_bench.timing import clock_cost, cpu_clock, tail_ratio
 from ngram_native import Corpus
-from ngram_native.external_loads import ExternalLoads
+from spec_workers.external_loads import ExternalLoads
 
 LONGEST = 5.0  # times the median, at most
 SMALL = 8 << 20

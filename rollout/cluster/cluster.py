@@ -18,10 +18,9 @@ from rollout.cluster.reports import ReplicaReports
 from rollout.cluster.router import Router
 from rollout.cluster.weights import ClusterWeights
 from rollout.config import EngineConfig
-from rollout.engine.metrics import StepMetrics
+from rollout.engine.metrics import EngineStatus, StepMetrics
 from rollout.engine.protocol import Engine, Replicas, methods_on, part_call
 from rollout.engine.requests import RequestFactory
-from rollout.engine.status import EngineStatus
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.scheduler.fitting import check_length

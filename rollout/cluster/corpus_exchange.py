@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
-from rollout.engine.corpus_delta import CorpusDelta
+from rollout.engine.draft_corpus import CorpusDelta
 from rollout.errors import InvalidInputError
 
 

@@ -12,7 +12,7 @@ from rollout.cluster.progress_reporter import ProgressReporter
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.loop import EngineLoop
-from rollout.engine.specs import WorkerFactory
+from rollout.engine.worker import WorkerFactory
 
 
 class ReplicaHost:

@@ -8,8 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.metrics import EngineMetrics, StepMetrics
-from rollout.engine.status import EngineStatus
+from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import FinishReason, RequestStats, SamplingParams, TokenExtras
 

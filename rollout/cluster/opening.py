@@ -9,11 +9,10 @@ from typing import Any
 
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, engine_config
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.overrides import engine_config
 from rollout.engine.protocol import Engine
-from rollout.engine.specs import WorkerFactory, factory_of, worker_factory
+from rollout.engine.worker import WorkerFactory, factory_of, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
 

@@ -9,8 +9,7 @@ from rollout.cluster.messages import ClusterMetrics, Report
 from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.engine.draft_corpus import ExternalCorpus
-from rollout.engine.metrics import StepMetrics
-from rollout.engine.status import EngineStatus
+from rollout.engine.metrics import EngineStatus, StepMetrics
 
 
 class ReplicaReports:

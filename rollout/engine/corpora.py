@@ -17,9 +17,9 @@ from rollout.checked import (
     checked_path,
     checked_seconds,
 )
-from rollout.engine.corpus_delta import CorpusDelta
 from rollout.engine.corpus_documents import FileDocuments, documents_from
 from rollout.engine.draft_corpus import (
+    CorpusDelta,
     DraftCorpus,
     ExternalCorpus,
     ExternalState,

@@ -14,21 +14,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout.checked import checked_int, checked_path
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, engine_config
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.corpora import Corpora
 from rollout.engine.generation import Generation
 from rollout.engine.lifecycle import Lifecycle
-from rollout.engine.metrics import EngineMetrics, StepMetrics
-from rollout.engine.overrides import engine_config
+from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
 from rollout.engine.protocol import part_call
 from rollout.engine.requests import RequestFactory
-from rollout.engine.specs import WorkerFactory, worker_factory
-from rollout.engine.status import EngineStatus
 from rollout.engine.steps import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightUpdates
-from rollout.engine.worker import Worker
+from rollout.engine.worker import Worker, WorkerFactory, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.loader import Progress
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap

@@ -1,11 +1,14 @@
-"""Counters of the engine: of the latest step and of its whole life, and what speculation saved."""
+"""Counters of the engine: of the latest step and of its whole life, and its status at a moment."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from rollout.engine.draft_corpus import ExternalCorpus
 from rollout.types import Batch, Rollout, StepResult
 
 
@@ -171,3 +174,23 @@ def _compare_with_forecast(step: StepMetrics, result: StepResult, decodes_alone:
         took_ms = step.total_ms - step.schedule_ms if decodes_alone else forecast.predicted_ms
         spared_ms = forecast.decode_ms * step.accepted / max(1, step.sampling)
         step.gain_ms = spared_ms + forecast.plain_ms - took_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """The status of one engine, or the sum over a cluster's replicas; a copy that never changes."""
+
+    running: int
+    waiting: int
+    kv_slots: int
+    kv_used: int  # by running requests
+    kv_cached: int  # in the prefix cache
+    unavailable_reason: str  # no step can run; empty when one can
+    weight_versions: Mapping[str, int]  # by part: target, draft, ...
+    total: EngineMetrics
+    last_step: StepMetrics
+    counters: Mapping[str, float]  # the worker's own
+    learned: Mapping[str, Any]  # JSON-able: the cost curve, what drafts are worth, ...
+    corpora: tuple[ExternalCorpus, ...] = ()
+    corpus_tokens: int | None = None  # that drafts are made from; None without a corpus
+    replicas: Mapping[str, EngineStatus] = field(default_factory=dict)  # by name; of a cluster

@@ -17,8 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 import torch
 
 from rollout.engine.draft_corpus import ExternalCorpus, Publishing
-from rollout.engine.metrics import EngineMetrics, StepMetrics
-from rollout.engine.status import EngineStatus
+from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (

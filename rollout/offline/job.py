@@ -19,8 +19,8 @@ from rich.console import Console
 
 from rollout.cluster.opening import open_with
 from rollout.engine.protocol import Engine
-from rollout.engine.specs import WorkerFactory
 from rollout.engine.spmd import OpenEngine, run_spmd
+from rollout.engine.worker import WorkerFactory
 from rollout.errors import RolloutError
 from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
 from rollout.offline.config import RunConfig

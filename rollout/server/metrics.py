@@ -12,8 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from rollout.engine.metrics import EngineMetrics
-from rollout.engine.status import EngineStatus
+from rollout.engine.metrics import EngineMetrics, EngineStatus
 from rollout.server.serving import Serving
 from rollout.server.status_cache import KnownStatus
 

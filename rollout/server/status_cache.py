@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from rollout.engine.metrics import EngineStatus
 from rollout.engine.protocol import Engine
-from rollout.engine.status import EngineStatus
 
 _WAIT_SECONDS = 0.25
 _FRESH_SECONDS = 0.05

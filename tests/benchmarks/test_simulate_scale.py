@@ -14,7 +14,7 @@ from scale_sim.replica import SimulatedReplica
 from scale_sim.rollouts import Policy, Simulation, Workload
 from scale_sim.traffic import PIECE_BYTES, FanOut, traffic
 
-from rollout.engine.corpus_delta import CorpusDelta
+from rollout.engine.draft_corpus import CorpusDelta
 from spec_workers.corpus_outbox import CorpusOutbox
 from tests.helpers.requests import make_request
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.specs import worker_factory
+from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
 from tests.helpers.forked import ROOT, forked, run_module

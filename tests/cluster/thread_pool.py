@@ -16,7 +16,7 @@ from rollout.cluster.host import ReplicaHost
 from rollout.cluster.messages import Submission
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
-from rollout.engine.specs import WorkerFactory
+from rollout.engine.worker import WorkerFactory
 from tests.helpers.hang import HANG_SECONDS
 
 REPORT_SECONDS = 0.002

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout import Rollout, SamplingParams
 from rollout.engine.protocol import Engine
-from rollout.engine.specs import WorkerFactory, worker_factory
+from rollout.engine.worker import WorkerFactory, worker_factory
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=5, n=4, entropy=True)
 PROMPTS = [[3 + i % 7, 10 + i, 11] for i in range(7)]

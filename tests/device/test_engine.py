@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from rollout.ops import gpu
 from spec_workers.neural.draft_runner import DraftTable
 from tests.helpers.oracle_worker import oracle_factory

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tiny_hybrid import tiny_hybrid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from spec_workers.budget import FixedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker

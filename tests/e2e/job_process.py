@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollout.engine.specs import worker_factory
+from rollout.engine.worker import worker_factory
 from rollout.offline import RunConfig, run_job
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rollout.cli import main
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.specs import worker_factory
+from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, LogConfig, OutputConfig, RunConfig, run_job
 from rollout.types import SamplingParams
 from tests.helpers.hang import HANG_SECONDS

@@ -10,7 +10,7 @@ import pytest
 
 from ngram_native import Corpus
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.corpus_delta import CorpusDelta
+from rollout.engine.draft_corpus import CorpusDelta
 from rollout.errors import InvalidInputError
 from rollout.types import Request
 from spec_workers.corpus_feed import CorpusFeed

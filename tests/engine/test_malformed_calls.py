@@ -13,8 +13,14 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.config import EngineConfig, MemoryConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from rollout.engine.overrides import engine_config
+from rollout.config import (
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    engine_config,
+)
 from rollout.errors import InvalidInputError, RolloutError
 from tests.helpers.text_model import save_text_model
 

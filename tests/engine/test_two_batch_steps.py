@@ -10,8 +10,7 @@ from threading import Event
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.config import EngineConfig
-from rollout.engine.overrides import engine_config
+from rollout.config import EngineConfig, engine_config
 from rollout.models.loader import Progress
 from spec_workers.draft_tree import only_roots
 from spec_workers.target import TargetWorker

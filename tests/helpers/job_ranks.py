@@ -18,7 +18,7 @@ from rich.console import Console
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import MemoryConfig, ModelConfig, ParallelConfig, ParallelMode
-from rollout.engine.specs import worker_factory
+from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from rollout.offline.output import RolloutOutput
 from rollout.types import SamplingParams

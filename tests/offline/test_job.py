@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.specs import worker_factory
+from rollout.engine.worker import worker_factory
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline import (
     DataConfig,

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.linear import Linear
 from rollout.ops import tree_accept

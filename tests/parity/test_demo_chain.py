@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from spec_workers.budget import FixedBudget
 from spec_workers.ngram import NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout import Rollout, RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from rollout.errors import InvalidInputError
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutEngine
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from tests.helpers.draft_checks import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.pairwise import PairwiseDesign, Row

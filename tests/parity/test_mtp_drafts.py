@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from spec_workers.budget import FixedBudget

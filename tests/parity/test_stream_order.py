@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.plain_order import plain_order
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from rollout.errors import InvalidInputError
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.hybrid import HybridWorker, hybrid_sources
 from spec_workers.ngram_corpus import NgramCorpus

@@ -29,9 +29,9 @@ from trl.experimental.async_grpo import (
 from rollout import SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
+from rollout.config import engine_config
 from rollout.engine.loop import EngineLoop
-from rollout.engine.overrides import engine_config
-from rollout.engine.specs import worker_factory
+from rollout.engine.worker import worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
 from tests.cluster.thread_pool import ThreadPool

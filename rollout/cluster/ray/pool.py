@@ -21,7 +21,7 @@ from rollout.cluster.ray.instance import RayInstance, ReplicaResources, replica_
 from rollout.cluster.ray.replica import RayReplica, ReplicaActor, cause_of, import_failure
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
-from rollout.engine.specs import WorkerFactory
+from rollout.engine.worker import WorkerFactory
 from rollout.errors import ClusterError, RolloutError
 from rollout.memory.sizing import kv_fraction
 

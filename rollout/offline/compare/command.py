@@ -20,7 +20,7 @@ from rich.table import Table
 
 from rollout.cluster.config import ClusterKind
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.specs import WorkerFactory, factory_of
+from rollout.engine.worker import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
 from rollout.offline.check import check_rows, check_tokens
 from rollout.offline.compare.comparison import Compared, Comparison, Work

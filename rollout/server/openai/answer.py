@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from rollout.engine.stopping import cut_at_stop
+from rollout.engine.requests import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.delta_stream import DeltaStream, SampleRequest
 from rollout.server.event_stream import while_connected

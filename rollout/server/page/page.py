@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
-from rollout.engine.status import EngineStatus
+from rollout.engine.metrics import EngineStatus
 from rollout.server.serving import Serving
 
 _FOLDER = Path(__file__).parent

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from rollout.engine.status import EngineStatus
+from rollout.engine.metrics import EngineStatus
 from rollout.server.serving import Serving
 
 _SECRETS = frozenset({"api_key", "admin_key"})

@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 
 from rollout.checked import checked_flag, checked_seconds
-from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.overrides import engine_config
-from rollout.engine.specs import worker_factory
+from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, engine_config
+from rollout.engine.worker import worker_factory
 from rollout.errors import InvalidInputError
 
 PREFIX = "--specrollout."

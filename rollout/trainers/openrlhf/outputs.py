@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from rollout.engine.stopping import cut_at_stop
+from rollout.engine.requests import cut_at_stop
 from rollout.types import FinishReason, Rollout
 
 Decode = Callable[[Sequence[int]], str]

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.config import EngineConfig
-from rollout.engine.overrides import engine_config
-from rollout.engine.specs import WorkerFactory, worker_factory
+from rollout.config import EngineConfig, engine_config
+from rollout.engine.worker import WorkerFactory, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.sampling import ResponseLimits
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from rollout import RolloutEngine
-from rollout.config import EngineConfig
-from rollout.engine.overrides import engine_config
+from rollout.config import EngineConfig, engine_config
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 from tests.helpers.oracle_worker import OracleWorker

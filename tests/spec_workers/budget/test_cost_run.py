@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rollout.engine.overrides import engine_config
+from rollout.config import engine_config
 from spec_workers.budget import cost_run
 from spec_workers.target import TargetWorker
 from tests.helpers.replaying import ReplayingCapture

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ngram_native import Corpus
-from ngram_native.external_loads import ExternalLoads, ExternalState
+from rollout.engine.draft_corpus import ExternalState
+from spec_workers.external_loads import ExternalLoads
 
 I32 = np.int32
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -379,7 +380,7 @@ FORKED = """
 import os, threading
 import numpy as np
 from ngram_native import Corpus
-from ngram_native.external_loads import ExternalLoads
+from spec_workers.external_loads import ExternalLoads
 
 gate, begun = threading.Event(), threading.Event()
 
@@ -431,7 +432,7 @@ ENDLESS = """
 import itertools, sys, time
 import numpy as np
 from ngram_native import Corpus
-from ngram_native.external_loads import ExternalLoads
+from spec_workers.external_loads import ExternalLoads
 
 loads = ExternalLoads(Corpus(max_external_bytes=1 << 30), max_tokens=10**9, max_loading=2)
 loads.start("endless", (time.sleep(0.01) or [np.zeros(10, np.int32)] for _ in itertools.count()))
@@ -448,9 +449,3 @@ def test_program_that_ends_without_close_does_not_hang():
     )
     assert run.returncode == 0
     assert run.stderr == ""
-
-
-@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_tokens": 9, "max_loading": 1.5}])
-def test_wrong_option_is_refused_by_name(corpus, options):
-    with pytest.raises(ValueError, match="max_"):
-        ExternalLoads(corpus, **options)

@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from ngram_native._ext import ExternalBuilder, Withdrawn
-from ngram_native.corpus import Corpus
-from ngram_native.external_load import Documents, ExternalLoad, ExternalState, ExternalStatus
-
-__all__ = ["ExternalLoads", "ExternalState", "ExternalStatus"]
+from ngram_native import Corpus, ExternalBuilder, Withdrawn
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, check_name
+from rollout.errors import InvalidInputError
+from spec_workers.external_load import Documents, ExternalLoad
 
 
 class ExternalLoads:
@@ -22,8 +21,8 @@ class ExternalLoads:
     A load reads and indexes its documents on a background thread, then is ``ready`` until it is
     published whole. A load that fails is ``failed``, with the reason, until it is removed or
     started again; nothing of it was loaded. In a forked child, which has no background threads,
-    loads in progress have failed. All errors are ``ValueError`` naming the field, the value and the
-    remedy. `close` it at the end; a program that exits without doing so cancels its loads.
+    loads in progress have failed. All errors are InvalidInputError. `close` it at the end; a
+    program that exits without doing so cancels its loads.
 
     Args:
         max_tokens: Bound on the tokens of all external corpora together, loading ones included.
@@ -32,9 +31,6 @@ class ExternalLoads:
     """
 
     def __init__(self, corpus: Corpus, *, max_tokens: int, max_loading: int = 2) -> None:
-        for name, value in (("max_tokens", max_tokens), ("max_loading", max_loading)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be an integer >= 1")
         self._corpus = corpus
         self._max_tokens = max_tokens
         self._max_loading = max_loading
@@ -68,15 +64,15 @@ class ExternalLoads:
                 `statuses`.
             on_request: Whether `publish` skips it, so that only `publish_one` publishes it.
         """
-        _check_name(name)
+        check_name("name", name)
         with self._changed:
             if self._closed:
-                raise ValueError(f"name={name!r}: came after close()")
+                raise InvalidInputError("name", name, "came after close()")
             held = self._loads.get(name)
             if held is not None and held.state is not ExternalState.FAILED:
-                raise ValueError(f"name={name!r}: is {held.state} already; remove() it first")
+                raise InvalidInputError("name", name, f"is {held.state} already; remove() it first")
             if name in self._corpus.external_names():
-                raise ValueError(f"name={name!r}: is published already; remove() it first")
+                raise InvalidInputError("name", name, "is published already; remove() it first")
             load = ExternalLoad(
                 name,
                 documents,
@@ -105,18 +101,18 @@ class ExternalLoads:
     def publish_one(self, name: str) -> None:
         """Publish ``name`` if it is not published yet. Call it between two steps.
 
-        Raises ValueError if it is unknown, loading or failed, or if publishing fails.
+        Raises InvalidInputError if it is unknown, loading or failed, or if publishing fails.
         """
         with self._changed:
             load = self._loads.get(name)
             if load is None:
                 if name in self._corpus.external_names():
                     return
-                raise ValueError(f"name={name!r}: is not loaded; start() it first")
+                raise InvalidInputError("name", name, "is not loaded; start() it first")
             if load.state is ExternalState.LOADING:
-                raise ValueError(f"name={name!r}: is loading; wait() for it first")
+                raise InvalidInputError("name", name, "is loading; wait() for it first")
             if load.state is ExternalState.FAILED or not self._publish(load):
-                raise ValueError(f"name={name!r}: has failed: {load.error}")
+                raise InvalidInputError("name", name, f"has failed: {load.error}")
 
     def remove(self, name: str) -> None:
         """Remove a corpus: a published one at once, a loading one by cancelling it.
@@ -131,7 +127,7 @@ class ExternalLoads:
                 self._free(self._corpus.withdraw_external(name))
             self._notify()
 
-    def statuses(self) -> list[ExternalStatus]:
+    def statuses(self) -> list[ExternalCorpus]:
         """All external corpora, sorted by name, including those that were not loaded here.
 
         A published corpus for whose name a later load failed has state PUBLISHED and that load's
@@ -141,7 +137,7 @@ class ExternalLoads:
             loads = [load.status() for load in self._loads.values()]
             sizes = self._corpus.external_sizes()
         statuses = {
-            name: ExternalStatus(
+            name: ExternalCorpus(
                 name=name,
                 state=ExternalState.PUBLISHED,
                 num_tokens=num_tokens,
@@ -157,7 +153,7 @@ class ExternalLoads:
             statuses[load.name] = load
         return [statuses[name] for name in sorted(statuses)]
 
-    def wait(self, name: str, timeout: float | None = None) -> ExternalStatus:
+    def wait(self, name: str, timeout: float | None = None) -> ExternalCorpus:
         """Wait until ``name`` is no longer loading, at most ``timeout`` seconds; return its
         status."""
 
@@ -170,7 +166,7 @@ class ExternalLoads:
             for status in self.statuses():
                 if status.name == name:
                     return status
-        raise ValueError(f"name={name!r}: is not loaded; start() it first")
+        raise InvalidInputError("name", name, "is not loaded; start() it first")
 
     def close(self) -> None:
         """Cancel loads, drop everything that is not published, and join the threads."""
@@ -292,14 +288,3 @@ def _call_in_children(method: Callable[[], None]) -> None:
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise ValueError(f"name={name!r}: must be a string")
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"name={name!r}: holds half of a surrogate pair; must be text that UTF-8 can encode"
-        ) from None

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_native._ext import ExternalBuilder
-from ngram_native.corpus import flat_documents
+from ngram_native import ExternalBuilder, flat_documents
+from rollout.engine.draft_corpus import ExternalCorpus, ExternalState
 
 Documents = Iterable[Sequence[NDArray[np.int32]]]
 """Batches of documents, each int32 ``(n,)`` with tokens >= 0."""
 
 READING_SHARE = 0.9
 """Share of a load's progress for reading: it takes at least ten times as long as indexing."""
-
-
-class ExternalState(enum.StrEnum):
-    """The state of an external corpus."""
-
-    LOADING = "loading"  # or queued
-    READY = "ready"  # built, not yet published
-    PUBLISHED = "published"  # drafts are copied from it
-    FAILED = "failed"  # nothing was loaded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExternalStatus:
-    """A snapshot of an external corpus."""
-
-    name: str
-    state: ExternalState
-    num_tokens: int  # read so far
-    num_bytes: int  # held, working memory included
-    progress: float | None  # in [0, 1]; None if it failed or its length is unknown
-    error: str | None  # why it failed; if published: why a later load of the same name failed
 
 
 class ExternalLoad:
@@ -107,9 +84,9 @@ class ExternalLoad:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
-    def status(self) -> ExternalStatus:
-        """A snapshot of the load."""
-        return ExternalStatus(
+    def status(self) -> ExternalCorpus:
+        """The corpus at the moment of asking."""
+        return ExternalCorpus(
             name=self.name,
             state=self.state,
             num_tokens=self.num_tokens,
