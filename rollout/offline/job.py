@@ -22,12 +22,11 @@ from rollout.engine.protocol import Engine
 from rollout.engine.specs import WorkerFactory
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.errors import RolloutError
-from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
+from rollout.offline.check import CheckedPrompts, TokenFile, check_rows, check_tokens
 from rollout.offline.config import RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
-from rollout.offline.lock import OutputLock
-from rollout.offline.output import RolloutOutput
+from rollout.offline.output import RolloutOutput, output_lock
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import Progress, loading_model, open_progress
 from rollout.offline.prompts import PromptFile, PromptRow
@@ -125,7 +124,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         file = at_end.enter_context(PromptFile(config.data, _existing(path.parent)))
         columns = rollout_columns(config.output, config.sampling)
         prompts = check_rows(file, config.data.on_error, path, columns)
-        at_end.enter_context(OutputLock(path))
+        at_end.enter_context(output_lock(path))
         output = RolloutOutput(
             paths, config.output, config.sampling, fingerprint(config, file.sha256)
         )
@@ -137,7 +136,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         with loading_model(console, config.model.path) as progress:
             engine = opened(progress)
         at_end.callback(engine.close)
-        check_tokens(prompts, engine, config.sampling, config.data.on_error)
+        tokens = check_tokens(prompts, engine, config.sampling, config.data.on_error)
+        at_end.callback(tokens.close)
         load_seconds = time.perf_counter() - started
         at_end.callback(output.close)
         output.open(prompts)
@@ -158,7 +158,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             RunLog(config, engine) as run_log,
             open_progress(console, total, output.num_done, config.log.seconds) as progress,
         ):
-            job = _Job(config, engine, prompts, output, corpus, summary)
+            job = _Job(config, engine, prompts, tokens, output, corpus, summary)
             job.generate(stop, run_log, progress)
             if job.failed:
                 raise RolloutError(
@@ -186,6 +186,7 @@ class _Job:
         config: RunConfig,
         engine: Engine,
         prompts: CheckedPrompts,
+        tokens: TokenFile,
         output: RolloutOutput,
         corpus: JobCorpus,
         summary: Summary,
@@ -195,17 +196,22 @@ class _Job:
         self._output = output
         self._corpus = corpus
         self._summary = summary
-        self._missing = self._missing_samples(prompts)
+        self._missing = self._missing_samples(prompts, tokens)
         self._max_submitted = _QUEUED_PER_RUNNING * engine.max_running
         self._submitted: dict[tuple[int, int], tuple[PromptRow, int]] = {}  # row, step
         self.failed: list[str] = []
 
-    def _missing_samples(self, prompts: CheckedPrompts) -> Iterator[tuple[PromptRow, int]]:
-        """Lazily, so that a long file is never in memory; the samples of a prompt together."""
-        for row in prompts.rows():
+    def _missing_samples(
+        self, prompts: CheckedPrompts, tokens: TokenFile
+    ) -> Iterator[tuple[PromptRow, list[int], int]]:
+        """Row, token ids and sample index of what is still to be made.
+
+        Lazily, so that a long file is never in memory; the samples of a prompt together.
+        """
+        for row, token_ids in zip(prompts.rows(), tokens, strict=True):
             for sample_index in range(self._params.n):
                 if not self._output.has(row.index, sample_index):
-                    yield row, sample_index
+                    yield row, token_ids, sample_index
 
     def generate(self, stop: StopSignals, run_log: RunLog, progress: Progress) -> None:
         started = time.perf_counter()
@@ -240,9 +246,9 @@ class _Job:
             following = next(self._missing, None)
             if following is None:
                 break
-            row, sample_index = following
+            row, token_ids, sample_index = following
             self._engine.submit(
-                row.prompt, self._params, prompt_index=row.index, sample_index=sample_index
+                token_ids, self._params, prompt_index=row.index, sample_index=sample_index
             )
             self._submitted[row.index, sample_index] = (row, self._engine.last_step.step)
 
