@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,11 +26,11 @@ from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.output import RolloutOutput, output_lock
 from rollout.offline.paths import JobPaths
-from rollout.offline.progress import Progress, loading_model, open_progress
+from rollout.offline.progress import JobProgress, loading_model
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
-from rollout.offline.summary import Summary
+from rollout.offline.summary import JobResult, JobStatus, Summary
 from rollout.parallel import rank_of
 from rollout.types import FinishReason, Rollout, SamplingParams
 
@@ -78,21 +76,6 @@ class StopSignals:
 log = logging.getLogger(__name__)
 
 _QUEUED_PER_RUNNING = 4  # enough for the scheduler to choose from, however long the file is
-
-
-class JobStatus(enum.Enum):
-    COMPLETED = "completed"
-    NOTHING_TO_DO = "nothing to do"  # the output was complete already
-    STOPPED = "stopped"  # by a signal; the same job goes on where it stopped
-    FOLLOWED = "followed"  # this is one of several ranks, of which rank 0 did the job
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    status: JobStatus
-    output: Path
-    summary: Summary | None = None  # None when there was nothing to do
-    signal: signal.Signals | None = None  # when stopped
 
 
 def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None = None) -> JobResult:
@@ -156,7 +139,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         with (
             StopSignals() as stop,
             RunLog(config, engine) as run_log,
-            open_progress(console, total, output.num_done, config.log.seconds) as progress,
+            JobProgress(console, total, output.num_done, config.log.seconds) as progress,
         ):
             job = _Job(config, engine, prompts, tokens, output, corpus, summary)
             job.generate(stop, run_log, progress)
@@ -213,7 +196,7 @@ class _Job:
                 if not self._output.has(row.index, sample_index):
                     yield row, token_ids, sample_index
 
-    def generate(self, stop: StopSignals, run_log: RunLog, progress: Progress) -> None:
+    def generate(self, stop: StopSignals, run_log: RunLog, progress: JobProgress) -> None:
         started = time.perf_counter()
         while stop.received is None:
             self._submit()

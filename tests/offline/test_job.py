@@ -29,8 +29,8 @@ from rollout.offline import (
     RunConfig,
     run_job,
 )
-from rollout.offline.metrics import JsonlLog, MetricsError
 from rollout.offline.output import output_lock
+from rollout.offline.run_log import JsonlLog, MetricsError
 from rollout.types import FinishReason, Rollout
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 from tests.helpers.text_model import save_text_model
