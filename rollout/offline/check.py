@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import tempfile
+from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +13,47 @@ from typing import Any
 
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.offline.arrow import ColumnTypes
 from rollout.offline.config import OnError
-from rollout.offline.prompts import BrokenRow, PromptFile, PromptRow, carried
-from rollout.offline.rows import to_json_line
-from rollout.types import Prompt, SamplingParams
+from rollout.offline.prompts import BrokenRow, PromptFile, PromptRow, carried, room_for
+from rollout.offline.rows import import_pyarrow, to_json_line
+from rollout.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 10
+_ROWS_PER_MERGE = 1024
+
+
+class TokenFile:
+    """The token ids of prompts, one after the other, in a file without a name.
+
+    A file of prompts may be larger than memory, and to tokenize it a second time takes as long as
+    the first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lengths = array("q")
+        with room_for("the prompts' token ids", folder):
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`close` does)
+
+    def append(self, token_ids: list[int]) -> None:
+        """Raises OutputError where there is no room."""
+        with room_for("the prompts' token ids", self._folder):
+            array("i", token_ids).tofile(self._file)
+        self._lengths.append(len(token_ids))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """In the order in which they came; one reader at a time."""
+        with room_for("the prompts' token ids", self._folder):
+            self._file.seek(0)  # which writes what is buffered
+        for length in self._lengths:
+            token_ids = array("i")
+            token_ids.fromfile(self._file, length)
+            yield token_ids.tolist()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +70,7 @@ class CheckedPrompts:
         return self.num_rows - len(self.skipped)
 
     def rows(self) -> Iterator[PromptRow]:
+        """The good ones, in file order."""
         for row in self.file.rows():
             if isinstance(row, PromptRow) and row.index not in self.skipped:
                 yield row
@@ -92,13 +128,17 @@ def _check_json(file: PromptFile, row: PromptRow) -> None:
 
 def check_tokens(
     checked: CheckedPrompts, engine: Engine, params: SamplingParams, on_error: OnError
-) -> None:
-    """Check what takes a tokenizer and the sizes of model and memory. Raises as `check_rows`
-    does."""
+) -> TokenFile:
+    """Check what takes a tokenizer and the sizes of model and memory. Raises as `check_rows` does.
+
+    Returns the token ids of ``checked.rows()``: they are what runs.
+    """
     broken = []
+    tokens = TokenFile(checked.file.folder)
     for row in checked.rows():
         try:
-            _check_prompt(engine, row.prompt, params)
+            token_ids = engine.encoder.encode(row.prompt)
+            _check_fits(engine, token_ids, params)
         except OutOfMemoryError as error:
             # Never skipped: the output must not depend on how much memory was free.
             raise OutOfMemoryError(f"{row.where}: {error}") from error
@@ -106,16 +146,19 @@ def check_tokens(
             if error.field.startswith("sampling."):
                 raise
             broken.append(BrokenRow(row.index, row.where, str(error)))
+        else:
+            tokens.append(token_ids)
     _handle(broken, checked, on_error)
+    return tokens
 
 
-def _check_prompt(engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
+def _check_fits(engine: Engine, token_ids: list[int], params: SamplingParams) -> None:
     """Raises what submitting the prompt would; computes nothing.
 
     The engine would end a rollout where the KV slots do. A job refuses to begin: its output must
     not depend on how much memory was free.
     """
-    prompt_len = engine.check(prompt, params)
+    prompt_len = engine.check(token_ids, params)
     needed = min(prompt_len + params.max_new_tokens, engine.max_context_len)
     slots = engine.max_sequence_len
     if needed > slots:
@@ -148,3 +191,50 @@ def _handle(broken: list[BrokenRow], checked: CheckedPrompts, on_error: OnError)
         checked.skipped |= {row.index for row in broken}
     if checked.num_prompts == 0:
         raise InvalidInputError("data.path", path, "holds no prompt that could be used")
+
+
+class ColumnTypes:
+    """The Arrow types of columns seen row by row, for an output that must declare them at once."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._pa, self._pq = import_pyarrow("output.path", output)
+        self._schema = self._pa.schema([])
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, columns: dict[str, Any]) -> None:
+        """Widen the types so that they hold these values too."""
+        self._rows.append(columns)
+        if len(self._rows) == _ROWS_PER_MERGE:
+            self._merge()
+
+    def declare(self, there: Any, names: dict[str, str]) -> None:
+        """Take the types from the schema ``there``; ``names`` maps a column here to one there."""
+        self._schema = self._pa.schema(
+            [there.field(old).with_name(new) for new, old in names.items()]
+        )
+
+    def schema(self) -> Any:
+        """Raises InvalidInputError for values that make no Parquet column, as `add` does."""
+        self._merge()
+        return self._schema
+
+    def _merge(self) -> None:
+        names = {name: None for row in self._rows for name in row}
+        for name in names:
+            try:
+                kind = self._pa.array([row.get(name) for row in self._rows]).type
+                self._schema = self._pa.unify_schemas(
+                    [self._schema, self._pa.schema([(name, kind)])], promote_options="permissive"
+                )
+                # Some types, such as that of {}, exist in Arrow and not in Parquet.
+                empty = self._pa.schema([(name, kind)]).empty_table()
+                self._pq.write_table(empty, io.BytesIO())
+            except (self._pa.ArrowException, OverflowError) as error:
+                raise InvalidInputError(
+                    "output.path",
+                    str(self._output),
+                    f"the values of column {name!r} do not make a Parquet column ({error}): write "
+                    ".jsonl, or leave the column out with data.columns",
+                ) from None
+        self._rows.clear()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,18 +20,17 @@ from rollout.engine.protocol import Engine
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import RolloutError
-from rollout.offline.check import CheckedPrompts, check_rows, check_tokens
+from rollout.offline.check import CheckedPrompts, TokenFile, check_rows, check_tokens
 from rollout.offline.config import RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
-from rollout.offline.lock import OutputLock
-from rollout.offline.output import RolloutOutput
+from rollout.offline.output import RolloutOutput, output_lock
 from rollout.offline.paths import JobPaths
-from rollout.offline.progress import Progress, loading_model, open_progress
+from rollout.offline.progress import JobProgress, loading_model
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
-from rollout.offline.summary import Summary
+from rollout.offline.summary import JobResult, JobStatus, Summary
 from rollout.parallel import rank_of
 from rollout.types import FinishReason, Rollout, SamplingParams
 
@@ -81,21 +78,6 @@ log = logging.getLogger(__name__)
 _QUEUED_PER_RUNNING = 4  # enough for the scheduler to choose from, however long the file is
 
 
-class JobStatus(enum.Enum):
-    COMPLETED = "completed"
-    NOTHING_TO_DO = "nothing to do"  # the output was complete already
-    STOPPED = "stopped"  # by a signal; the same job goes on where it stopped
-    FOLLOWED = "followed"  # this is one of several ranks, of which rank 0 did the job
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    status: JobStatus
-    output: Path
-    summary: Summary | None = None  # None when there was nothing to do
-    signal: signal.Signals | None = None  # when stopped
-
-
 def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None = None) -> JobResult:
     """Generate ``sampling.n`` rollouts for each prompt of ``data.path`` into ``output.path``.
 
@@ -125,7 +107,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         file = at_end.enter_context(PromptFile(config.data, _existing(path.parent)))
         columns = rollout_columns(config.output, config.sampling)
         prompts = check_rows(file, config.data.on_error, path, columns)
-        at_end.enter_context(OutputLock(path))
+        at_end.enter_context(output_lock(path))
         output = RolloutOutput(
             paths, config.output, config.sampling, fingerprint(config, file.sha256)
         )
@@ -137,7 +119,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         with loading_model(console, config.model.path) as progress:
             engine = opened(progress)
         at_end.callback(engine.close)
-        check_tokens(prompts, engine, config.sampling, config.data.on_error)
+        tokens = check_tokens(prompts, engine, config.sampling, config.data.on_error)
+        at_end.callback(tokens.close)
         load_seconds = time.perf_counter() - started
         at_end.callback(output.close)
         output.open(prompts)
@@ -156,9 +139,9 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         with (
             StopSignals() as stop,
             RunLog(config, engine) as run_log,
-            open_progress(console, total, output.num_done, config.log.seconds) as progress,
+            JobProgress(console, total, output.num_done, config.log.seconds) as progress,
         ):
-            job = _Job(config, engine, prompts, output, corpus, summary)
+            job = _Job(config, engine, prompts, tokens, output, corpus, summary)
             job.generate(stop, run_log, progress)
             if job.failed:
                 raise RolloutError(
@@ -186,6 +169,7 @@ class _Job:
         config: RunConfig,
         engine: Engine,
         prompts: CheckedPrompts,
+        tokens: TokenFile,
         output: RolloutOutput,
         corpus: JobCorpus,
         summary: Summary,
@@ -195,19 +179,24 @@ class _Job:
         self._output = output
         self._corpus = corpus
         self._summary = summary
-        self._missing = self._missing_samples(prompts)
+        self._missing = self._missing_samples(prompts, tokens)
         self._max_submitted = _QUEUED_PER_RUNNING * engine.max_running
         self._submitted: dict[tuple[int, int], tuple[PromptRow, int]] = {}  # row, step
         self.failed: list[str] = []
 
-    def _missing_samples(self, prompts: CheckedPrompts) -> Iterator[tuple[PromptRow, int]]:
-        """Lazily, so that a long file is never in memory; the samples of a prompt together."""
-        for row in prompts.rows():
+    def _missing_samples(
+        self, prompts: CheckedPrompts, tokens: TokenFile
+    ) -> Iterator[tuple[PromptRow, list[int], int]]:
+        """Row, token ids and sample index of what is still to be made.
+
+        Lazily, so that a long file is never in memory; the samples of a prompt together.
+        """
+        for row, token_ids in zip(prompts.rows(), tokens, strict=True):
             for sample_index in range(self._params.n):
                 if not self._output.has(row.index, sample_index):
-                    yield row, sample_index
+                    yield row, token_ids, sample_index
 
-    def generate(self, stop: StopSignals, run_log: RunLog, progress: Progress) -> None:
+    def generate(self, stop: StopSignals, run_log: RunLog, progress: JobProgress) -> None:
         started = time.perf_counter()
         while stop.received is None:
             self._submit()
@@ -240,9 +229,9 @@ class _Job:
             following = next(self._missing, None)
             if following is None:
                 break
-            row, sample_index = following
+            row, token_ids, sample_index = following
             self._engine.submit(
-                row.prompt, self._params, prompt_index=row.index, sample_index=sample_index
+                token_ids, self._params, prompt_index=row.index, sample_index=sample_index
             )
             self._submitted[row.index, sample_index] = (row, self._engine.last_step.step)
 

@@ -1,87 +1,105 @@
-"""One output file and its run record, and the files beside it while it grows; see paths.py."""
+"""One output file, its lock and record, and the files beside it while it grows; see paths.py."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rollout.offline.arrow import read_json_rows, rollout_schema, write_parquet
+import msgspec
+from filelock import FileLock, Timeout
+
 from rollout.offline.check import CheckedPrompts
 from rollout.offline.config import OutputConfig
 from rollout.offline.fingerprint import differences
-from rollout.offline.paths import JobPaths
+from rollout.offline.paths import JobPaths, lock_file
 from rollout.offline.prompts import PromptRow, carried
-from rollout.offline.rows import rollout_columns, rollout_row, row_fault, to_json_line
-from rollout.offline.sink import JsonlSink, OutputError, whole_rows, write_whole
+from rollout.offline.rows import (
+    RowCheck,
+    read_json_rows,
+    rollout_columns,
+    rollout_row,
+    rollout_schema,
+    to_json_line,
+    write_parquet,
+)
+from rollout.offline.sink import JsonlSink, OutputError, cannot_write, whole_rows, write_whole
 from rollout.types import Rollout, SamplingParams
 
 REMEDY = "choose another output.path, or replace it with output.overwrite=true"
-_FORMAT = 1
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    rollouts: int
-    skipped_prompts: int
-    num_bytes: int  # of the output
+@contextmanager
+def output_lock(output: Path) -> Iterator[None]:
+    """Hold `<output>.lock`: one process writes one output. The system frees it with the process.
 
-    def __post_init__(self) -> None:
-        for value in (self.rollouts, self.skipped_prompts, self.num_bytes):
-            if type(value) is not int or value < 0:  # bool is an int too
-                raise ValueError("complete must hold counts")
+    Raises OutputError, which names the other process, where it is held.
+    """
+    path = lock_file(output)
+    lock = FileLock(path, blocking=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        owner = ""
+        with suppress(OSError):  # it may just have ended
+            owner = path.read_text(errors="replace")[:20]
+        raise OutputError(
+            f"{output} is being written by another job (process {owner or 'unknown'}): wait for "
+            "it, or choose another output.path"
+        ) from None
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    try:
+        with suppress(OSError):  # then others are refused without it
+            path.write_text(str(os.getpid()))
+        yield
+    finally:
+        with suppress(OSError):  # a file that nobody holds locked hinders nobody
+            path.unlink(missing_ok=True)
+        lock.release()
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    fingerprint: dict[str, Any]
+class Completion(msgspec.Struct, frozen=True):
+    """What an output held when it was complete."""
+
+    rollouts: _Count
+    skipped_prompts: _Count
+    num_bytes: _Count = msgspec.field(name="bytes")
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """`<output>.run.json`: what decides the output's content, and whether it is complete."""
+
+    fingerprint: Annotated[dict[str, Any], msgspec.Meta(min_length=1)]
     complete: Completion | None = None
+    format: Literal[1] = 1
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
         """Raises OutputError for what is no such record."""
         try:
-            return cls._parse(json.loads(path.read_bytes()))
-        except (ValueError, RecursionError) as error:
+            return msgspec.convert(json.loads(path.read_bytes()), cls)
+        except (msgspec.ValidationError, ValueError, RecursionError) as error:
             raise OutputError(f"{path} is not the record of a run ({error}): {REMEDY}") from None
-
-    @classmethod
-    def _parse(cls, record: Any) -> RunRecord:
-        if not isinstance(record, dict):
-            raise ValueError("it must be an object")
-        if (number := record.get("format")) != _FORMAT:
-            raise ValueError(f"it has format {number!r}, and {_FORMAT} is known here")
-        fingerprint, complete = record.get("fingerprint"), record.get("complete")
-        if not isinstance(fingerprint, dict) or not fingerprint:
-            raise ValueError("its fingerprint must be an object")
-        if complete is None:
-            return cls(fingerprint)
-        if not isinstance(complete, dict):
-            raise ValueError("its complete must be null or an object")
-        names = ("rollouts", "skipped_prompts", "bytes")
-        counts: list[Any] = [complete.get(name) for name in names]  # Completion checks them
-        return cls(fingerprint, Completion(*counts))
 
     def write(self, path: Path) -> None:
         """Whole or not at all. Raises OutputError."""
-        complete = self.complete and {
-            "rollouts": self.complete.rollouts,
-            "skipped_prompts": self.complete.skipped_prompts,
-            "bytes": self.complete.num_bytes,
-        }
-        record = {"format": _FORMAT, "complete": complete, "fingerprint": self.fingerprint}
-        write_whole(path, json.dumps(record, indent=2).encode() + b"\n")
+        write_whole(path, json.dumps(msgspec.to_builtins(self), indent=2).encode() + b"\n")
 
 
 log = logging.getLogger(__name__)
 
 
 class RolloutOutput:
-    """Opened under an OutputLock. Raises OutputError for a file that another run wrote."""
+    """Opened under an `output_lock`. Raises OutputError for a file that another run wrote."""
 
     def __init__(
         self,
@@ -167,8 +185,9 @@ class RolloutOutput:
         journal = self._paths.journal
         if not journal.exists():
             return end
+        check = RowCheck(self.columns)
         for start, after, row in whole_rows(journal):
-            reason = row_fault(row, self.columns) or self._key_fault(row, prompts)
+            reason = check.fault(row) or self._key_fault(row, prompts)
             if reason is not None:
                 raise OutputError(
                     f"{journal}: the row at byte {start} {reason}: take that line out, and the "

@@ -17,7 +17,12 @@ from rollout.durable import SHARED_SCRATCH, scratch_file
 from rollout.engine.learned_file import learned_file
 from rollout.errors import InvalidInputError
 from rollout.offline.config import RunConfig
-from rollout.offline.lock import lock_file
+
+
+def lock_file(output: Path) -> Path:
+    """Where the process that writes ``output`` says so; see `output_lock`."""
+    return output.with_name(output.name + ".lock")
+
 
 _MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 

@@ -6,9 +6,14 @@ other, as often as needed, from a copy on disk; the file is never held in memory
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,11 +21,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollout.errors import InvalidInputError
-from rollout.offline.arrow import import_pyarrow
 from rollout.offline.config import DataConfig
-from rollout.offline.snapshot import Snapshot
+from rollout.offline.rows import import_pyarrow
+from rollout.offline.sink import OutputError
 from rollout.types import Prompt
 
+_CHUNK_BYTES = 1 << 20
 PROMPT_COLUMNS = (
     "prompt",
     "messages",
@@ -34,6 +40,8 @@ PROMPT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
+    """A row that holds a prompt."""
+
     index: int  # 0-based among the file's rows, broken ones included: seeds derive from it
     where: str  # "line 3"
     prompt_column: str
@@ -43,6 +51,8 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class BrokenRow:
+    """A row that cannot be used."""
+
     index: int
     where: str
     reason: str
@@ -54,20 +64,49 @@ def carried(row: PromptRow) -> dict[str, Any]:
     return {"prompt": row.prompt, **row.extras}
 
 
+@contextmanager
+def room_for(content: str, folder: Path) -> Iterator[None]:
+    """What cannot be written meanwhile is an OutputError, for want of room in ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{folder} cannot hold {content}, which the job reads in its place: "
+            f"{error.strerror}. Make room, or give another output.path"
+        ) from None
+
+
 class PromptFile:
     """The prompts that a file holds when this is made; later changes of the file are not seen.
 
-    A context, which ends with the copy. Raises InvalidInputError for a file that cannot be read.
+    What is read and hashed is a copy without a name: nobody else can change it, and it goes with
+    the process. A lock would not do, for writers need not heed one; nor would an open descriptor,
+    for files are also rewritten in place. A context, which ends with the copy.
     """
 
     def __init__(self, config: DataConfig, folder: Path) -> None:
-        """``folder`` has room for the copy."""
+        """Copy the file to the disk that holds ``folder``.
+
+        Raises InvalidInputError for a file that cannot be read, OutputError for a folder that
+        cannot hold the copy.
+        """
         self.path = Path(config.path)
+        self.folder = folder
         self._config = config
         if not self.path.is_file():
             raise InvalidInputError("data.path", config.path, "there is no such file")
-        self._snapshot = Snapshot("data.path", self.path, folder)
-        self.sha256 = self._snapshot.sha256
+        try:
+            original = self.path.open("rb")
+        except OSError as error:
+            raise InvalidInputError(
+                "data.path", config.path, f"cannot be read: {error.strerror}"
+            ) from None
+        with original, room_for(f"a copy of {self.path}", folder), ExitStack() as undo:
+            self._copy = undo.enter_context(tempfile.TemporaryFile(dir=folder))
+            shutil.copyfileobj(original, self._copy, _CHUNK_BYTES)
+            self._copy.seek(0)
+            self.sha256 = hashlib.file_digest(self._copy, "sha256").hexdigest()
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +117,12 @@ class PromptFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._snapshot.close()
+        self._copy.close()
+
+    def _content(self) -> mmap.mmap | None:
+        """The copy, with a position of its own; None where it is empty."""
+        number = self._copy.fileno()
+        return mmap.mmap(number, 0, prot=mmap.PROT_READ) if os.fstat(number).st_size else None
 
     @property
     def is_parquet(self) -> bool:
@@ -95,11 +139,12 @@ class PromptFile:
                 yield BrokenRow(index, where, str(error))
 
     def _jsonl_rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
-        with self._snapshot.open() as file:
-            for number, line in enumerate(file, start=1):
-                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if text.strip():
-                    yield f"line {number}", text
+        content = self._content()
+        lines = iter(content.readline, b"") if content is not None else ()
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                yield f"line {number}", text
 
     def _parquet_rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
         number = 0
@@ -119,10 +164,8 @@ class PromptFile:
         """The file opened. What goes wrong while it is read is an InvalidInputError."""
         pa, pq = import_pyarrow("data.path", self._config.path)
         try:
-            with (
-                self._snapshot.open() as content,
-                pq.ParquetFile(content, page_checksum_verification=True) as file,
-            ):
+            content = pa.BufferReader(self._content() or b"")
+            with pq.ParquetFile(content, page_checksum_verification=True) as file:
                 names = file.schema_arrow.names
                 if twice := sorted({name for name in names if names.count(name) > 1}):
                     raise InvalidInputError(

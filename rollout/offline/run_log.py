@@ -2,20 +2,101 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+import numpy as np
+
 from rollout.engine.protocol import Engine
 from rollout.engine.tokenizer import prompt_group
+from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.config import RunConfig
-from rollout.offline.metrics import JsonlLog, TensorBoardMetrics
 from rollout.types import Rollout
 
 _SECONDS_BETWEEN_SNAPSHOTS = 60.0
+_encode = msgspec.json.Encoder(enc_hook=np.generic.item).encode  # numpy's scalars as Python's
+
+
+class MetricsError(RolloutError):
+    """Counters cannot be written."""
+
+
+class JsonlLog:
+    """Lines of ``{"kind": "step", "time": <Unix seconds>, ...}``; goes on with a file.
+
+    A line is handed to the operating system whole, so a killed process leaves at most its last one
+    torn; whoever goes on with the file begins a line of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torn = _ends_inside_a_line(path)
+            self._file = path.open("ab", buffering=0)  # readers see each line at once
+        except OSError as error:
+            raise self._error(error) from None
+        if torn:
+            self._append(b"\n")
+
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add a line. NaN and infinities, for which JSON has no number, become null."""
+        line = {"kind": kind, "time": time.time(), **values}
+        self._append(_encode(line) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: OSError) -> MetricsError:
+        return MetricsError(
+            f"log.jsonl={str(self._path)!r} cannot be written: {error.strerror}. Give another "
+            "path or none; finished rollouts are safe"
+        )
+
+
+class TensorBoardMetrics:
+    """Scalars named ``rollout/<counter>`` as TensorBoard event files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InvalidInputError(
+                "log.tensorboard",
+                str(folder),
+                "needs the package tensorboard: pip install 'specrollout[metrics]'",
+            ) from None
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"rollout/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class RunLog:

@@ -52,7 +52,7 @@ KILL = 0
 FAULTS = {  # one after the other, on one output
     "out.jsonl": [
         ("rename", "run.json", 1, errno.EIO),
-        ("ftruncate", "out.jsonl", 2, errno.EIO),  # the lock's is the first
+        ("ftruncate", "out.jsonl", 1, errno.EIO),
         ("write", "out.jsonl.run.json", 1, errno.ENOSPC),
         ("fsync", "out.jsonl", 3, errno.EIO),
         ("rename", "run.json", 2, KILL),

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.worker import worker_factory
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline import (
@@ -28,8 +29,8 @@ from rollout.offline import (
     RunConfig,
     run_job,
 )
-from rollout.offline.lock import OutputLock
-from rollout.offline.metrics import JsonlLog, MetricsError
+from rollout.offline.output import output_lock
+from rollout.offline.run_log import JsonlLog, MetricsError
 from rollout.types import FinishReason, Rollout
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 from tests.helpers.text_model import save_text_model
@@ -75,6 +76,26 @@ def test_rows_are_those_of_generate(config: RunConfig) -> None:
         for rollout in direct_rollouts(config)
     ]
     assert output_rows(config) == expected
+
+
+def test_a_prompt_is_tokenized_once(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was checked is what runs, and the work of a long file is not done twice."""
+    encoded = []
+    real_encode = PromptEncoder.encode
+
+    def encode(encoder: PromptEncoder, prompt: Any, *args: Any, **options: Any) -> list[int]:
+        if isinstance(prompt, str):
+            encoded.append(prompt)
+        return real_encode(encoder, prompt, *args, **options)
+
+    monkeypatch.setattr(PromptEncoder, "encode", encode)
+    texts = ["one two", "three", "four five six"]
+    write_rows(Path(config.data.path), [{"prompt": text} for text in texts])
+    config = with_output(replace(config, sampling=replace(PARAMS, n=2)), prompt_ids=True)
+    run(config)
+    assert encoded == texts
+    lengths = [len(row["prompt_ids"]) for row in output_rows(config)]
+    assert lengths == [2, 2, 1, 1, 3, 3]
 
 
 def test_extra_numbers_on_request(config: RunConfig) -> None:
@@ -262,7 +283,7 @@ def test_the_prompts_are_never_the_output(config: RunConfig) -> None:
 
 def test_one_job_per_output(config: RunConfig) -> None:
     with (
-        OutputLock(Path(config.output.path or "")),
+        output_lock(Path(config.output.path or "")),
         pytest.raises(OutputError, match="is being written by another job"),
     ):
         run(config)
@@ -400,7 +421,7 @@ def test_parquet_in_and_out_keeps_types_and_order(config: RunConfig, tmp_path: P
     assert out.column("prompt").to_pylist()[0] == CHAT
     assert out.column("sample_index").to_pylist() == [0, 1, 2] * 2
     as_json = output_rows(config)
-    assert as_json[0]["when"] == "1970-01-01T00:00:00+00:00"
+    assert as_json[0]["when"] == "1970-01-01T00:00:00Z"
     assert (as_json[0]["code"], as_json[3]["code"]) == ("AA==", None)
     for name in ("text", "token_ids", "logprobs", "seed", "weight_versions", "finish_reason"):
         assert out.column(name).to_pylist() == [row[name] for row in as_json]

@@ -12,7 +12,7 @@ import pytest
 from rollout import SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, JobStatus, LogConfig, OutputError, RunConfig
-from rollout.offline.lock import OutputLock
+from rollout.offline.output import output_lock
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=3, seed=5)
@@ -169,7 +169,7 @@ def test_a_link_to_the_output_is_followed(config: RunConfig, tmp_path: Path) -> 
         "target.jsonl",
         "target.jsonl.run.json",
     ]
-    with OutputLock(target), pytest.raises(OutputError, match="by another job"):
+    with output_lock(target), pytest.raises(OutputError, match="by another job"):
         run(by_link)
     link.unlink()
     link.symlink_to(tmp_path / "target.parquet")

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollout.errors import InvalidInputError
-from rollout.offline.metrics import JsonlLog, MetricsError, TensorBoardMetrics
+from rollout.offline.run_log import JsonlLog, MetricsError, TensorBoardMetrics
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.offline.lock import OutputLock
+from rollout.offline.output import output_lock
 from rollout.offline.sink import JsonlSink, OutputError, whole_rows, write_whole
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import small_files
@@ -115,28 +115,28 @@ def test_an_unwritable_folder(tmp_path: Path) -> None:
         JsonlSink(tmp_path / "file" / "rows.jsonl")
     with (
         pytest.raises(OutputError, match="cannot be written"),
-        OutputLock(tmp_path / "file" / "rows.jsonl"),
+        output_lock(tmp_path / "file" / "rows.jsonl"),
     ):
         pass
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     output = tmp_path / "new" / "rows.jsonl"
-    with OutputLock(output):
+    with output_lock(output):
         with (
             pytest.raises(OutputError, match=rf"another job \(process {os.getpid()}\)"),
-            OutputLock(output),
+            output_lock(output),
         ):
             pass
-        with OutputLock(output.with_name("other.jsonl")):
+        with output_lock(output.with_name("other.jsonl")):
             pass
-    with OutputLock(output):
+    with output_lock(output):
         pass
     assert list(output.parent.iterdir()) == []
 
 
 def hold_lock_until_killed(output: Path, held: multiprocessing.synchronize.Event) -> None:
-    with OutputLock(output):
+    with output_lock(output):
         held.set()
         signal.pause()
 
@@ -149,10 +149,10 @@ def test_a_killed_writer_leaves_no_lock_behind(tmp_path: Path) -> None:
     assert held.wait(HANG_SECONDS)
     with (
         pytest.raises(OutputError, match=f"process {process.pid}"),
-        OutputLock(tmp_path / "out.jsonl"),
+        output_lock(tmp_path / "out.jsonl"),
     ):
         pass
     process.kill()
     process.join()
-    with OutputLock(tmp_path / "out.jsonl"):
+    with output_lock(tmp_path / "out.jsonl"):
         pass
