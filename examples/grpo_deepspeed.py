@@ -35,7 +35,7 @@ from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.trainers import RolloutHook
 from rollout.trainers.deepspeed import disable_shm_comm
 from spec_workers.draft_training.co_training import CoTrainer
-from spec_workers.draft_training.co_training_config import CoTrainingConfig
+from spec_workers.draft_training.config import CoTrainingConfig
 
 Sample = tuple[Rollout, float]  # and its advantage
 

@@ -9,8 +9,7 @@ from rollout.config import EngineConfig
 from rollout.memory.kv_pool import KvPool
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftSpec
-from rollout.models.dtype import resolve_dtype
-from rollout.models.loader import resolve_device
+from rollout.models.loader import resolve_device, resolve_dtype
 from rollout.models.spec import ModelSpec
 from rollout.parallel import local_rank
 from rollout.scheduler.step_limits import StepLimits

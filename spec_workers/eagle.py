@@ -16,7 +16,7 @@ from rollout.weights.disk import CheckpointSource
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_sizing import draft_bytes
-from spec_workers.features.feature_options import FeatureRingOptions
+from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.device_proposal import proposal_graphs
 from spec_workers.neural.drafter import Drafter
 from spec_workers.neural.eagle_drafter import EagleDrafter

@@ -20,7 +20,7 @@ from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.draft_tree import only_roots, places_within
 from spec_workers.eagle import open_eagle
-from spec_workers.features.feature_options import FeatureRingOptions
+from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.multi_layer_eagle import open_chain
 from spec_workers.neural.drafter import Drafter
 from spec_workers.neural.neural_gate import NeuralGate

@@ -1,4 +1,4 @@
-"""The attention half of a decoder layer, its projections included.
+"""The attention half of a decoder layer, with its projections.
 
 Legend: T query rows, I inputs, E hidden, H query heads, K kv heads, D head dim, P positions.
 """
@@ -20,11 +20,11 @@ from rollout.parallel.partition import scaled
 
 
 class Attention:
-    """Query, key and value are one product, and so is the gate where the spec has one.
+    """Attention whose query, key, value and gate projections are one fused product.
 
-    A gated attention (Qiu et al. 2025) scales each head's output, element by element, by the
-    sigmoid of a second query projection. Checkpoints keep every head's gate after its query; here
-    all gates come after all queries.
+    A gated attention (Qiu et al. 2025) scales each head's output elementwise by the sigmoid of a
+    second query projection. Checkpoints store each head's gate after its query; here all gates come
+    after all queries.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Attention:
     ) -> None:
         """
         Args:
-            spec: of what this rank runs: some of the heads.
-            group: the ranks that have the others.
+            spec: of this rank's part of the model.
+            group: the ranks that share the heads.
             inputs: I; default: the hidden size.
         """
 
@@ -67,7 +67,8 @@ class Attention:
         cos_sin_PD: torch.Tensor,
         attention: LayerAttention,
     ) -> torch.Tensor:
-        """[T, E], to be added to the residual. ``index``: among the layers that attend."""
+        """The attention's output [T, E], to add to the residual. ``index``: among attention
+        layers."""
         spec = self.spec
         qkv_THD = self.qkv(hidden_TI).view(-1, sum(self.heads), spec.head_dim)
         q_THD, gate_THD, k_TKD, v_TKD = qkv_THD.split(self.heads, dim=1)
@@ -80,18 +81,20 @@ class Attention:
         return summed(self.o, attended_THD.flatten(1), self._group)
 
     def linears(self) -> list[Linear]:
+        """Its matrix products."""
         return [self.qkv, self.o]
 
     def plain_weights(self) -> list[torch.Tensor]:
+        """Parameters that do not belong to a linear layer."""
         return list(self._norms().values())
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        """By the names checkpoints have for them."""
+        """Norms of queries and keys by their names in checkpoints."""
         found = {"q_norm": self.q_norm_D, "k_norm": self.k_norm_D}
         return {name: norm for name, norm in found.items() if norm is not None}
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
-        """``at``: the prefix of its names in checkpoints, as model.layers.0.self_attn."""
+        """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0.self_attn."""
         spec = self.spec
         found = {
             f"{at}.{name}.weight": WeightLoader.of(norm) for name, norm in self._norms().items()

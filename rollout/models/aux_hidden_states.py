@@ -1,6 +1,6 @@
-"""Hidden states of a model that others read: drafts, and those who train them.
+"""Hidden states of a model that drafts and draft training read.
 
-Legend: T query rows, E hidden, F columns of the features: E for each that is asked for.
+Legend: T query rows, E hidden, F columns of the features: E for each hidden state that is read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from rollout.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxHiddenStates:
-    """Which hidden states are read, and their order as columns: the layers', then the final one.
+    """Which hidden states are read. Their columns are in the order: layers ascending, then
+    final."""
 
-    ``layers``, ascending: the residual stream that enters each layer, before its norm; the number
-    of layers stands for what the final norm reads. ``final``: what the head reads.
-    """
-
+    # The residual stream that enters each of these layers, before its norm; the number of layers
+    # stands for the input of the final norm.
     layers: tuple[int, ...] = ()
-    final: bool = False
+    final: bool = False  # the output of the final norm, which the head reads
 
     def __post_init__(self) -> None:
         if list(self.layers) != sorted(set(self.layers)) or any(each < 0 for each in self.layers):
@@ -29,7 +28,7 @@ class AuxHiddenStates:
 
     @property
     def count(self) -> int:
-        """How many times the hidden size is F."""
+        """The number of hidden states: F over the hidden size."""
         return len(self.layers) + self.final
 
     def __or__(self, other: AuxHiddenStates) -> AuxHiddenStates:
@@ -37,7 +36,8 @@ class AuxHiddenStates:
         return AuxHiddenStates(layers=layers, final=self.final or other.final)
 
     def select(self, features_TF: torch.Tensor, wanted: AuxHiddenStates) -> torch.Tensor:
-        """The columns of ``wanted``, all of them among these, as a new tensor or as they are."""
+        """The columns of ``wanted``, which must be among these; may return ``features_TF``
+        itself."""
         if wanted == self:
             return features_TF
         hidden = features_TF.shape[1] // self.count
@@ -52,22 +52,22 @@ class AuxHiddenStateCollector:
     def __init__(
         self, features: AuxHiddenStates, rows: int, hidden: int, like: torch.Tensor
     ) -> None:
-        """``like``: a tensor whose dtype and device the features have."""
+        """``like``: a tensor with the features' dtype and device."""
         self._features = features
         self._hidden = hidden
         self.features_TF = like.new_empty((rows, features.count * hidden))
 
     def enter(self, layer: int, residual_TE: torch.Tensor) -> None:
-        """Called before each layer, and with the number of layers before the final norm."""
+        """Called before each layer, and before the final norm with the number of layers."""
         if layer in self._features.layers:
-            self._keep(self._features.layers.index(layer), residual_TE)
+            self._store(self._features.layers.index(layer), residual_TE)
 
     def leave(self, hidden_TE: torch.Tensor) -> None:
-        """Called with what the final norm gave."""
+        """Called with the output of the final norm."""
         if self._features.final:
-            self._keep(len(self._features.layers), hidden_TE)
+            self._store(len(self._features.layers), hidden_TE)
 
-    def _keep(self, column: int, values_TE: torch.Tensor) -> None:
+    def _store(self, column: int, values_TE: torch.Tensor) -> None:
         first, rows = column * self._hidden, len(self.features_TF)
-        # Rows past these are padding.
+        # Further rows of the values are padding.
         self.features_TF[:, first : first + self._hidden] = values_TE[:rows]

@@ -22,7 +22,7 @@ __all__ = ["CausalLM", "LayerAttention", "LayerStates", "RouteRecorder"]
 
 
 class LayerAttention(Protocol):
-    """One step's attention, handed to ``forward``. The model knows of no pool, slot or plan."""
+    """One step's attention, passed to ``forward``. The model knows no pools, slots or plans."""
 
     def run(
         self,
@@ -35,25 +35,23 @@ class LayerAttention(Protocol):
     ) -> torch.Tensor:
         """Rotate queries and keys, then attend from every row. Returns [T, H, D], dtype of q.
 
-        ``layer`` counts the layers that attend, from 0.
-
-        q, k and v may be strided views. q is rotated in place, and what k holds afterwards is
-        unspecified: nobody may read it. See `rotary_store_kv_`.
+        q, k and v may be strided views. q is rotated in place. k is undefined afterwards and must
+        not be read (see `rotary_store_kv_`). ``layer``: index among the attention layers.
         """
         ...
 
 
 class LayerStates(Protocol):
-    """One step's recurrent states, handed to ``forward`` of models with linear-attention layers.
+    """One step's recurrent states, passed to ``forward`` of models with linear attention.
 
-    ``layer`` counts those layers alone, from 0. Every row reads the state of the row before it on
-    its own path and no other; which slots that are, the model does not know.
+    Every row reads the state of the row before it on its own path and no other. The model does not
+    know the states' slots. ``layer``: index among the linear-attention layers.
     """
 
     def convolve(
         self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
     ) -> torch.Tensor:
-        """``ops.causal_conv`` over the layer's convolution states: [T, C] in the dtype of x."""
+        """`ops.causal_conv` over the layer's convolution states: [T, C] in the dtype of x."""
         ...
 
     def delta_rule(
@@ -65,14 +63,14 @@ class LayerStates(Protocol):
         log_decay_TG: torch.Tensor,
         beta_TG: torch.Tensor,
     ) -> torch.Tensor:
-        """``ops.gated_delta_rule`` over the layer's recurrent states: [T, G, V], dtype of v."""
+        """`ops.gated_delta_rule` over the layer's recurrent states: [T, G, V], dtype of v."""
         ...
 
 
 class CausalLM(Protocol):
-    """A decoder-only transformer over flat rows. Calls belong under torch.inference_mode."""
+    """A decoder-only transformer over flat rows. Call it under torch.inference_mode."""
 
-    spec: ModelSpec  # of what this rank runs
+    spec: ModelSpec  # of this rank's part
     ranks: ModelRanks
     dtype: torch.dtype
     device: torch.device
@@ -82,17 +80,19 @@ class CausalLM(Protocol):
         input_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
-        taps: AuxHiddenStateCollector | None = None,
+        collector: AuxHiddenStateCollector | None = None,
         *,
         states: LayerStates | None = None,
         routes: RouteRecorder | None = None,
         num_rows: int | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, E], final norm applied, in the model's dtype; T may be zero.
+        """Hidden states [T, E] after the final norm, in the model's dtype. T may be zero.
 
-        ``num_rows``: those behind so many are padding, which nobody reads; default: none are known.
-        ``taps``, where given, is shown the hidden states on the way, ``routes`` the experts chosen.
-        ``states`` is needed where ``spec.linear_attention`` is set, and unused elsewhere.
+        Args:
+            collector: receives the hidden states on the way.
+            states: required if ``spec.linear_attention`` is set, unused otherwise.
+            routes: receives the chosen experts.
+            num_rows: rows from this index on are padding; default: no padding.
         """
         ...
 
@@ -101,26 +101,27 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, V] in the model's dtype."""
+        """Logits [R, V] in the model's dtype."""
         ...
 
     def linears(self) -> list[Linear]:
-        """Every matrix product of the model, the head included."""
+        """Every matrix product of the model, including the head."""
         ...
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """Checkpoint names to where their tensors go. Ask anew for each load or update: tied
-        names remember which of them was written."""
+        """Loaders by checkpoint name. Get new ones for each load or update: tied names remember
+        which of them was written."""
         ...
 
     def finish_loading(self) -> None:
-        """Call when the writes of a load or update are done: packs what was written."""
+        """Call after the last write of a load or update: packs what was written."""
         ...
 
     def release(self) -> int:
-        """Free the memory of every weight; the bytes freed. Only ``allocate`` may come next."""
+        """Free the memory of every weight. Returns the bytes. Only ``allocate`` may be called
+        next."""
         ...
 
     def allocate(self) -> None:
-        """Memory for every weight again, to be written to; on a GPU maybe at new addresses."""
+        """Allocate every weight again, undefined until written; on a GPU maybe at new addresses."""
         ...

@@ -1,4 +1,4 @@
-"""Checkpoint: the tensors of a safetensors folder, one at a time."""
+"""The tensors of a safetensors folder, read one at a time."""
 
 from __future__ import annotations
 
@@ -27,26 +27,29 @@ _LISTED = 12
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """A tensor's header."""
+
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of its values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class Checkpoint:
     """A folder with model.safetensors, or with shards and their index.
 
-    Opening reads the headers only. Raises CheckpointError, naming the file, where there are no
-    weights, a shard is missing or truncated, the index names a tensor its shard has not, or a
-    tensor is of no floating dtype. Rotary frequencies, which old checkpoints hold and every model
-    computes, are passed over.
+    Opening reads the headers only. Raises CheckpointError, naming the file, if there are no
+    weights, a shard is missing or truncated, the index names a tensor that its shard lacks, or a
+    tensor has no floating dtype. Rotary frequencies in old checkpoints are skipped: every model
+    computes them.
     """
 
     def __init__(self, folder: Path, tables: Collection[str] = ()) -> None:
-        """``tables``: last parts of the names of tensors that hold integers or truth values."""
+        """``tables``: last name parts of tensors that may hold integers or booleans."""
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._tables = frozenset(tables)
@@ -55,11 +58,12 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that holds most bytes."""
+        """The floating dtype with most bytes; float32 without tensors."""
         bytes_of: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             if tensor.dtype.is_floating_point:
@@ -67,10 +71,11 @@ class Checkpoint:
         return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by tensor name."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, file by file, memory-mapped: a tensor is valid until the next."""
+        """Names and memory-mapped tensors, file by file. A tensor is valid until the next one."""
         by_file: dict[Path, list[str]] = {}
         for name, stored in self.tensors.items():
             by_file.setdefault(stored.file, []).append(name)
@@ -80,12 +85,12 @@ class Checkpoint:
                     yield name, opened.get_tensor(name)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own."""
+        """A copy of one tensor."""
         with safe_open(self.tensors[name].file, framework="pt", device="cpu") as opened:
             return opened.get_tensor(name).clone()
 
     def _read_header(self, file: Path, names: list[str] | None) -> None:
-        """Take the named tensors of one file, or all of them."""
+        """Read the headers of the named tensors of a file, or of all."""
         try:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 present = sorted(opened.keys())
@@ -116,13 +121,13 @@ class Checkpoint:
 
 
 def listed(items: list[str]) -> str:
-    """The first few, and how many more."""
+    """The first few items, and how many more there are."""
     more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
     return ", ".join(items[:_LISTED]) + more
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Each weight file with the tensors to take from it; None means all."""
+    """Weight files with the names of the tensors to read from each; None means all."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     single, index = folder / "model.safetensors", folder / _INDEX
@@ -151,7 +156,9 @@ def _shards(folder: Path, index: Path) -> dict[Path, list[str]]:
     shards: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         if Path(file).name != file:
-            raise CheckpointError(f"{index}: {name} is in {file!r}, which is no file of the folder")
+            raise CheckpointError(
+                f"{index}: {name} is in {file!r}, which is not a file of the folder"
+            )
         shards.setdefault(folder / file, []).append(name)
     missing = [shard.name for shard in shards if not shard.exists()]
     if missing:

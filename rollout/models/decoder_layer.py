@@ -1,6 +1,6 @@
-"""The weights of one decoder layer, and its two halves: what mixes rows, and the MLP.
+"""The weights of one decoder layer, and its two halves: the mixer, and the MLP.
 
-What is normed before the first half, and what is added to the residual, is its model's.
+The norm before the first half and the residual additions belong to the model.
 
 Legend: T query rows, I attention inputs, E hidden, P positions, D rotary dims.
 """
@@ -21,15 +21,19 @@ from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class Mixer(Protocol):
-    """The half of a layer in which rows see each other."""
+    """The half of a layer in which rows see each other: attention or a recurrence."""
 
-    def linears(self) -> list[Linear]: ...
+    def linears(self) -> list[Linear]:
+        """Its matrix products."""
+        ...
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to a linear layer."""
         ...
 
-    def weight_loaders(self, at: str) -> dict[str, WeightLoader]: ...
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
+        """Loaders by checkpoint name, which begins with ``at``."""
+        ...
 
 
 class Layer:
@@ -49,8 +53,8 @@ class Layer:
     ) -> None:
         """
         Args:
-            mixer_name: that of the mixer in checkpoints.
-            layer: which of the model's it is.
+            mixer_name: the mixer's name in checkpoints.
+            layer: the layer's index in the model.
         """
         self.spec = spec
         self._mixer = mixer
@@ -63,10 +67,11 @@ class Layer:
     def feed_forward(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
-        """[T, E], to be added to the residual. The input is normed already."""
+        """The MLP's output [T, E] for normed input, to add to the residual."""
         return self.mlp(hidden_TE, routes)
 
     def linears(self) -> list[Linear]:
+        """Its matrix products."""
         return [*self._mixer.linears(), *self.mlp.linears()]
 
     def plain_weights(self) -> list[torch.Tensor]:
@@ -75,7 +80,7 @@ class Layer:
         return [*self._norms().values(), *halves]
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
-        """``at``: the prefix of the layer's names in checkpoints, as model.layers.0."""
+        """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0."""
         norms = self._norms().items()
         found = {f"{at}.{name}.weight": WeightLoader.of(norm) for name, norm in norms}
         found |= self._mixer.weight_loaders(f"{at}.{self._mixer_name}")
@@ -87,7 +92,7 @@ class Layer:
 
 
 class DecoderLayer(Layer):
-    """A layer that attends."""
+    """A layer whose mixer is attention."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class DecoderLayer(Layer):
         ranks: ModelRanks = ONE_RANK,
         attention_inputs: int | None = None,
     ) -> None:
-        """``layer``: which of the model's. ``attention_inputs``: I; default: the hidden size."""
+        """``layer``: index in the model. ``attention_inputs``: I; default: the hidden size."""
         self._attention = Attention(
             spec,
             dtype=dtype,
@@ -122,5 +127,5 @@ class DecoderLayer(Layer):
         cos_sin_PD: torch.Tensor,
         attention: LayerAttention,
     ) -> torch.Tensor:
-        """[T, E], to be added to the residual. ``index``: among the layers that attend."""
+        """Attention's output [T, E], to add to the residual. ``index``: among attention layers."""
         return self._attention(index, hidden_TI, positions_T, cos_sin_PD, attention)

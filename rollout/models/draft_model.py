@@ -1,6 +1,6 @@
 """The protocol of a neural draft's network.
 
-Legend: T query rows, R rows whose logits are wanted, E the draft's hidden size, F columns of the
+Legend: T query rows, R rows whose logits are computed, E the draft's hidden size, F columns of the
 target's features, D draft vocabulary, V the target's vocabulary.
 """
 
@@ -20,70 +20,76 @@ from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec, read_json
 
 CHAIN_ARCHITECTURE = "SpecrolloutMTP"
-"""The architecture that config.json names in a folder of an MTP chain alone."""
+"""The architecture in config.json of a folder that holds only an MTP chain."""
 
 
 class DraftFamily(enum.StrEnum):
-    EAGLE = "eagle"  # EAGLE and EAGLE-2: they differ in the tree, not in the network
+    """The families of draft networks."""
+
+    EAGLE = "eagle"  # EAGLE and EAGLE-2, which differ only in the tree
     EAGLE3 = "eagle3"
     MTP = "mtp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """The facts of a draft that are known before any weights are read."""
+    """The properties of a draft that are known before its weights are read."""
 
     family: DraftFamily
-    decoder: ModelSpec  # its decoder layers; the vocabulary is the target's
+    decoder: ModelSpec  # of its decoder layers, with the target's vocabulary
     draft_vocab_size: int  # D
-    features: AuxHiddenStates  # what it reads of the target
+    features: AuxHiddenStates  # hidden states of the target that it reads
     target_hidden_size: int
-    num_steps: int = 1  # networks of the chain, each with weights of its own
+    num_steps: int = 1  # networks of a chain, each with its own weights
 
     @property
     def hidden_size(self) -> int:
+        """E."""
         return self.decoder.hidden_size
 
     @property
     def num_layers(self) -> int:
-        """Attention layers of one step, and so of one KV pool."""
+        """Attention layers of one step, each with keys and values in the step's KV pool."""
         return self.decoder.num_layers
 
     @property
     def num_heads(self) -> int:
+        """Query heads."""
         return self.decoder.num_heads
 
     @property
     def num_kv_heads(self) -> int:
+        """Key and value heads."""
         return self.decoder.num_kv_heads
 
     @property
     def head_dim(self) -> int:
+        """Dimensions of a head."""
         return self.decoder.head_dim
 
     @property
     def feature_size(self) -> int:
-        """F."""
+        """F: columns of the target's features."""
         return self.features.count * self.target_hidden_size
 
 
 class DraftModel(Protocol):
-    """The network of one draft step over flat rows. Calls belong under torch.inference_mode.
+    """The network of one draft step over flat rows. Call it under torch.inference_mode.
 
-    A row joins a hidden state to the token that follows what the state has read; what comes out
-    predicts the token after that. Embedding and head taken from the target are read where the
-    target has them, so an update of the target is one of the draft too.
+    A row joins the hidden state of a position with the token of the next position, and predicts the
+    token after that. An embedding or head of the target is shared by reference, so an update of the
+    target reaches the draft.
     """
 
     spec: DraftSpec
     dtype: torch.dtype
     device: torch.device
     token_ids_D: torch.Tensor | None
-    """int64, ascending, on the device: the target's token of each draft token; None where the
-    draft's vocabulary is the target's."""
+    """int64, ascending, on the device: the target's token of each draft token; None if the draft
+    has the target's vocabulary."""
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """[T, E]: the hidden states a first step takes, of the target's features."""
+        """The hidden states [T, E] that the first step reads, from the target's features."""
         ...
 
     def forward(
@@ -93,38 +99,38 @@ class DraftModel(Protocol):
         positions_T: torch.Tensor,
         attention: LayerAttention,
     ) -> torch.Tensor:
-        """Hidden states [T, E] for ``logits``, and for a next step to take; T may be zero.
+        """Hidden states [T, E] for ``logits`` and for the next step. T may be zero.
 
         ``input_ids_T``: tokens of the target's vocabulary. ``positions_T``: of the hidden states.
         """
         ...
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, D] in the draft's dtype, of what ``forward`` gave."""
+        """Logits [R, D] in the draft's dtype, from hidden states of ``forward``."""
         ...
 
     def linears(self) -> list[Linear]:
-        """Every matrix product of the draft's own."""
+        """The draft's own matrix products."""
         ...
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """Where the draft's own tensors go, by names no target has unless it brought the draft.
+        """Loaders of the draft's own tensors, by names that only a target with this draft has.
 
-        What is taken from the target is not among them: it is the target's to write, read, release
-        and count.
+        Tensors shared with the target are not included: the target writes, reads, releases and
+        counts them.
         """
         ...
 
     def finish_loading(self) -> None:
-        """Call when the writes of a load or update are done."""
+        """Call after the last write of a load or update."""
         ...
 
     def release(self) -> int:
-        """Free the memory of the draft's own weights; the bytes freed."""
+        """Free the memory of the draft's own weights. Returns the bytes."""
         ...
 
     def allocate(self) -> None:
-        """Memory for them again, to be written to."""
+        """Allocate the draft's own weights again, undefined until written."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The specs of experts and of recurrent layers, and the reading of experts from config.json."""
+"""The specs of sparse and of recurrent layers, and reading the former from config.json."""
 
 from __future__ import annotations
 
@@ -7,24 +7,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import CheckpointError
-from rollout.models.config_fields import size
+
+
+def size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A field that must be a whole number >= 1.
+
+    Raises CheckpointError if it is not, or if it is missing and has no default.
+    """
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"config.json: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name}={value!r} must be a whole number >= 1")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttentionSpec:
-    """Gated delta rule layers (Yang et al. 2024, Gated Delta Networks), as Qwen3-Next has them."""
+    """Gated delta rule layers (Yang et al. 2024, Gated Delta Networks) as in Qwen3-Next."""
 
-    layers: tuple[int, ...]  # which of the model's layers; the others are full attention
-    num_key_heads: int  # H; query heads are as many
+    layers: tuple[int, ...]  # indices in the model; the other layers are full attention
+    num_key_heads: int  # H, also the number of query heads
     num_value_heads: int  # G, a multiple of H: value head g reads key head g // (G // H)
-    key_dim: int  # K, of one head; queries' too
+    key_dim: int  # K, of one head of keys or queries
     value_dim: int  # V, of one head
-    conv_width: int  # W: taps of the convolution before
-    interleaved: bool = False  # checkpoints keep the input projections key head by key head
+    conv_width: int  # W: taps of the convolution before the delta rule
+    interleaved: bool = False  # checkpoints store the input projections key head by key head
 
     @property
     def channels(self) -> int:
-        """C: queries, keys and values, which are convolved together, in this order."""
+        """C: channels of the convolution: queries, keys and values, in this order."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
@@ -32,13 +46,11 @@ class LinearAttentionSpec:
 class ExpertsSpec:
     """Sparse layers: a router and experts instead of one MLP."""
 
-    layers: tuple[int, ...]  # which of the model's layers
+    layers: tuple[int, ...]  # indices in the model
     num_experts: int
     experts_per_token: int
     ffn_size: int  # of one expert
-    shared_ffn_size: int = (
-        0  # of an expert that every token passes, with a gate of its own; 0: none
-    )
+    shared_ffn_size: int = 0  # of a gated expert that runs for every token; 0: none
     normalizes: bool = True  # whether the chosen experts' probabilities are scaled to add up to 1
 
 
@@ -48,11 +60,14 @@ _NORMALIZES = {
     "Qwen3_5MoeForCausalLM": True,
     "Qwen3_5MoeForConditionalGeneration": True,
 }
-"""Architectures with experts, and what norm_topk_prob is where their config does not say."""
+"""Architectures with experts, and their default of norm_topk_prob."""
 
 
 def experts_spec(config: Mapping[str, Any], architecture: object) -> ExpertsSpec | None:
-    """None where every MLP is dense. Raises CheckpointError for missing or malformed fields."""
+    """The spec of experts, or None if every MLP is dense.
+
+    Raises CheckpointError for missing or malformed fields.
+    """
     if architecture not in _NORMALIZES:
         return None
     count_field = "num_experts" if "num_experts" in config else "num_local_experts"
@@ -77,7 +92,7 @@ def experts_spec(config: Mapping[str, Any], architecture: object) -> ExpertsSpec
 
 
 def _sparse_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Each that is the last of ``decoder_sparse_step`` and not named in ``mlp_only_layers``."""
+    """Every ``decoder_sparse_step``-th layer, except those in ``mlp_only_layers``."""
     step = size(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
     layers = range(size(config, "num_hidden_layers"))

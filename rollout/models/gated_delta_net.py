@@ -1,6 +1,6 @@
-"""The recurrent half of a decoder layer: a gated delta network with a short convolution before it.
+"""The recurrent half of a decoder layer: a short convolution and the gated delta rule.
 
-Source: Gated Delta Networks (Yang, Kautz and Hatamizadeh 2024), as Qwen3-Next and Qwen3.5 have it.
+Source: Gated Delta Networks (Yang, Kautz and Hatamizadeh 2024), as in Qwen3-Next and Qwen3.5.
 
 Legend: T query rows, E hidden, C channels, W taps, H key heads of K dims, G value heads of V dims.
 """
@@ -21,9 +21,10 @@ from rollout.parallel.partition import even_parts, scaled
 
 
 class GatedDeltaNet:
-    """Queries, keys, values, output gates, step sizes and decays are one product, in this order.
+    """A mixer whose input projections are one fused product.
 
-    Decay rates and their biases stay float32, which holds whatever dtype they are kept in.
+    Its outputs are queries, keys, values, output gates, step sizes and decays, in this order. Decay
+    rates and their biases are float32 in any model dtype.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class GatedDeltaNet:
     ) -> None:
         """
         Args:
-            spec: of what this rank runs: some of the heads.
-            group: the ranks that have the others.
+            spec: of this rank's part of the model.
+            group: the ranks that share the heads.
         """
         assert spec.linear_attention is not None
         assert spec.entire.linear_attention is not None
@@ -64,7 +65,7 @@ class GatedDeltaNet:
         self.output = linear(values, spec.hidden_size)
 
     def __call__(self, index: int, hidden_TE: torch.Tensor, states: LayerStates) -> torch.Tensor:
-        """[T, E], to be added to the residual. ``index``: among the recurrent layers."""
+        """The mixer's output [T, E], to add to the residual. ``index``: among recurrent layers."""
         spec = self.spec
         values, keys = (-1, spec.num_value_heads, spec.value_dim), spec.num_key_heads * spec.key_dim
         x_TC, gate, b_TG, a_TG = self.inputs(hidden_TE).split(self._widths, dim=1)
@@ -83,13 +84,15 @@ class GatedDeltaNet:
         return summed(self.output, normed_TGV.flatten(1), self._group)
 
     def linears(self) -> list[Linear]:
+        """Its matrix products."""
         return [self.inputs, self.output]
 
     def plain_weights(self) -> list[torch.Tensor]:
+        """Parameters that do not belong to a linear layer."""
         return [self.conv_CW, self.log_rates_G, self.rate_bias_G, self.norm_V]
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
-        """``at``: the prefix of its names in checkpoints, as model.layers.0.linear_attn."""
+        """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0.linear_attn."""
         conv_C1W = self.conv_CW.unsqueeze(1)
         group, value_heads = self._group, self._parts(1, by_key_head=False)
         conv = WeightLoader.of(conv_C1W, (id(self.conv_CW), 0))
@@ -101,9 +104,9 @@ class GatedDeltaNet:
         }
         output = linear_weight_loaders(at, self.output, {"out_proj": self.output.out_features})
         values = self._parts(self.spec.value_dim, by_key_head=False)
-        return found | input_shards_of(output, group, values) | self._input_destinations(at)
+        return found | input_shards_of(output, group, values) | self._input_loaders(at)
 
-    def _input_destinations(self, at: str) -> dict[str, WeightLoader]:
+    def _input_loaders(self, at: str) -> dict[str, WeightLoader]:
         spec, group = self.spec, self._group
         channels, values, step_sizes, decays = self._widths
         if not spec.interleaved:
@@ -129,13 +132,13 @@ class GatedDeltaNet:
         return shards_of(own, group, by_head)
 
     def _parts(self, width: int, *, by_key_head: bool) -> tuple[range, ...]:
-        """The parts that ranks have of something with ``width`` indices for each head."""
+        """The ranks' parts of a dimension with ``width`` indices per head."""
         entire = self._entire
         heads = entire.num_key_heads if by_key_head else entire.num_value_heads
         return scaled(even_parts(heads, self._group.size), width)
 
     def _channel_parts(self) -> list[tuple[range, ...]]:
-        """The parts of the convolution's channels: queries, keys and values one after the other."""
+        """The ranks' parts of the convolution's channels: queries, keys and values."""
         entire = self._entire
         keys = entire.num_key_heads * entire.key_dim
         of_keys = self._parts(entire.key_dim, by_key_head=True)
@@ -147,7 +150,6 @@ class GatedDeltaNet:
 
 
 def _apart(widths: tuple[int, ...], num_heads: int) -> torch.Tensor:
-    """The order that turns rows kept head by head into all of the first part, then the second,
-    ..."""
+    """The row order that turns heads with parts of these widths into part after part."""
     rows = torch.arange(num_heads * sum(widths)).view(num_heads, -1)
     return torch.cat([part.flatten() for part in rows.split(widths, dim=1)])

@@ -1,4 +1,4 @@
-"""Which heads tensor-parallel ranks have."""
+"""The partition of attention heads among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from rollout.parallel import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """By rank: query heads, and the kv heads they read. A kv head may be on several ranks."""
+    """Query heads of each rank, and the kv heads they read. Ranks may share a kv head."""
 
     queries: tuple[range, ...]
     keys: tuple[range, ...]
 
     @staticmethod
     def of(spec: ModelSpec, size: int) -> HeadParts:
-        """The parts of the entire model. Raises InvalidInputError where heads cannot be shared out
-        evenly."""
+        """The partition of the whole model's heads. Raises InvalidInputError if it is not even."""
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         if heads % size or (kv_heads % size and size % kv_heads):
             raise InvalidInputError(
@@ -35,7 +34,7 @@ class HeadParts:
 
 
 def check_shares(spec: ModelSpec, size: int) -> None:
-    """Raises InvalidInputError where heads cannot be shared out evenly among ``size`` ranks."""
+    """Raise InvalidInputError unless the heads can be split evenly among ``size`` ranks."""
     HeadParts.of(spec, size)
     linear = spec.linear_attention
     if linear is not None and linear.num_key_heads % size:
@@ -46,9 +45,9 @@ def check_shares(spec: ModelSpec, size: int) -> None:
 
 
 def spec_of_rank(spec: ModelSpec, group: RankGroup) -> ModelSpec:
-    """The spec of one tensor-parallel rank: the heads it runs and keeps keys, values and states of.
+    """The spec of this rank's part: its heads, with their keys, values and states.
 
-    Raises InvalidInputError where heads cannot be shared out evenly.
+    Raises InvalidInputError if the heads cannot be split evenly.
     """
     if group.size == 1:
         return spec

@@ -1,7 +1,6 @@
 """Hybrid targets: gated delta rule layers between full-attention layers.
 
-Qwen3-Next (Qwen 2025) and Qwen3.5 (Qwen 2026) differ in what their ModelSpec says, and in nothing
-else.
+Qwen3-Next (Qwen 2025) and Qwen3.5 (Qwen 2026) differ only in their ModelSpec.
 
 Legend: T query rows, E hidden, D rotary dims, P positions.
 """
@@ -23,7 +22,7 @@ from rollout.parallel import ModelRanks
 
 
 class DeltaLayer(Layer):
-    """A recurrent layer with a norm before its mixer."""
+    """A recurrent layer with a norm before its mixer: a `ModelLayer`."""
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class DeltaLayer(Layer):
         packing: bool,
         ranks: ModelRanks,
     ) -> None:
-        """``index``: among the recurrent layers. ``layer``: among all of the model's."""
+        """``index``: among the recurrent layers. ``layer``: among all layers."""
         self._delta_net = GatedDeltaNet(
             spec, dtype=dtype, device=device, packing=packing, group=ranks.tensor
         )
@@ -63,7 +62,7 @@ class DeltaLayer(Layer):
 
 
 class Hybrid(Llama):
-    """See CausalLM. Weights are uninitialised until written through ``destinations``."""
+    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
 
     def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
         linear = self.spec.linear_attention
@@ -86,7 +85,7 @@ class Hybrid(Llama):
         return layers
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """Under every spelling of ``spec.decoder_names``; the first is the config's own."""
+        """Loaders under every prefix of ``spec.decoder_names``; the first is the config's own."""
         prefixes = self.spec.decoder_names
         plain = super().weight_loaders()
         if prefixes == ("model",):
@@ -105,7 +104,7 @@ class Hybrid(Llama):
 
 
 def _spellings(name: str, prefixes: tuple[str, ...]) -> list[str]:
-    """A tensor's names where its decoder has one of these instead of ``model``."""
+    """A tensor's names with each of these decoder prefixes instead of ``model``."""
     if not name.startswith("model."):
         return [name]
     return [f"{prefix}.{name.removeprefix('model.')}" for prefix in prefixes]

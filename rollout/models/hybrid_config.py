@@ -1,4 +1,4 @@
-"""Reads what a config.json of Qwen3-Next or Qwen3.5 has beside other decoders' fields."""
+"""Reads the fields of config.json that only Qwen3-Next and Qwen3.5 have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.models.config_fields import size
-from rollout.models.experts_config import LinearAttentionSpec
+from rollout.models.experts_config import LinearAttentionSpec, size
 
 HYBRIDS = frozenset(
     {
@@ -19,11 +18,11 @@ HYBRIDS = frozenset(
     }
 )
 VISION = ("model.visual.", "visual.")
-"""Prefixes of tensors that a text model passes over."""
+"""Prefixes of tensors that a text model skips."""
 
-_PARTIAL_ROTARY = 0.25  # where a config does not say
+_PARTIAL_ROTARY = 0.25  # the default
 _NOT_OF_TEXT = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
-_INTERVAL = 4  # likewise: every fourth layer attends
+_INTERVAL = 4  # the default: every fourth layer is full attention
 _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", None),
@@ -32,22 +31,22 @@ _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's fields: those of ``text_config`` where images can be read too."""
+    """The language model's fields: with ``text_config`` merged in, if there is one."""
     nested = config.get("text_config")
     if nested is None:
         return config
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"config.json: text_config={nested!r} must be an object")
-    # What ties the head is the whole model's to say; the rest is the text's, or said of both.
+    # The outer config decides these two; for other fields the nested one has precedence.
     shared = ("architectures", "tie_word_embeddings")
     return {**config, **nested} | {name: config[name] for name in shared if name in config}
 
 
 def decoder_names(architecture: str) -> tuple[str, ...]:
-    """The names of the decoder's tensors in this and in other checkpoints, this one's first.
+    """The decoder's prefixes in tensor names: this architecture's first, then its sibling's.
 
-    A Qwen3.5 with a vision tower has its decoder one deeper than one without. Trainers hold either
-    of a checkpoint.
+    A Qwen3.5 with a vision tower has its decoder one level deeper than one without. A trainer may
+    use either for the same checkpoint.
     """
     if not architecture.startswith("Qwen3_5"):
         return ("model",)
@@ -56,10 +55,9 @@ def decoder_names(architecture: str) -> tuple[str, ...]:
 
 
 def plain_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
-    """The config without what a rotary embedding of text alone does not need, and which part of a
-    head it turns.
+    """The config with a plain rotary embedding, and the part of a head that it rotates.
 
-    Sections for time, height and width say nothing of text, whose positions in all three are equal.
+    Sections for time, height and width are removed: the three positions of text are equal.
     """
     factor = config.get("partial_rotary_factor", _PARTIAL_ROTARY)
     plain = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
@@ -75,8 +73,10 @@ def plain_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
 def linear_attention_spec(
     config: Mapping[str, Any], architecture: str
 ) -> LinearAttentionSpec | None:
-    """None where every layer attends. Raises CheckpointError for malformed fields,
-    UnsupportedModelError for what is not implemented."""
+    """The spec of recurrent layers, or None if every layer is full attention.
+
+    Raises CheckpointError for malformed fields, UnsupportedModelError for what is not implemented.
+    """
     for name, values in _IMPLEMENTED.items():
         if name in config and config[name] not in values:
             raise UnsupportedModelError(
@@ -96,7 +96,7 @@ def linear_attention_spec(
     )
     if spec.num_value_heads % spec.num_key_heads:
         raise CheckpointError(
-            f"config.json: linear_num_value_heads={spec.num_value_heads} is no multiple of "
+            f"config.json: linear_num_value_heads={spec.num_value_heads} is not a multiple of "
             f"linear_num_key_heads={spec.num_key_heads}"
         )
     return spec

@@ -2,8 +2,7 @@
 Qwen3-MoE (experts).
 
 Sources: Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 (Yang et al. 2024), MiMo
-(Xiaomi 2025), Qwen3 (Yang et al. 2025). They differ in what their ModelSpec says, and in nothing
-else.
+(Xiaomi 2025), Qwen3 (Yang et al. 2025). They differ only in their ModelSpec.
 
 Legend: T query rows, R sampled rows, E hidden, V vocabulary, D rotary dims, P positions.
 """
@@ -30,7 +29,7 @@ from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class ModelLayer(Protocol):
-    """One layer of a model, over normed hidden states."""
+    """One layer of a model. It reads normed hidden states."""
 
     input_norm_E: torch.Tensor
     mlp_norm_E: torch.Tensor
@@ -43,22 +42,28 @@ class ModelLayer(Protocol):
         attention: LayerAttention,
         states: LayerStates | None,
     ) -> torch.Tensor:
-        """[T, E], to be added to the residual: of rows and of those before them."""
+        """The mixer's output [T, E], from each row and those before it, to add to the residual."""
         ...
 
     def feed_forward(self, hidden_TE: torch.Tensor, routes: RouteRecorder | None) -> torch.Tensor:
-        """[T, E], to be added to the residual: of each row alone."""
+        """The MLP's output [T, E], from each row alone, to add to the residual."""
         ...
 
-    def linears(self) -> list[Linear]: ...
+    def linears(self) -> list[Linear]:
+        """Its matrix products."""
+        ...
 
-    def plain_weights(self) -> list[torch.Tensor]: ...
+    def plain_weights(self) -> list[torch.Tensor]:
+        """Parameters that do not belong to a linear layer."""
+        ...
 
-    def weight_loaders(self, at: str) -> dict[str, WeightLoader]: ...
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
+        """Loaders by checkpoint name, which begins with ``at``."""
+        ...
 
 
 class LlamaLayer(DecoderLayer):
-    """A decoder layer with a norm before its attention."""
+    """A decoder layer with a norm before its attention: a `ModelLayer`."""
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class LlamaLayer(DecoderLayer):
         packing: bool,
         ranks: ModelRanks = ONE_RANK,
     ) -> None:
-        """``index``: among the layers that attend. ``layer``: among all of the model's."""
+        """``index``: among the attention layers. ``layer``: among all layers."""
         super().__init__(
             spec, layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks
         )
@@ -93,7 +98,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class Llama(OwnWeights):
-    """See CausalLM. Weights are uninitialised until written through ``destinations``."""
+    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class Llama(OwnWeights):
         packing: bool = True,
         ranks: ModelRanks = ONE_RANK,
     ) -> None:
-        """``spec``: of the whole model; the attribute of that name is what this rank runs of it."""
+        """``spec``: of the whole model; the attribute ``spec`` is of this rank's part."""
         self.spec = spec = spec_of_rank(spec, ranks.tensor)
         self.ranks = ranks
         self.dtype = dtype
@@ -119,7 +124,7 @@ class Llama(OwnWeights):
         self._next_norms_E.append(self.final_norm_E)
 
     def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
-        """In order."""
+        """The layers in order."""
         return [
             LlamaLayer(
                 self.spec,
@@ -138,35 +143,36 @@ class Llama(OwnWeights):
         input_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
-        taps: AuxHiddenStateCollector | None = None,
+        collector: AuxHiddenStateCollector | None = None,
         *,
         states: LayerStates | None = None,
         routes: RouteRecorder | None = None,
         num_rows: int | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, E] after the final norm. Each norm is done where its residual is.
+        """Hidden states [T, E] after the final norm. A norm is fused with the addition before it.
 
-        Padding goes to the experts of the first row: the weights of others are read for nobody.
+        Padding rows go to the experts of the first row, so that no expert's weights are read for
+        them.
         """
         has_padding = num_rows is not None and num_rows < len(input_ids_T)
-        follows = has_padding and self.spec.experts is not None
+        copies_first_row = has_padding and self.spec.experts is not None
         eps, unit_offset = self.spec.rms_norm_eps, self.spec.norm_unit_offset
         residual_TE = self.embed(input_ids_T)
         hidden_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps, unit_offset)
         for index, (layer, next_norm_E) in enumerate(
             zip(self.layers, self._next_norms_E, strict=True)
         ):
-            if taps is not None:
-                taps.enter(index, residual_TE)
+            if collector is not None:
+                collector.enter(index, residual_TE)
             hidden_TE = layer.mix(hidden_TE, positions_T, self.cos_sin_PD, attention, states)
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps, unit_offset)
-            if follows:
+            if copies_first_row:
                 hidden_TE[num_rows:] = hidden_TE[:1]
             hidden_TE = layer.feed_forward(hidden_TE, routes)
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, next_norm_E, eps, unit_offset)
-        if taps is not None:
-            taps.enter(self.spec.num_layers, residual_TE)
-            taps.leave(hidden_TE)
+        if collector is not None:
+            collector.enter(self.spec.num_layers, residual_TE)
+            collector.leave(hidden_TE)
         return hidden_TE
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
@@ -181,7 +187,7 @@ class Llama(OwnWeights):
         ]
 
     def _plain_weights(self) -> list[torch.Tensor]:
-        """Parameters that do not belong to a linear layer, the embedding included."""
+        """Parameters that do not belong to a linear layer, including the embedding."""
         of_layers = [weight for layer in self.layers for weight in layer.plain_weights()]
         return [self.vocabulary.embedding_WE, *of_layers, self.final_norm_E]
 

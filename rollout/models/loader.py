@@ -1,9 +1,12 @@
-"""From a model folder to a model."""
+"""Loads a model from a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
@@ -11,14 +14,43 @@ from rollout.config import DType, LoadFormat
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
-from rollout.models.dtype import resolve_dtype
+from rollout.models.hybrid import Hybrid
+from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.weight_loader import mismatches
-from rollout.models.registry import MODEL_CLASSES
+from rollout.models.llama import Llama
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
 
+
+class ModelClass(Protocol):
+    """The constructor of a model family."""
+
+    def __call__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        ranks: ModelRanks,
+    ) -> CausalLM: ...
+
+
+MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Llama,
+        "MistralForCausalLM": Llama,
+        "Qwen2ForCausalLM": Llama,
+        "Qwen3ForCausalLM": Llama,
+        "Qwen3MoeForCausalLM": Llama,
+        "MiMoForCausalLM": Llama,
+        **dict.fromkeys(HYBRIDS, Hybrid),
+    }
+)
+
+
 Progress = Callable[[int, int], None]
-"""Called with bytes read so far and bytes in all, after every tensor."""
+"""Called after every tensor with the bytes read so far and in all."""
 
 
 def load_model(
@@ -32,15 +64,18 @@ def load_model(
     ranks: ModelRanks = ONE_RANK,
     progress: Progress | None = None,
 ) -> CausalLM:
-    """Read config.json and safetensors into a model ready to run.
+    """Read config.json and safetensors into a model that is ready to run.
 
-    Tensors go one by one from the mapped file to their place, converted on the way: there is no
-    second copy of the model. ``packing=False`` keeps weights at stable addresses on the CPU too.
-    With ``LoadFormat.dummy`` no tensor is read and every weight is zero.
-    Of several ``ranks`` each reads its part of every tensor.
+    Tensors are copied and converted one by one from the mapped file: there is no second copy of the
+    model. With ``LoadFormat.dummy`` no tensor is read and every weight is zero.
+
+    Args:
+        packing: whether CPU weights may be packed; False leaves them plain.
+        ranks: each rank reads its part of every tensor.
 
     Raises CheckpointError for an incomplete, damaged or mismatching folder, UnsupportedModelError
-    for a model not implemented here, InvalidInputError for a ``max_context_len`` out of reach.
+    for a model that is not implemented, InvalidInputError for a ``max_context_len`` beyond the
+    checkpoint's positions.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -63,7 +98,7 @@ def load_model(
 
 
 def _fill_with_zeros(model: CausalLM) -> None:
-    """Fill weights with zeros: uninitialised ones may be NaN, and slow to calculate with."""
+    """Fill weights with zeros: uninitialised ones may be NaN, or slow denormals."""
     zero = torch.zeros((), dtype=model.dtype, device=model.device)
     for loader in model.weight_loaders().values():
         if loader.required:
@@ -72,9 +107,10 @@ def _fill_with_zeros(model: CausalLM) -> None:
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """``auto`` is cuda where there is one, else cpu. Raises InvalidInputError.
+    """The torch device of that name; ``auto`` is cuda if there is a GPU, else cpu.
 
-    ``local_rank``: of several processes on this host, each with a GPU of its own.
+    ``local_rank``: this process's rank on its host; cuda then means the GPU of that index. Raises
+    InvalidInputError for an unknown name or a device that does not exist.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,14 +123,14 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     available = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
     if (device.index or 0) >= available:
         raise InvalidInputError("model.device", name, f"there are {available} such devices here")
-    # To torch cpu:0 is another device than cpu: tensors would be copied where arrays are shared.
+    # For torch cpu:0 differs from cpu, and tensors would be copied instead of shared.
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-    """Fill every tensor of a model, or raise CheckpointError before the first is touched.
+    """Fill every tensor of a model, or raise CheckpointError before writing any.
 
-    What else the checkpoint has, MTP heads and vision towers, is passed over.
+    MTP heads and vision towers of the checkpoint are skipped.
     """
     weight_loaders = model.weight_loaders()
     shapes = {
@@ -114,3 +150,45 @@ def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None
         if progress is not None:
             progress(done, total)
     model.finish_loading()
+
+
+_FAST_ON_CPU = {
+    torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"}),
+    torch.float16: frozenset({"avx512_fp16", "amx_fp16"}),
+}
+
+
+def resolve_dtype(
+    requested: DType,
+    stored: torch.dtype,
+    device: torch.device,
+    features: frozenset[str] | None = None,
+) -> torch.dtype:
+    """The dtype to compute in. `auto` is ``stored``, or float32 on a CPU without instructions for
+    it.
+
+    ``features``: the CPU's, by their names in torch and /proc/cpuinfo; default: this CPU's.
+    """
+    if requested is not DType.auto:
+        return getattr(torch, requested.value)
+    if stored not in _FAST_ON_CPU:
+        return torch.float32
+    if device.type != "cpu":
+        return stored
+    features = cpu_features() if features is None else features
+    return stored if features & _FAST_ON_CPU[stored] else torch.float32
+
+
+def cpu_features() -> frozenset[str]:
+    """The CPU's features from torch, else from the kernel; empty if neither knows them."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is not None:
+        return frozenset(name for name, value in capabilities().items() if value is True)
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.system() != "Linux" or not cpuinfo.exists():
+        return frozenset()
+    for line in cpuinfo.read_text().splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):  # x86, ARM
+            return frozenset(values.split())
+    return frozenset()

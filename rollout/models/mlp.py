@@ -1,6 +1,6 @@
-"""The MLP half of a decoder layer, which looks at each row alone.
+"""The MLP half of a decoder layer, which reads each row alone.
 
-Legend: T query rows of this rank, S of all ranks, E hidden, F ffn.
+Legend: T query rows of this rank, S query rows of all ranks, E hidden, F ffn.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ class FeedForward(Protocol):
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
-        """[T, E], to be added to the residual. The input is normed already."""
+        """The MLP's output [T, E] for normed input, to add to the residual."""
         ...
 
-    def linears(self) -> list[Linear]: ...
+    def linears(self) -> list[Linear]:
+        """Its matrix products."""
+        ...
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to a linear layer."""
         ...
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
-        """``at``: the prefix of its names in checkpoints, as model.layers.0.mlp."""
+        """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0.mlp."""
         ...
 
 
@@ -50,9 +52,9 @@ def feed_forward(
     packing: bool,
     ranks: ModelRanks,
 ) -> FeedForward:
-    """The MLP of this layer: experts where ``spec.experts`` names it.
+    """The MLP of a layer: experts if ``spec.experts`` contains the layer.
 
-    Raises InvalidInputError for more ranks than can have a part.
+    Raises InvalidInputError for more ranks than features.
     """
     experts = spec.experts
     if experts is None or layer not in experts.layers:
@@ -73,12 +75,11 @@ def feed_forward(
 
 
 class Mlp:
-    """SwiGLU (Shazeer 2020). See FeedForward. Gate and up are one product.
+    """The SwiGLU MLP (Shazeer 2020), a `FeedForward`. Gate and up are one fused product.
 
-    Tensor-parallel ranks have some of the F features each, and add up what those give.
-
-    Ranks with rows of their own have some of the output features of both products, and compute
-    them for the rows of all: no sum is split, so a row's bits are those of one rank alone.
+    Tensor-parallel ranks split the F features and add up their partial results. Ranks with rows of
+    their own split the output features of both products and compute them for the rows of all ranks:
+    no sum is split, so a row's bits are those of one rank alone.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Mlp:
         packing: bool,
         ranks: ModelRanks,
     ) -> None:
-        """Raises InvalidInputError for more ranks than can have a part."""
+        """Raises InvalidInputError for more ranks than features."""
 
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear(
@@ -117,7 +118,7 @@ class Mlp:
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
-        """T may be zero where other ranks have rows."""
+        """[T, E]. T may be zero if other ranks have rows."""
         if self._has_own_rows:
             return self._among_all_rows(hidden_TE)
         return summed(self.down, silu_mul(self.gate_up(hidden_TE)), self._group)
@@ -129,6 +130,7 @@ class Mlp:
         return gather_columns(self._group, self.down(activated_SF), self._outputs)[own]
 
     def linears(self) -> list[Linear]:
+        """Its matrix products."""
         return [self.gate_up, self.down]
 
     def plain_weights(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""OwnWeights: what becomes of a network's weights, whatever the network."""
+"""The base class of networks: packing, freeing and allocating their weights."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from rollout.models.layers.storage import allocate_storage, free_storage
 
 
 class OwnWeights(ABC):
-    """A network that says what it is made of. What it reads of another is no part of it."""
+    """A network that lists its own weights. Weights shared from another network are not listed."""
 
     @abstractmethod
     def linears(self) -> list[Linear]:
-        """Every matrix product of its own."""
+        """Its own matrix products."""
         ...
 
     @abstractmethod
     def _plain_weights(self) -> list[torch.Tensor]:
-        """Parameters that do not belong to a linear layer, tables that one is tied to included."""
+        """Parameters that do not belong to a linear layer, including tables tied to one."""
         ...
 
     def finish_loading(self) -> None:
-        """Call when the writes of a load or update are done."""
+        """Call after the last write of a load or update."""
         for linear in self.linears():
             linear.pack()
 
     def release(self) -> int:
-        """Free the memory of every weight; the bytes freed. Only ``allocate`` may come next."""
+        """Free the memory of every weight. Returns the bytes. Only ``allocate`` may be called
+        next."""
         freed = sum(linear.release() for linear in self.linears())
         return freed + sum(free_storage(tensor) for tensor in self._plain_weights())
 
     def allocate(self) -> None:
-        """Memory for every weight again. Tables come before the products tied to them."""
+        """Allocate every weight again, tables before the products tied to them."""
         for tensor in self._plain_weights():
             allocate_storage(tensor)
         for linear in self.linears():

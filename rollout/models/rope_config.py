@@ -1,4 +1,4 @@
-"""Reads the rotary embedding out of config.json, in its layout before and since transformers 5."""
+"""Reads the rotary embedding from config.json, in transformers' layouts before 5 and since."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REQUIRED: Mapping[RopeType, frozenset[str]] = {
     RopeType.LINEAR: frozenset({"factor"}),
     RopeType.DYNAMIC: frozenset({"factor"}),
     RopeType.LLAMA3: frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    RopeType.YARN: frozenset(),  # factor follows from the two context lengths where absent
+    RopeType.YARN: frozenset(),  # without factor, it follows from the two context lengths
 }
 _YARN = frozenset(
     {"factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
@@ -24,11 +24,11 @@ _COMMON = frozenset(
 
 
 def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSpec:
-    """``rope_parameters`` holds everything since transformers 5; before, ``rope_theta`` stood
-    beside ``rope_scaling``.
+    """The rotary embedding of a config.
 
-    Raises UnsupportedModelError for a type or parameter not implemented, CheckpointError for a
-    missing or malformed one.
+    Since transformers 5, ``rope_parameters`` holds everything. Before, ``rope_theta`` and
+    ``rope_scaling`` were separate fields. Raises UnsupportedModelError for a type or parameter not
+    implemented, CheckpointError for a missing or malformed one.
     """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given: Mapping[str, Any] = config.get(field) or {}
@@ -72,7 +72,7 @@ def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSp
 
 
 def rope_fields(rope: RopeSpec, max_context_len: int) -> dict[str, Any]:
-    """Fields of a config.json from which `rope_spec` reads it, over those of another model's."""
+    """Fields that make `rope_spec` return ``rope``; they override another model's fields."""
     names = {"rope_type", "rope_theta", "original_max_position_embeddings"} | _own(rope.rope_type)
     given = {name: getattr(rope, name) for name in sorted(names)}
     is_dynamic = rope.rope_type is RopeType.DYNAMIC
@@ -88,12 +88,12 @@ def rope_fields(rope: RopeSpec, max_context_len: int) -> dict[str, Any]:
 
 
 def _own(rope_type: RopeType) -> frozenset[str]:
-    """Parameters of one type alone."""
+    """Parameters that only this type has."""
     return _REQUIRED[rope_type] | (_YARN if rope_type is RopeType.YARN else frozenset())
 
 
 def context_limit(rope: RopeSpec, max_position_embeddings: int) -> int:
-    """The furthest context the embedding was meant to reach, in tokens."""
+    """The longest context in tokens that the embedding was made for."""
     match rope.rope_type:
         case RopeType.LINEAR | RopeType.DYNAMIC:
             return int(max_position_embeddings * rope.factor)

@@ -1,8 +1,9 @@
-"""ModelSpec: what config.json says of a model, checked against what is implemented."""
+"""ModelSpec: a model's config.json, checked against what is implemented."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from rollout.models.config_fields import size
-from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec
+from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec, size
 from rollout.models.hybrid_config import (
     HYBRIDS,
     VISION,
@@ -22,7 +22,6 @@ from rollout.models.hybrid_config import (
     text_config,
 )
 from rollout.models.layers.rope import RopeSpec
-from rollout.models.mtp_names import is_mtp_tensor
 from rollout.models.rope_config import context_limit, rope_spec
 
 _DTYPES = {
@@ -50,6 +49,8 @@ _MTP_LAYERS = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
+    """A model's shape and options."""
+
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -60,23 +61,23 @@ class ModelSpec:
     ffn_size: int
     rms_norm_eps: float
     rope: RopeSpec
-    max_context_len: int  # positions there are: the caller's wish, else the checkpoint's
+    max_context_len: int  # positions: the caller's number, else the checkpoint's
     tied_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype | None  # None: config.json does not say
-    num_mtp_layers: int = 0  # after its own, that predict tokens beyond the next
+    dtype: torch.dtype | None  # of the checkpoint; None: not in config.json
+    num_mtp_layers: int = 0  # MTP layers after the target's own
     linear_attention: LinearAttentionSpec | None = None  # None: every layer is full attention
     experts: ExpertsSpec | None = None  # None: every MLP is dense
-    rotary_dim: int  # of a head, the first that are turned; the others are left as they are
-    gated_attention: bool = False  # what attention gathers is scaled by a gate of its input
-    norm_unit_offset: bool = False  # norms multiply by 1 + weight; those after a gate do not
-    decoder_names: tuple[str, ...] = ("model",)  # prefixes its tensors go by, its own first
+    rotary_dim: int  # first dimensions of a head, which are rotated
+    gated_attention: bool = False  # attention's output is scaled by a gate of its input
+    norm_unit_offset: bool = False  # norms multiply by 1 + weight, except those after a gate
+    decoder_names: tuple[str, ...] = ("model",)  # prefixes of tensor names, its own first
 
-    whole: ModelSpec | None = None  # of which this is a rank's part; None: all of it
+    whole: ModelSpec | None = None  # the model of which this is a rank's part; None: itself
 
     @property
     def entire(self) -> ModelSpec:
@@ -85,22 +86,22 @@ class ModelSpec:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values."""
+        """The layers with full attention, which store keys and values."""
         linear = () if self.linear_attention is None else self.linear_attention.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in linear)
 
     def passes_over(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint or trainer is no part of the model that is run."""
+        """Whether to skip a tensor of a checkpoint or trainer: an MTP head or a vision tower."""
         is_vision = self.architecture in HYBRIDS and name.startswith(VISION)
         return is_vision or is_mtp_tensor(name, self.num_layers, self.num_mtp_layers)
 
     @staticmethod
     def read(folder: Path, max_context_len: int | None = None) -> ModelSpec:
-        """From config.json, and the end-of-sequence tokens of generation_config.json.
+        """Read config.json, and end-of-sequence tokens of generation_config.json.
 
-        Raises CheckpointError where a file or field is missing or malformed,
-        UnsupportedModelError where a field asks for what is not implemented, InvalidInputError
-        where the checkpoint's positions do not reach ``max_context_len``.
+        Raises CheckpointError if a file or field is missing or malformed, UnsupportedModelError if
+        a field asks for what is not implemented, InvalidInputError if ``max_context_len`` exceeds
+        the checkpoint's positions.
         """
         config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
@@ -111,11 +112,12 @@ class ModelSpec:
     def of(
         config: Mapping[str, Any], extra_eos: object = None, max_context_len: int | None = None
     ) -> ModelSpec:
-        """The spec that the values of a config.json give. Raises what `read` does."""
+        """The spec of a config's values. Raises what `read` raises."""
         return _spec(config, extra_eos, max_context_len)
 
 
 def read_json(path: Path, whose: str = "a model folder") -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError; ``whose``: the owner named in its text."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; {whose} needs one")
     try:
@@ -127,12 +129,12 @@ def read_json(path: Path, whose: str = "a model folder") -> dict[str, Any]:
     return values
 
 
-def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | None) -> ModelSpec:
+def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int | None) -> ModelSpec:
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    is_hybrid, turned_part = architecture in HYBRIDS, 1.0
+    is_hybrid, rotated_part = architecture in HYBRIDS, 1.0
     if is_hybrid:
-        config, turned_part = plain_rope(text_config(config))
+        config, rotated_part = plain_rope(text_config(config))
     qkv_bias, o_bias, mlp_bias = _biases(architecture, config)
     for name, values in _IMPLEMENTED.items():
         if name in config and config[name] not in values:
@@ -144,13 +146,13 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
     num_heads = size(config, "num_attention_heads")
     num_kv_heads = size(config, "num_key_value_heads", num_heads)
     hidden_size = size(config, "hidden_size")
-    # Families' own defaults where the field is absent; elsewhere the heads share the hidden size.
+    # Some families have a default head_dim; elsewhere the heads share the hidden size.
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
     head_dim = size(config, "head_dim", 256 if is_hybrid else default_head_dim)
-    rotary_dim = int(head_dim * turned_part)
+    rotary_dim = int(head_dim * rotated_part)
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"config.json: num_attention_heads={num_heads} is no multiple of "
+            f"config.json: num_attention_heads={num_heads} is not a multiple of "
             f"num_key_value_heads={num_kv_heads}"
         )
     if rotary_dim % 2 or not rotary_dim:
@@ -162,7 +164,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, wished_context: int | No
     positions = size(config, "max_position_embeddings")
     rope = rope_spec(config, positions)
     limit = context_limit(rope, positions)
-    max_context_len = positions if wished_context is None else wished_context
+    max_context_len = positions if requested_context is None else requested_context
     if not 1 <= max_context_len <= limit:
         raise InvalidInputError(
             "model.max_context_len", max_context_len, f"the checkpoint's positions end at {limit}"
@@ -231,7 +233,7 @@ def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool
 def _refuse_sliding_window(
     config: Mapping[str, Any], architecture: object, num_layers: int, max_context_len: int
 ) -> None:
-    """A window as long as the context hides nothing; a shorter one in use is refused."""
+    """Raise if a sliding window shorter than the context is in use."""
     layer_types = config.get("layer_types")
     for kind in layer_types or ():
         if kind not in ("full_attention", "sliding_attention"):
@@ -257,7 +259,7 @@ def _refuse_sliding_window(
 
 
 def _token_ids(*fields: object) -> tuple[int, ...]:
-    """The union of fields that are null, a token or a list of tokens; first mention first."""
+    """The union of fields that are null, a token or a list of tokens, in order of first mention."""
     ids: dict[int, None] = {}
     for field in fields:
         values: Iterable[object] = field if isinstance(field, list) else [field]
@@ -280,3 +282,18 @@ def _dtype(name: object) -> torch.dtype | None:
             f"config.json: dtype={name!r} is not implemented; only {', '.join(_DTYPES)}"
         )
     return dtype
+
+
+_MTP = re.compile(r"mtp\.|model\.mtp\.|model\.mtp_layers\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def is_mtp_tensor(name: str, num_layers: int, num_mtp_layers: int) -> bool:
+    """Whether a tensor belongs to an MTP head and not to the target itself.
+
+    In DeepSeek-V3's layout the heads are the ``num_mtp_layers`` layers after the target's
+    ``num_layers``.
+    """
+    layer = _LAYER.match(name)
+    is_after = layer is not None and 0 <= int(layer[1]) - num_layers < num_mtp_layers
+    return is_after or bool(_MTP.match(name))

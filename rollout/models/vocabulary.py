@@ -1,4 +1,4 @@
-"""Vocabulary: embedding and head, whole or spread over tensor-parallel ranks.
+"""Embedding and head, whole or split over tensor-parallel ranks.
 
 Legend: T query rows, R sampled rows, E hidden, V vocabulary, W a rank's part of it, N ranks.
 """
@@ -17,9 +17,9 @@ from rollout.parallel.partition import even_parts, gather_columns
 
 
 class Vocabulary:
-    """Each rank has the rows of some tokens, in both tables or in the one that is both.
+    """Embedding and head; each rank has the rows of some tokens, of both tables or of the tied one.
 
-    Every rank is given whole embeddings and whole rows of logits, of the same bits.
+    Every rank gets whole embeddings and whole rows of logits, bitwise the same.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Vocabulary:
         packing: bool,
         group: RankGroup,
     ) -> None:
-        """Raises InvalidInputError for more ranks than can have a part."""
+        """Raises InvalidInputError for more ranks than tokens."""
         self._group = group
         self._parts = even_parts(spec.vocab_size, group.size)
         if not self._parts[-1]:
@@ -52,7 +52,7 @@ class Vocabulary:
         )
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, E], a new tensor."""
+        """Embeddings [T, E], a new tensor."""
         if self._group.size == 1:
             return self.embedding_WE[ids_T]
         rows_T = (ids_T - self._part.start).clamp(0, len(self._part) - 1)
@@ -61,11 +61,11 @@ class Vocabulary:
         return gathered_NTE[owners_T, torch.arange(len(ids_T), device=ids_T.device)]
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, V]."""
+        """Logits [R, V]."""
         return gather_columns(self._group, self.head(hidden_RE), self._parts)
 
     def weight_loaders(self, embedding: str, head: str) -> dict[str, WeightLoader]:
-        """Under those names, of which a tied table has both."""
+        """Loaders under these two names; a tied table has both."""
         rows = shard_of(self.head.weight_rows(0, len(self._part)), self._group, self._parts)
         if self._is_tied:
             remedy = "set tie_word_embeddings to false or send one of them"

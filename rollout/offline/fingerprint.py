@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.models.checkpoint import Checkpoint
-from rollout.models.dtype import resolve_dtype
-from rollout.models.loader import resolve_device
+from rollout.models.loader import resolve_device, resolve_dtype
 from rollout.models.spec import ModelSpec
 from rollout.offline.config import RunConfig
 from rollout.scheduler.step_limits import StepLimits

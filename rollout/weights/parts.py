@@ -89,14 +89,14 @@ class WeightParts(Mapping[str, WeightPart]):
         """
         weight_loaders = model.weight_loaders()
         for name, loader in weight_loaders.items():
-            if self._places.get(name, loader.place) != loader.place:
+            if self._places.get(name, loader.location) != loader.location:
                 raise InvalidInputError(
                     "parts", f"{self._owners[name]}, {part}",
                     f"both have a {name} of their own: name the latter's otherwise",
                 )  # fmt: skip
         for name, loader in weight_loaders.items():
             self._owners.setdefault(name, part)
-            self._places.setdefault(name, loader.place)
+            self._places.setdefault(name, loader.location)
         self._parts[part] = model
         self._readers[part] = reader or (lambda folder, parts: CheckpointSource(folder))
         if frozen:

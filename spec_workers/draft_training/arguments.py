@@ -18,13 +18,14 @@ from spec_workers.draft_training.training_run import CONFIG, STATE
 
 
 def train_draft_parser() -> argparse.ArgumentParser:
+    """The parser of the subcommand's arguments."""
     parser = argparse.ArgumentParser(
         prog="specrollout train-draft",
         description="Train a draft on recorded rollouts of a model, so that spec=eagle or "
         "spec=mtp can use it. The folder then holds the draft (config.json, "
         "model.safetensors), training.jsonl and training.png, and what --resume needs. The "
-        "draft kept is that of the best accept length on held-out rollouts. Ctrl-C saves and "
-        "stops.",
+        "draft written is the one with the best accept length on held-out rollouts. Ctrl-C saves "
+        "and stops.",
     )
 
     def add(name: str, help: str, **options: Any) -> None:
@@ -49,19 +50,19 @@ def train_draft_parser() -> argparse.ArgumentParser:
     )
     add(
         "--minutes",
-        "of training, features and checks included, and the runs that it resumes",
+        "of training, with features, checks and the runs that it resumes",
         type=float,
         default=20.0,
     )
     add(
         "--held-out",
-        "rollouts to measure on, of prompts that are not trained on; default: all rollouts of some "
-        "of the prompts",
+        "rollouts to measure on, whose prompts are not trained on; default: all rollouts of some "
+        "prompts",
         type=Path,
         nargs="+",
         metavar="FILE",
     )
-    add("--resume", "go on with an unfinished run of the same arguments", action="store_true")
+    add("--resume", "continue an unfinished run with the same arguments", action="store_true")
     add(
         "--draft-vocab-size", "tokens the draft can name: the most frequent", type=int, default=8192
     )
@@ -88,7 +89,7 @@ def train_draft_parser() -> argparse.ArgumentParser:
 
 
 def check_options(given: argparse.Namespace) -> None:
-    """Check what the parts that get the values do not. Raises InvalidInputError."""
+    """Check the options that no other part checks. Raises InvalidInputError."""
     if not given.model.is_dir():
         raise InvalidInputError("--model", str(given.model), "no such folder")
     for name in ("minutes", "check_minutes"):
@@ -109,16 +110,23 @@ def check_options(given: argparse.Namespace) -> None:
     holds_run = (given.output / STATE).exists()
     if holds_run and not given.resume:
         raise InvalidInputError(
-            "--output", str(given.output), "holds a run: go on with it by --resume, or give another"
+            "--output",
+            str(given.output),
+            "holds a run: continue it with --resume, or give another folder",
         )
     if given.resume and not holds_run:
         raise InvalidInputError(
-            "--output", str(given.output), f"holds no {STATE}: leave --resume out to begin anew"
+            "--output",
+            str(given.output),
+            f"holds no {STATE}: leave out --resume to start a new run",
         )
 
 
 def shape_of(given: argparse.Namespace, target: ModelSpec) -> DraftShape:
-    """Raises InvalidInputError unless it fits the target and, resumed, is what the folder holds."""
+    """The shape of the draft to train.
+
+    Raises InvalidInputError unless it fits the target and, for a resumed run, the folder's draft.
+    """
     shape = DraftShape(
         kind=DraftKind(given.kind),
         chain_length=given.chain_length,
@@ -135,7 +143,7 @@ def shape_of(given: argparse.Namespace, target: ModelSpec) -> DraftShape:
 def _check_held(
     given: argparse.Namespace, shape: DraftShape, target: ModelSpec, config: Mapping[str, Any]
 ) -> None:
-    """Raise unless the folder holds what is asked for, by its config.json."""
+    """Raise unless the folder's config.json agrees with the options."""
     if stored_kind(config) is not shape.kind:
         raise InvalidInputError("kind", given.kind, f"is not what {given.output} holds")
     asked = {
@@ -157,7 +165,7 @@ def _check_held(
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Errors about a field name the option that sets it."""
+    """Make InvalidInputErrors about a field name the option that sets it."""
     try:
         yield
     except InvalidInputError as error:

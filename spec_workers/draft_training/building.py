@@ -1,4 +1,7 @@
-"""Drafts to be trained: new ones for a target, and those a folder holds."""
+"""Makes drafts to train: new ones, with initial weights from the target, and stored ones.
+
+Legend: E hidden, D draft vocabulary, Q outputs of a query projection, C of a kv projection.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
@@ -16,29 +20,30 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.rope_config import rope_fields
 from rollout.models.spec import ModelSpec, read_json
-from spec_workers.draft_training.draft import Embed, TrainableDraft
+from spec_workers.draft_training.decoder_layer import DecoderLayer
+from spec_workers.draft_training.draft import DraftVocabulary, Embed, TrainableDraft
 from spec_workers.draft_training.eagle3 import Eagle3
-from spec_workers.draft_training.initialisation import initialise
 from spec_workers.draft_training.mtp import MtpChain
-from spec_workers.draft_training.target_tensors import DraftVocabulary
 from spec_workers.draft_training.training_run import CONFIG
 
 _TABLES = ("d2t", "t2d")
 
 
 class DraftKind(enum.StrEnum):
+    """The kinds of drafts that can be trained."""
+
     eagle3 = "eagle3"
     mtp = "mtp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
-    """The shape of a new draft: query heads as the target has, and its MLP's width where None."""
+    """The shape of a new draft. It has the target's number of query heads."""
 
     kind: DraftKind
     chain_length: int = 2  # of an MTP chain
-    num_kv_heads: int | None = None  # None: as many as query heads, for a layer that is alone
-    ffn_size: int | None = None
+    num_kv_heads: int | None = None  # None: as many as query heads
+    ffn_size: int | None = None  # None: the target's
 
     def __post_init__(self) -> None:
         for name in ("chain_length", "num_kv_heads", "ffn_size"):
@@ -47,7 +52,7 @@ class DraftShape:
                 raise InvalidInputError(name, value, "must be >= 1")
 
     def check_for(self, target: ModelSpec) -> None:
-        """Raises InvalidInputError for a shape the target's does not allow."""
+        """Raise InvalidInputError unless the shape fits the target."""
         kv_heads = self.num_kv_heads or target.num_heads
         if target.num_heads % kv_heads:
             raise InvalidInputError(
@@ -70,7 +75,7 @@ def new_draft(
 ) -> TrainableDraft:
     """An untrained draft of a loaded target.
 
-    Raises InvalidInputError for a shape the target's does not allow.
+    Raises InvalidInputError unless the shape fits the target.
     """
     spec = model.spec
     shape.check_for(spec)
@@ -90,7 +95,7 @@ def new_draft(
 
 
 def layer_fields(spec: ModelSpec) -> dict[str, Any]:
-    """The fields of config.json that a plain decoder layer shares with a model of this spec."""
+    """The fields of config.json that a draft's plain decoder layer takes from the target."""
     rope = rope_fields(spec.rope, spec.max_context_len)
     return {name: value for name, value in rope.items() if value is not None} | {
         "vocab_size": spec.vocab_size,
@@ -101,13 +106,13 @@ def layer_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def stored_kind(config: Mapping[str, Any]) -> DraftKind | None:
-    """By a draft's config.json; None: of no kind that can be trained."""
+    """The kind of a draft by its config.json; None if it is not one that can be trained."""
     names = config.get("architectures")
     return next((kind for kind in DraftKind if names == [_NAMES[kind]]), None)
 
 
 def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
-    """A draft that `save_draft` wrote, to be trained on. ``embed``: the target's embedding.
+    """A draft that `save_draft` wrote, for more training. ``embed``: the target's embedding.
 
     Raises CheckpointError for a folder that is incomplete or holds another kind of draft.
     """
@@ -116,8 +121,8 @@ def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
     checkpoint = Checkpoint(folder, tables=_TABLES)
     if kind is None or "d2t" not in checkpoint.tensors:
         raise CheckpointError(
-            f"{folder}: architectures={config.get('architectures')!r} is no draft that can be "
-            f"trained; {', '.join(_NAMES.values())} with d2t and lm_head can"
+            f"{folder}: architectures={config.get('architectures')!r} is not a draft "
+            f"that can be trained; {', '.join(_NAMES.values())} with d2t and lm_head is"
         )
     offsets_D = checkpoint.read("d2t")
     token_ids_D = (offsets_D + torch.arange(len(offsets_D))).sort()
@@ -129,7 +134,7 @@ def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
         if name not in _TABLES
     }
     head = tensors.get("lm_head.weight")
-    if head is not None:  # its rows stand in the order of d2t
+    if head is not None:  # its rows are in the order of d2t
         tensors["lm_head.weight"] = head[token_ids_D.indices]
     try:
         draft.load_state_dict(tensors)
@@ -142,18 +147,129 @@ _NAMES = {DraftKind.eagle3: "LlamaForCausalLMEagle3", DraftKind.mtp: "Specrollou
 
 
 def _feature_layers(target: ModelSpec) -> list[int]:
-    """The layers whose inputs a new EAGLE-3 draft reads: low, middle and high, as its authors
-    choose."""
+    """The layers whose inputs a new EAGLE-3 draft reads: low, middle and high, as in the paper."""
     return [2, target.num_layers // 2, target.num_layers - 3]
 
 
 def _network(
     kind: DraftKind, config: Mapping[str, Any], vocabulary: DraftVocabulary, embed: Embed
 ) -> TrainableDraft:
-    """``config``: a draft's config.json, or what one will hold."""
+    """An untrained network. ``config``: the fields of its config.json."""
     layer = dict(config) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     spec = replace(ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False)
     if kind is DraftKind.mtp:
         return MtpChain(spec, dict(config), config["num_nextn_predict_layers"], vocabulary, embed)
     features = AuxHiddenStates(layers=tuple(config["eagle_aux_hidden_state_layer_ids"]))
     return Eagle3(spec, dict(config), features, vocabulary, embed)
+
+
+class TargetTensors:
+    """A target's weights by the checkpoint's names, as float32 copies on the CPU."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._spec = model.spec
+        self._loaders = model.weight_loaders()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name."""
+        return self._loaders[name].read().float().cpu()
+
+    def norm(self, name: str) -> torch.Tensor:
+        """The factors of a norm, with its offset added, [E]."""
+        weight_E = self.read(f"model.{name}.weight")
+        return weight_E + 1 if self._spec.norm_unit_offset else weight_E
+
+    def of_layer(self, layer: int, name: str) -> torch.Tensor | None:
+        """A weight of a layer; None if the layer lacks it, as one with experts lacks an MLP."""
+        found = f"model.layers.{layer}.{name}.weight"
+        return self.read(found) if found in self._loaders else None
+
+    def queries(self, layer: int) -> torch.Tensor | None:
+        """The layer's query projection, without the gates of a gated attention."""
+        weight_QE = self.of_layer(layer, "self_attn.q_proj")
+        if weight_QE is None or not self._spec.gated_attention:
+            return weight_QE
+        by_head = weight_QE.unflatten(0, (self._spec.num_heads, 2, -1))
+        return by_head[:, 0].flatten(0, 1)
+
+    def head_rows(self, token_ids_D: torch.Tensor) -> torch.Tensor:
+        """The head's rows of these tokens, [D, E]."""
+        return self.read("lm_head.weight")[token_ids_D.cpu()]
+
+
+_SMALL = 0.1
+"""Scale, relative to the usual one, of random weights without a counterpart in the target."""
+
+_FINAL_NORM_SCALE = 0.3
+"""Scale of the final norm relative to the target's. An untrained layer is mostly wrong, so it
+should begin unsure: training then corrects it sooner."""
+
+
+@torch.no_grad()
+def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
+    """Copy the target's last attention layer where shapes allow, and rows of its head.
+
+    The rest is random, by ``seed``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0, _SMALL * parameter.shape[1] ** -0.5, generator=generator)
+    target = TargetTensors(model)
+    last = model.spec.attention_layers[-1]
+    input_norm_E = target.norm(f"layers.{last}.input_layernorm")
+    final_norm_E = _FINAL_NORM_SCALE * target.norm("norm")
+    if isinstance(draft, Eagle3):
+        _pass_on(draft.fc, model.spec.hidden_size)
+        _copy_layer(draft.midlayer, target, last)
+        draft.midlayer.hidden_norm.weight.copy_(input_norm_E)
+        draft.norm.weight.copy_(final_norm_E)
+        draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
+    else:
+        assert isinstance(draft, MtpChain)
+        for step in draft.steps():
+            _pass_on(step.eh_proj, model.spec.hidden_size)
+            _copy_layer(step, target, last)
+            step.input_layernorm.weight.copy_(input_norm_E)
+            step.norm.weight.copy_(final_norm_E)
+        draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
+
+
+def _pass_on(linear: nn.Linear, hidden: int) -> None:
+    """Add the identity on the last E inputs, so that they pass through."""
+    linear.weight[:, -hidden:] += torch.eye(hidden)
+
+
+def _copy_layer(layer: DecoderLayer, target: TargetTensors, index: int) -> None:
+    """Copy a layer's weights as far as both shapes allow.
+
+    The draft's attention reads the hidden state in its last E columns.
+    """
+    theirs_of = {"q_proj": target.queries(index)} | {
+        name: target.of_layer(index, f"self_attn.{name}") for name in ("k_proj", "v_proj")
+    }
+    for name, theirs in theirs_of.items():
+        ours: torch.Tensor = getattr(layer.self_attn, name).weight
+        assert theirs is not None
+        if name != "q_proj" and len(ours) % len(theirs) == 0:
+            theirs = _repeated(theirs, len(ours), layer.self_attn.head_dim)
+        _copy_common(ours[:, -theirs.shape[1] :], theirs)
+    _copy_common(layer.self_attn.o_proj.weight, target.of_layer(index, "self_attn.o_proj"))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _copy_common(getattr(layer.mlp, name).weight, target.of_layer(index, f"mlp.{name}"))
+    norm_E = target.norm(f"layers.{index}.post_attention_layernorm")
+    layer.post_attention_layernorm.weight.copy_(norm_E)
+
+
+def _repeated(heads_CE: torch.Tensor, rows: int, head_dim: int) -> torch.Tensor:
+    """Each kv head repeated, so that there are ``rows`` rows."""
+    heads = heads_CE.unflatten(0, (-1, head_dim))
+    return heads.repeat_interleave(rows // len(heads_CE), dim=0).flatten(0, 1)
+
+
+def _copy_common(ours: torch.Tensor, theirs: torch.Tensor | None) -> None:
+    """Copy the rows and columns that both have."""
+    if theirs is None:
+        return
+    rows, columns = (min(sizes) for sizes in zip(ours.shape, theirs.shape, strict=True))
+    ours[:rows, :columns] = theirs[:rows, :columns]

@@ -1,4 +1,4 @@
-"""The draft in training, beside the one in use, and whether it may take its place."""
+"""The draft in training, compared with the draft in use that it may replace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ import torch
 
 from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from spec_workers.draft_training.co_training_config import CoTrainingConfig
+from spec_workers.draft_training.config import CoTrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.sequences import TrainingSequence
 
 
 class HeldOut(Protocol):
+    """A measurement on held-out sequences."""
+
     @property
-    def accept_length(self) -> float: ...
+    def accept_length(self) -> float:
+        """Tokens per forward of the target."""
+        ...
 
 
 class Trainer(Protocol):
@@ -29,34 +33,48 @@ class Trainer(Protocol):
 
     features: AuxHiddenStates
 
-    def step(self, batch: Sequence[TrainingSequence]) -> object: ...
+    def step(self, batch: Sequence[TrainingSequence]) -> object:
+        """Do one optimizer step."""
+        ...
 
-    def held_out_accept_length(self, sequences: Sequence[TrainingSequence]) -> HeldOut: ...
+    def held_out_accept_length(self, sequences: Sequence[TrainingSequence]) -> HeldOut:
+        """Measure the draft; changes nothing."""
+        ...
 
-    def named_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def named_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of the draft's weights, by the names that an engine knows."""
+        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer state; later steps may change its tensors."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; later steps may change its tensors."""
+        ...
 
 
 class Verdict(enum.StrEnum):
-    AS_GOOD = "as_good"  # as the draft in use or better, on the same held-out rollouts
+    """The candidate compared with the draft in use."""
+
+    AS_GOOD = "as_good"  # as good or better on the same held-out rollouts
     WORSE = "worse"
-    NOT_FINITE = "not_finite"  # NaN or infinite weights: training goes on from those in use
+    NOT_FINITE = "not_finite"  # NaN or infinite weights: training restarts from those in use
     NOT_JUDGED = "not_judged"  # nothing was trained, or nothing is held out yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
+    """A verdict and the measurements behind it; None where nothing was measured."""
+
     verdict: Verdict
     accept_length: float | None = None  # of the candidate
     accept_length_in_use: float | None = None  # of the draft in use
-    num_held_out: int = 0  # sequences it was judged by
+    num_held_out: int = 0  # held-out sequences measured on
 
 
 class Candidate:
-    """A trainer, fed with recent rollouts. It knows of no engine: who swaps says so."""
+    """Trains on recent rollouts and judges the result. It has no engine: callers report swaps."""
 
     def __init__(
         self,
@@ -65,8 +83,8 @@ class Candidate:
         config: CoTrainingConfig,
         dtype: torch.dtype,
     ) -> None:
-        """``trainer``: holds the weights in use. ``dtype``: the target's, in which it is handed
-        features."""
+        """``trainer``: holds the weights in use. ``dtype``: the target's; features are cast to
+        it."""
         if trainer.features != rollouts.features:
             raise InvalidInputError(
                 "ring", rollouts.features, f"must record what the trainer reads: {trainer.features}"
@@ -79,13 +97,13 @@ class Candidate:
         self._in_use = deepcopy(trainer.state_dict())
         self._is_new = False  # trained since it was last swapped in or refused
         self._refusals = 0  # in a row
-        self._rows = 0  # trained on, ever
+        self._rows = 0  # trained on in total
 
     def train(self) -> int:
-        """Take what came through the ring and train on recent rollouts for one round.
+        """Read the ring and train on recent rollouts for one round.
 
-        Returns the optimizer steps done: none while there is nothing to train on, or what there is
-        has been trained on often enough.
+        Returns the number of optimizer steps. It is 0 while there is nothing to train on, or while
+        the rollouts were trained on `max_replay` times.
         """
         started = time.perf_counter()
         self.rollouts.refresh()
@@ -133,21 +151,25 @@ class Candidate:
         return list(self.trainer.named_tensors(dtype))
 
     def swapped(self) -> None:
-        """It is in use now."""
+        """Record that the candidate is in use now."""
         self._in_use = deepcopy(self.trainer.state_dict())
         self._is_new, self._refusals = False, 0
 
     def refused(self, *, begin_anew: bool = False) -> None:
-        """It is not. Too often in a row, or where asked to, it begins anew from what is."""
+        """Record that the candidate was refused.
+
+        With ``begin_anew``, or after `max_refusals` in a row, training restarts from the draft in
+        use.
+        """
         self._is_new = False
         self._refusals += 1
         if begin_anew or self._refusals >= self._config.max_refusals:
-            # A copy: an optimizer goes on with the very tensors it is handed.
+            # A copy: the optimizer changes the tensors that it is given.
             self.trainer.load_state_dict(deepcopy(self._in_use))
             self._refusals = 0
 
     def _batch(self) -> list[TrainingSequence]:
-        """Recent sequences at random until there are rows enough."""
+        """Random recent sequences, at least `batch_rows` rows if there are as many."""
         recent = self.rollouts.training
         batch, rows = [], 0
         for index in self._random.sample(range(len(recent)), len(recent)):

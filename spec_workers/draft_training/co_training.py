@@ -1,4 +1,4 @@
-"""A draft that follows the policy: trained between two steps of a loop, on its rollouts."""
+"""Co-training: training a draft on the rollouts, between two steps of a training loop."""
 
 from __future__ import annotations
 
@@ -10,43 +10,50 @@ import torch
 from rollout.engine.engine import RolloutEngine
 from rollout.trainers.hook import WeightSync
 from spec_workers.draft_training.candidate import Candidate, Judgement, Verdict
-from spec_workers.draft_training.co_training_config import FOLLOWING, CoTrainingConfig
-from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
-from spec_workers.draft_training.engine_draft import head_rows, recorder_of, trainable_draft
+from spec_workers.draft_training.config import FOLLOWING, CoTrainingConfig, TrainingConfig
+from spec_workers.draft_training.engine_draft import (
+    DraftSwap,
+    SwapResult,
+    head_rows,
+    recorder_of,
+    trainable_draft,
+)
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.trainer import DraftTrainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoTrainingRound:
+    """The result of one round of training and judging."""
+
     judgement: Judgement
     swap: SwapResult | None  # None: there was nothing to swap in
-    unavailable_reason: str = ""  # the engine did not take it
-    steps: int = 0  # of the optimizer
-    sequences: int = 0  # that came through the ring
-    missed: int = 0  # that were overwritten before they were taken
-    newest_version: int = 0  # of the target's weights, among what came so far
+    unavailable_reason: str = ""  # why the engine did not take the draft
+    steps: int = 0  # optimizer steps
+    sequences: int = 0  # sequences read from the ring
+    missed: int = 0  # sequences that were overwritten before they were read
+    newest_version: int = 0  # newest version of the target's weights among all sequences read
     seconds: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """The totals of all rounds."""
+    """Totals over all rounds."""
 
     rounds: int = 0
     swaps: int = 0
     worse: int = 0
-    broken: int = 0  # NaN weights, or such as the engine refused
+    broken: int = 0  # candidates with NaN weights, or that the engine refused
     postponed: int = 0
     steps: int = 0
     sequences: int = 0
     missed: int = 0
     seconds: float = 0.0
-    last: CoTrainingRound | None = None  # that was judged
-    trained_version: int = 0  # the newest policy that the draft in use has seen rollouts of
+    last: CoTrainingRound | None = None  # the last round with a judgement
+    trained_version: int = 0  # the newest weight version that the draft in use was trained on
 
     def add(self, one: CoTrainingRound) -> None:
+        """Add one round."""
         self.rounds += 1
         self.steps += one.steps
         self.sequences += one.sequences
@@ -63,7 +70,7 @@ class Tally:
             self.last = one
 
     def counters(self, weight_version: int) -> dict[str, float]:
-        """Gauges, for metrics. ``weight_version``: the target's now."""
+        """Gauges for metrics. ``weight_version``: the target's current one."""
         names = ("rounds", "swaps", "worse", "broken", "postponed", "steps", "sequences",
                  "missed", "seconds")  # fmt: skip
         counters: dict[str, float] = {name: getattr(self, name) for name in names}
@@ -76,17 +83,17 @@ class Tally:
 
 
 class CoTrainer:
-    """Trains the draft of an engine in its own process, and swaps it in where it is no worse.
+    """Trains an engine's draft in the engine's process, and swaps it in unless it is worse.
 
-    Called between two steps, on the engine's thread (with an `EngineLoop`: ``loop.call``). It never
-    changes what is rolled out: the target, its KV and its requests are left alone.
+    Call it between two steps on the engine's thread (with an `EngineLoop`: ``loop.call``). Rollouts
+    do not change: the target, its KV and its requests are left alone.
 
     Args:
-        engine: runs an EAGLE-3 draft and records features: option ``feature_ring``.
-        config: what it trains on and what a new draft must be.
-        training: of the optimizer; default: `FOLLOWING`.
+        engine: must run an EAGLE-3 draft and record features (option ``feature_ring``).
+        config: what it trains on, for how long, and when a new draft is swapped in.
+        training: optimizer settings; default: `FOLLOWING`.
 
-    Raises InvalidInputError for an engine whose draft cannot be trained or is not recorded.
+    Raises InvalidInputError for an engine whose draft cannot be trained, or that records nothing.
     """
 
     def __init__(
@@ -107,7 +114,7 @@ class CoTrainer:
         self.tally = Tally()
 
     def run(self) -> CoTrainingRound:
-        """One round: take what came, train, judge, and swap the draft in unless it is worse.
+        """Do one round: read the ring, train, judge, and swap the draft in unless it is worse.
 
         Raises EngineStateError while the engine's weights are released.
         """
@@ -132,20 +139,20 @@ class CoTrainer:
         return done
 
     def skip(self) -> None:
-        """Do not train on what was rolled out since the last round: call it after an evaluation."""
+        """Leave out the rollouts since the last round, for example after an evaluation."""
         self.candidate.rollouts.skip()
 
     def after_sync(self, sync: WeightSync) -> None:
-        """`run`, as `RolloutHook` calls it after each sync."""
+        """Call `run`, as `RolloutHook` does after each sync."""
         self.run()
 
     def counters(self) -> dict[str, float]:
-        """Gauges, for metrics."""
+        """Gauges for metrics."""
         return self.tally.counters(self._engine.weight_version)
 
     def _follow_engine(self) -> None:
-        """Take over the engine's weights: its head makes the labels, and its draft may be
-        another's."""
+        """Follow the engine: take the target's new head for labels, and a draft that others swapped
+        in."""
         self._engine.worker.weights.require_resident()
         if self._engine.weight_version != self._target_version:
             self._trainer.take_head(head_rows(self._engine, self._trainer.draft))

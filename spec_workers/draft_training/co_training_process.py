@@ -1,4 +1,4 @@
-"""A draft that follows the policy, trained in a process of its own beside the engine."""
+"""Co-training in a separate process beside the engine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rollout.weights.segment import remove_orphans
 from spec_workers.draft_training import trainer_process
 from spec_workers.draft_training.candidate import Judgement, Verdict
 from spec_workers.draft_training.co_training import CoTrainingRound, Tally
-from spec_workers.draft_training.co_training_config import FOLLOWING, CoTrainingConfig
-from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
+from spec_workers.draft_training.config import FOLLOWING, CoTrainingConfig, TrainingConfig
 from spec_workers.draft_training.engine_draft import (
+    DraftSwap,
+    SwapResult,
     head_rows,
     recorder_of,
     target_embedding,
@@ -42,18 +42,19 @@ log = logging.getLogger(__name__)
 
 
 class CoTrainingProcess:
-    """Trains an engine's draft in another process and swaps it in where it is no worse.
+    """Trains an engine's draft in another process, and swaps it in unless it is worse.
 
-    That process reads the engine's feature ring and trains round after round; `poll`, called
-    between two steps, never waits for it. When it dies the engine goes on with the draft it has.
+    That process reads the engine's feature ring and trains round after round. `poll`, called
+    between two steps, never waits for it. If it dies, the engine goes on with the draft it has.
+    A context manager; `close` ends the process.
 
     Args:
-        engine, config, training: as of `CoTrainer`. The weights in use are those of the engine.
-        device: it trains on.
-        num_threads: of it.
-        niceness: added to the process's, so that the engine comes first.
+        engine, config, training: as for `CoTrainer`.
+        device: the process's torch device.
+        num_threads: the process's CPU threads.
+        niceness: added to the process's, so that the engine has priority.
 
-    Raises what `CoTrainer` does. A context manager; `close` ends the process.
+    Raises what `CoTrainer` raises.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class CoTrainingProcess:
         niceness: int = 10,
     ) -> None:
         self._engine = engine
-        self._draft = trainable_draft(engine)  # its layout; the weights are read anew
+        self._draft = trainable_draft(engine)  # first weights, and the layout for later ones
         self._swap = DraftSwap(engine)
         self._options = {
             "ring": recorder_of(engine).ring.name,
@@ -80,17 +81,16 @@ class CoTrainingProcess:
         }
         self._sent = SentTensors()
         self._received = HandleReceiver()
-        self.unavailable_reason = ""  # it trains no more; `restart` makes it
+        self.unavailable_reason = ""  # why it does not train any more; `restart` clears it
         self.tally = Tally()
         self._start()
 
     def poll(self) -> CoTrainingRound | None:
-        """Swap in what it has, unless that is worse, and let it go on.
+        """Swap in a finished draft unless it is worse, and start the next round.
 
-        The round that has ended since the last call, if any. When somebody else has given the
-        engine another draft, training begins anew from that one. Nothing is done while the
-        engine's weights are released, or when the process has died: ``unavailable_reason`` then
-        says so.
+        Returns the round that ended since the last call, if any. If somebody else changed the
+        engine's draft, training restarts from that one. Does nothing while the engine's weights are
+        released, or if the process has died; ``unavailable_reason`` then says so.
         """
         if self.unavailable_reason or not self._engine.worker.weights.is_resident:
             return None
@@ -104,17 +104,17 @@ class CoTrainingProcess:
                 if "judgement" in answer:
                     done = self._conclude(answer)
             if not self._awaited:
-                self._go_on()
+                self._start_round()
         except (OSError, RolloutError) as error:
             self._give_up(str(error))
         return done
 
     def after_sync(self, sync: WeightSync) -> None:
-        """`poll`, as `RolloutHook` calls it after each sync."""
+        """Call `poll`, as `RolloutHook` does after each sync."""
         self.poll()
 
     def restart(self) -> None:
-        """Begin anew from the draft the engine has now."""
+        """Start a new process from the engine's current draft."""
         self._end()
         self._draft = trainable_draft(self._engine)
         self._swap.acknowledge()
@@ -122,12 +122,12 @@ class CoTrainingProcess:
         self._start()
 
     def counters(self) -> dict[str, float]:
-        """Gauges, for metrics."""
+        """Gauges for metrics."""
         alive = {"is_training": float(not self.unavailable_reason)}
         return self.tally.counters(self._engine.weight_version) | alive
 
     def close(self) -> None:
-        """End the process. The engine goes on with the draft it has."""
+        """End the process. The engine keeps its draft."""
         self.unavailable_reason = self.unavailable_reason or "closed"
         self._end()
         self._sent.close()
@@ -152,27 +152,27 @@ class CoTrainingProcess:
             stdout=subprocess.PIPE,
         )
         self._end = weakref.finalize(self, _end, self._process, self._folder)
-        self._became = "waits"  # what became of its last candidate
+        self._outcome = "waits"  # of the process's last candidate
         self._unread = b""
-        self._awaited = 0  # answers
+        self._awaited = 0  # answers still to come
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._say(self._options | {"draft": self._folder.name})
+        self._send(self._options | {"draft": self._folder.name})
         self._lend()
 
-    def _go_on(self) -> None:
+    def _start_round(self) -> None:
         if self._engine.weight_version != self._lent_version:
             self._lend()
-        self._say({"round": self._became})
-        self._became = "waits"
+        self._send({"round": self._outcome})
+        self._outcome = "waits"
         self._awaited += 1
 
     def _lend(self) -> None:
-        """The target's part in training: its embedding, and its head's rows."""
+        """Send the target's embedding and its head's rows of the draft's tokens."""
         head_DE = head_rows(self._engine, self._draft)
         self._lent_version = self._engine.weight_version
         embedding_VE = target_embedding(self._engine)
-        self._say({"lent": self._sent.handle([(EMBEDDING, embedding_VE), (HEAD, head_DE)])})
+        self._send({"lent": self._sent.handle([(EMBEDDING, embedding_VE), (HEAD, head_DE)])})
         self._awaited += 1
 
     def _conclude(self, answer: dict[str, Any]) -> CoTrainingRound:
@@ -181,11 +181,11 @@ class CoTrainingProcess:
         })  # fmt: skip
         swap = None
         if judgement.verdict is Verdict.AS_GOOD:
-            # Copies: a process that dies, or hurries on, cannot tear what is being swapped in.
+            # Copies: the process may die or overwrite its segment during the swap.
             sent = self._received.tensors([answer["weights"]])
             swap = self._swap.swap([(name, tensor.clone()) for name, tensor in sent])
             self._received.release_removed()
-        self._became = _BECAME[judgement.verdict if swap is None else swap]
+        self._outcome = _OUTCOMES[judgement.verdict if swap is None else swap]
         done = CoTrainingRound(
             judgement=judgement,
             swap=swap,
@@ -196,13 +196,13 @@ class CoTrainingProcess:
         self.tally.add(done)
         return done
 
-    def _say(self, command: dict[str, Any]) -> None:
+    def _send(self, command: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
 
     def _answers(self) -> list[dict[str, Any]]:
-        """The answers that have come. Raises OSError when there will be no more."""
+        """The answers so far, without waiting. Raises OSError if the process has ended."""
         assert self._process.stdout is not None
         try:
             while part := os.read(self._process.stdout.fileno(), 1 << 16):
@@ -218,12 +218,12 @@ class CoTrainingProcess:
         self._end()
         self.unavailable_reason = f"the process that trains the draft is lost: {reason}"
         log.warning(
-            "%s. The draft stays as it is; restart() begins anew from it", self.unavailable_reason
+            "%s. The draft stays as it is; restart() trains on from it", self.unavailable_reason
         )
 
 
 def _answer(line: bytes) -> dict[str, Any] | None:
-    """None for what only a library can have written: the process says nothing else."""
+    """The answer in a line, or None for a line that a library wrote."""
     try:
         answer = json.loads(line)
     except ValueError:
@@ -234,7 +234,7 @@ def _answer(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-_BECAME = {
+_OUTCOMES = {
     SwapResult.SWAPPED: "swapped",
     SwapResult.POSTPONED: "waits",
     SwapResult.REFUSED: "broken",

@@ -1,14 +1,19 @@
-"""The command line of `specrollout train-draft`."""
+"""The command line of `specrollout train-draft`, its progress display and its plot."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import rich
+import rich.progress
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from rollout.config import DType
 from rollout.errors import InvalidInputError
@@ -16,41 +21,50 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import load_model, resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.offline.job import StopSignals
+from rollout.report.plots.canvas import LIGHT, Theme, legend_beside, render, time_unit
 from spec_workers.draft_training.arguments import (
     check_options,
     naming_options,
     shape_of,
     train_draft_parser,
 )
-from spec_workers.draft_training.building import DraftShape, load_draft, new_draft
+from spec_workers.draft_training.building import DraftShape, TargetTensors, load_draft, new_draft
 from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft import TrainableDraft
-from spec_workers.draft_training.progress import PLOT, open_progress, plot_training
+from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     read_rollouts,
     split_by_prompt,
 )
 from spec_workers.draft_training.target_features import TargetFeatures
-from spec_workers.draft_training.target_tensors import DraftVocabulary, TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
-from spec_workers.draft_training.training_log import LOG
-from spec_workers.draft_training.training_run import RunOptions, TrainingRun
+from spec_workers.draft_training.training_run import (
+    LOG,
+    Record,
+    RunOptions,
+    RunProgress,
+    TrainingRun,
+    read_log,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
-_MAX_HELD_OUT = 32  # rollouts: enough to tell drafts apart, and soon measured
+_MAX_HELD_OUT = 32  # rollouts: enough to compare drafts, and quick to measure
 _HELD_OUT_SHARE = 0.05
 
 
 def run_train_draft(arguments: Sequence[str]) -> int:
-    """The exit code: 0, or 128 and the signal's number where one stopped it.
+    """Run the subcommand. Returns 0, or 128 plus the number of the signal that stopped it.
 
-    Ends the process with code 2 for arguments it does not know; raises InvalidInputError, and what
-    loading a model or a draft raises.
+    Exits with code 2 for unknown arguments. Raises InvalidInputError, and what loading a model or a
+    draft raises.
     """
     given = train_draft_parser().parse_args(arguments)
-    # Before the model, which may take minutes to load: mistakes show at once.
+    # Before the model is loaded, which may take minutes.
     check_options(given)
     target = ModelSpec.read(given.model)
     with naming_options():
@@ -75,11 +89,11 @@ def run_train_draft(arguments: Sequence[str]) -> int:
         TargetTensors(model).head_rows(draft.vocabulary.token_ids_D).to(model.dtype),
         training,
     )
-    kept_bytes = int(given.features_gib * 2**30)
+    max_bytes = int(given.features_gib * 2**30)
     run = TrainingRun(
         trainer,
-        TargetFeatures(model, trainer.features, train, kept_bytes),
-        TargetFeatures(model, trainer.features, held_out, kept_bytes),
+        TargetFeatures(model, trainer.features, train, max_bytes),
+        TargetFeatures(model, trainer.features, held_out, max_bytes),
         given.output,
         RunOptions(
             seconds=60 * given.minutes,
@@ -110,7 +124,7 @@ def _make_output(folder: Path) -> None:
 def _rollouts(
     given: argparse.Namespace, vocab_size: int
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """To train on, and held out."""
+    """The rollouts to train on, and the held-out ones."""
     found = read_rollouts(given.rollouts, vocab_size, given.max_len, "--rollouts")
     if given.held_out is not None:
         held_out = read_rollouts(given.held_out, vocab_size, given.max_len, "--held-out")
@@ -167,7 +181,7 @@ def _conclude(
 ) -> int:
     try:
         plot_training(given.output / LOG, given.output / PLOT)
-    except InvalidInputError as error:  # matplotlib is an extra; the draft is written all the same
+    except InvalidInputError as error:  # matplotlib is an extra; the draft is written anyway
         console.print(f"no plot: {error}", highlight=False, markup=False, soft_wrap=True)
     assert run.best is not None, "measured before the first step"
     ending = f"wrote {given.output}"
@@ -182,3 +196,82 @@ def _conclude(
         return 0
     console.print(f"stopped by {stop.received.name}: the same command with --resume goes on")
     return EXIT_SIGNAL + stop.received
+
+
+class Progress(Protocol):
+    """Shows progress."""
+
+    def __call__(self, progress: RunProgress, /) -> None:
+        """Called after each step."""
+        ...
+
+
+@contextmanager
+def open_progress(
+    console: Console, total_seconds: float, line_seconds: float
+) -> Iterator[Progress]:
+    """Show a bar if ``console`` is a terminal, else lines ``line_seconds`` apart."""
+    if not console.is_terminal:
+        yield _Lines(console, total_seconds, line_seconds)
+        return
+    columns = (BarColumn(bar_width=None), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+    with rich.progress.Progress(*columns, console=console, expand=True) as bar:
+        task = bar.add_task("", total=total_seconds, text="")
+        yield lambda progress: bar.update(task, completed=progress.seconds, text=_text(progress))
+
+
+class _Lines:
+    def __init__(self, console: Console, total_seconds: float, line_seconds: float) -> None:
+        self._console = console
+        self._total_seconds = total_seconds
+        self._line_seconds = line_seconds
+        self._shown_at = float("-inf")
+
+    def __call__(self, progress: RunProgress) -> None:
+        now = time.perf_counter()
+        if now - self._shown_at < self._line_seconds:
+            return
+        self._shown_at = now
+        left = max(0, round(self._total_seconds - progress.seconds))
+        self._console.print(
+            f"{_text(progress)}  ETA {left // 60}:{left % 60:02}", highlight=False, soft_wrap=True
+        )
+
+
+def _text(progress: RunProgress) -> str:
+    agreement = "/".join(f"{share:.0%}" for share in progress.agreement)
+    best = "-" if progress.best is None else f"{progress.best.accept_length:.2f}"
+    return (
+        f"step {progress.step}  epoch {progress.epoch}  loss {progress.loss:.3f}  "
+        f"agrees {agreement}  accept length {best}"
+    )
+
+
+PLOT = "training.png"
+
+
+def plot_training(log: Path, plot: Path) -> None:
+    """Draw a log. Raises InvalidInputError if matplotlib is missing or the log cannot be read."""
+    records = read_log(log)
+    plot.write_bytes(render(lambda figure, theme: _draw(figure, theme, records), LIGHT, (8.0, 6.0)))
+
+
+def _draw(figure: Figure, theme: Theme, records: list[Record]) -> None:
+    steps = [record for record in records if record["event"] == "step"]
+    checks = [record for record in records if record["event"] == "held out"]
+    unit, name = time_unit(max(record["seconds"] for record in records))
+    above, below = figure.subplots(2, 1, sharex=True)
+
+    def times(of: list[Record]) -> list[float]:
+        return [record["seconds"] / unit for record in of]
+
+    depth = len(steps[-1]["cross_entropies"]) if steps else 0
+    for step in range(depth):
+        known = [record for record in steps if step < len(record["cross_entropies"])]
+        losses = [record["cross_entropies"][step] for record in known]
+        above.plot(times(known), losses, label=f"guess {step + 1}")
+    above.set_title("Cross entropy with the target's distribution, nats")
+    legend_beside(above)
+    below.plot(times(checks), [record["accept_length"] for record in checks], marker="o")
+    below.set_title("Accept length on held-out rollouts, tokens per forward")
+    below.set_xlabel(f"time of training, {name}")

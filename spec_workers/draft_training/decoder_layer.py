@@ -1,9 +1,9 @@
-"""A Llama decoder layer that can be trained, in the pieces a draft's passes need.
+"""A trainable Llama decoder layer, in the parts that a draft's passes need.
 
-Parameters carry the names checkpoints have for them in a layer. Attention has the pattern of
-EAGLE-3's training-time test (Li et al. 2025): a row of an unrolled step stands where a row of the
-first pass stands, `step` tokens further on; of the first pass it sees what that row saw, and of the
-later passes only what led to itself.
+Parameters have a checkpoint layer's names. Attention follows EAGLE-3's training-time test (Li et
+al. 2025): a row of an unrolled step corresponds to a row of the first pass, `step` tokens further
+on. It sees the rows of the first pass that that row saw, and of the later passes only its own
+ancestors.
 
 Legend: R rows, L rows of the first pass, S links of a chain, I attention inputs, E hidden, F ffn,
 H query heads, K kv heads, G query heads of a kv head, C channels of a head, P positions.
@@ -25,8 +25,11 @@ def attend(
     visible_R: torch.Tensor,
     chain: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """Rows of one sequence. Row r sees the first ``visible_R[r]`` keys of L, and of each link of
-    ``chain``, keys and values [R, K, C], row r alone. Returns [R, H * C]."""
+    """Attention of the rows of one sequence: [R, H * C].
+
+    Row r sees the first ``visible_R[r]`` keys of L, and row r of each link of ``chain``, whose keys
+    and values are [R, K, C].
+    """
     rows, heads, channels = q_RHC.shape
     kv_heads, length = k_LKC.shape[1], len(k_LKC)
     q_RKGC = q_RHC.unflatten(1, (kv_heads, -1))
@@ -53,7 +56,8 @@ def attend(
 def rotate(
     x_RHC: torch.Tensor, positions_R: torch.Tensor, cos_sin_PC: torch.Tensor
 ) -> torch.Tensor:
-    """Rotary position embedding, rotate-half convention; a new tensor in the dtype of ``x``."""
+    """Apply rotary position embedding, rotate-half convention. A new tensor in the dtype of
+    ``x``."""
     cos_R1c, sin_R1c = cos_sin_PC[positions_R].unsqueeze(1).chunk(2, dim=-1)
     first, second = x_RHC.float().chunk(2, dim=-1)
     turned = (first * cos_R1c - second * sin_R1c, second * cos_R1c + first * sin_R1c)
@@ -72,10 +76,13 @@ class RmsNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x_RE: torch.Tensor) -> torch.Tensor:
+        """The normed rows, float32 [R, E]."""
         return nn.functional.rms_norm(x_RE.float(), self.weight.shape, self.weight, self._eps)
 
 
 class SelfAttention(nn.Module):
+    """Projections of attention with rotary positions; `attend` does the rest."""
+
     def __init__(self, spec: ModelSpec, inputs: int, cos_sin_PC: torch.Tensor) -> None:
         super().__init__()
         heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -87,22 +94,24 @@ class SelfAttention(nn.Module):
         self.register_buffer("cos_sin_PC", cos_sin_PC, persistent=False)
 
     def queries(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        """[R, H, C], rotated."""
+        """Rotated queries [R, H, C]."""
         return self._rotated(self.q_proj(x_RI), positions_R)
 
     def keys_values(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> KeysValues:
-        """Keys rotated."""
+        """Rotated keys, and values, [R, K, C] each."""
         values = self.v_proj(x_RI).unflatten(1, (-1, self.head_dim))
         return self._rotated(self.k_proj(x_RI), positions_R), values
 
     def _rotated(self, projected: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.cos_sin_PC, torch.Tensor)
-        # Guesses beyond the context's end are of tokens that never come: any angle will do.
+        # Guesses beyond the context's end are never compared: any angle will do.
         positions_R = positions_R.clamp(max=len(self.cos_sin_PC) - 1)
         return rotate(projected.unflatten(1, (-1, self.head_dim)), positions_R, self.cos_sin_PC)
 
 
 class Mlp(nn.Module):
+    """The SwiGLU MLP (Shazeer 2020)."""
+
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, ffn, bias=False)
@@ -110,11 +119,12 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x_RE: torch.Tensor) -> torch.Tensor:
+        """[R, E]."""
         return self.down_proj(silu(self.gate_proj(x_RE)) * self.up_proj(x_RE))
 
 
 class DecoderLayer(nn.Module):
-    """All but the norm before the attention, which is its model's."""
+    """A decoder layer without the norm before attention, which belongs to its model."""
 
     def __init__(self, spec: ModelSpec, inputs: int, cos_sin_PC: torch.Tensor) -> None:
         super().__init__()
@@ -123,6 +133,6 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(spec.hidden_size, spec.ffn_size)
 
     def finish(self, residual_RE: torch.Tensor, attended_RX: torch.Tensor) -> torch.Tensor:
-        """From what the rows attended to, to the residual stream that leaves the layer."""
+        """The residual stream that leaves the layer, [R, E], from the result of `attend`."""
         residual_RE = residual_RE + self.self_attn.o_proj(attended_RX)
         return residual_RE + self.mlp(self.post_attention_layernorm(residual_RE))

@@ -1,13 +1,13 @@
-"""The protocol of a trainable draft, whatever its family.
+"""The base class of trainable drafts, and their vocabularies.
 
-Legend: T rows of all sequences, S those that guess, L tokens of one sequence, M = L - 2 rows of it,
-R rows of a level, F feature columns, E hidden, D draft vocabulary.
+Legend: T rows of all sequences, S those that guess, L tokens of one sequence, M = L - 2 of its
+rows, R rows of a level, F feature columns, E hidden, D draft vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,51 +16,99 @@ from torch import nn
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.decoder_layer import KeysValues
 from spec_workers.draft_training.packed_rows import PackedRows
-from spec_workers.draft_training.target_tensors import DraftVocabulary
+from spec_workers.draft_training.sequences import TokenSequence
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
-"""The target's embedding: token ids [R] to [R, E]. It is the target's, and is not trained."""
+"""The target's embedding: token ids [R] to [R, E]. It is not trained."""
 
 Chain = list[KeysValues]
-"""What a row's ancestors below its root left for it to attend to, nearest the root first."""
+"""Keys and values of a row's ancestors below its root, the nearest to the root first."""
+
+
+_PROMPT_COUNT = 1e-6  # less than one occurrence in a continuation, however long the prompts are
+
+
+class DraftVocabulary:
+    """The target's tokens that a draft can name. Draft ids ascend with the target's."""
+
+    def __init__(self, token_ids_D: torch.Tensor, vocab_size: int) -> None:
+        """``token_ids_D``: int64, ascending."""
+        self.token_ids_D = token_ids_D
+        self.contains_V = torch.zeros(vocab_size, dtype=torch.bool)
+        self.contains_V[token_ids_D] = True
+
+    @classmethod
+    def most_frequent(
+        cls, sequences: Iterable[TokenSequence], size: int, vocab_size: int
+    ) -> DraftVocabulary:
+        """The ``size`` most frequent tokens of continuations.
+
+        If fewer occur there, prompts' tokens follow, then the lowest ids.
+        """
+        counts_V = torch.zeros(vocab_size, dtype=torch.float64)
+        for sequence in sequences:
+            begin = sequence.first_root + 1
+            continuation, prompt = sequence.token_ids_L[begin:], sequence.token_ids_L[:begin]
+            counts_V += torch.bincount(continuation, minlength=vocab_size)
+            counts_V += torch.bincount(prompt, minlength=vocab_size) * _PROMPT_COUNT
+        best_D = counts_V.sort(descending=True, stable=True).indices[: min(size, vocab_size)]
+        return cls(best_D.sort().values, vocab_size)
+
+    @property
+    def offsets_D(self) -> torch.Tensor:
+        """``d2t`` as in published drafts: int64, the target's id minus the draft's."""
+        return self.token_ids_D - torch.arange(len(self.token_ids_D))
+
+    def coverage(self, sequences: Iterable[TokenSequence]) -> float:
+        """The share of the continuations' tokens that the draft can name."""
+        known = total = 0
+        for sequence in sequences:
+            continuation = sequence.token_ids_L[sequence.first_root + 1 :]
+            known += int(self.contains_V[continuation].sum())
+            total += len(continuation)
+        return known / max(total, 1)
 
 
 class TrainableDraft(nn.Module):
-    """Parameters in float32, named as the checkpoint names them."""
+    """A draft with float32 parameters that have a checkpoint's names."""
 
-    features: AuxHiddenStates  # what it reads of the target
+    features: AuxHiddenStates  # the hidden states of the target that it reads
     vocabulary: DraftVocabulary
-    max_steps: int | None  # how far it can be unrolled; None: as far as one likes
-    stored_prefix: str  # of every parameter's name in a folder; sent to an engine it is "draft."
+    max_steps: int | None  # guesses that can be unrolled; None: any number
+    stored_prefix: str  # of parameters' names in a folder; an engine's update has "draft."
     embed: Embed
-    lm_head: nn.Linear  # of the draft's vocabulary
+    lm_head: nn.Linear  # over the draft's vocabulary
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """config.json of a folder that holds it."""
+        """The contents of its config.json."""
 
     def tables(self) -> dict[str, torch.Tensor]:
-        """The tensors that a folder holds beside the parameters, by name."""
+        """Tensors that a folder holds in addition to the parameters, by name."""
         return {"d2t": self.vocabulary.offsets_D}
 
     @abstractmethod
     def unroll(self, rows: PackedRows, num_steps: int) -> list[torch.Tensor]:
-        """Hidden states [S, E] for ``logits``, per step, as if each guess had been right so far."""
+        """Hidden states [S, E] for ``logits`` of each step, assuming that earlier guesses were
+        right."""
 
     @abstractmethod
     def head_input(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, E]: what ``lm_head`` reads."""
+        """The input of ``lm_head``, [R, E]."""
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, D]."""
+        """Logits over the draft's vocabulary, [R, D]."""
         return self.lm_head(self.head_input(hidden_RE))
 
     @abstractmethod
     def read(
         self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """Extend by a sequence: its rows' hidden states [M, E], of a tree's first level, and what
-        ``deepen`` needs. ``tokens_M``: row i's is the token that follows features i."""
+        """Run the rows of a sequence.
+
+        Returns their hidden states [M, E], which give a tree's first level, and the memory that
+        ``deepen`` needs. ``tokens_M``: for row i, the token that follows features i.
+        """
 
     @abstractmethod
     def deepen(
@@ -73,14 +121,15 @@ class TrainableDraft(nn.Module):
         hidden_RE: torch.Tensor,
         chain: Chain,
     ) -> tuple[torch.Tensor, Chain]:
-        """Nodes of a tree that grows from row ``rows_R[r]``: one level deeper, from 1 on.
+        """Run one level of nodes, of trees that grow from rows ``rows_R``.
+
+        Returns the nodes' hidden states, and the chain for their children.
 
         Args:
-            memory: what ``read`` gave.
-            positions_R: of the rows.
+            level: the nodes' depth below the first level, from 1 on.
+            memory: from ``read``.
+            positions_R: positions of the rows.
             tokens_R: the nodes' tokens.
             hidden_RE: their parents' hidden states.
-            chain: what their parents returned, [R, ...] each.
-
-        Returns their hidden states, and the chain for their children.
+            chain: their parents' chain, [R, ...] each.
         """

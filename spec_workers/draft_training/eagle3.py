@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025), to be trained: one decoder layer over three fused hidden states.
+"""EAGLE-3 (Li et al. 2025) for training: one decoder layer over three fused hidden states.
 
 Legend: T rows of all sequences, S those that guess, M rows of one sequence, R rows, F feature
 columns, E hidden, D draft vocabulary.
@@ -15,13 +15,12 @@ from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
 from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm, attend
-from spec_workers.draft_training.draft import Chain, Embed, TrainableDraft
+from spec_workers.draft_training.draft import Chain, DraftVocabulary, Embed, TrainableDraft
 from spec_workers.draft_training.packed_rows import PackedRows
-from spec_workers.draft_training.target_tensors import DraftVocabulary
 
 
 class MidLayer(DecoderLayer):
-    """Attends from the normed embedding beside the normed hidden state: 2E columns."""
+    """A decoder layer whose attention reads normed embedding and hidden state, 2E columns."""
 
     def __init__(self, spec: ModelSpec, cos_sin_PC: torch.Tensor) -> None:
         super().__init__(spec, 2 * spec.hidden_size, cos_sin_PC)
@@ -29,12 +28,13 @@ class MidLayer(DecoderLayer):
         self.hidden_norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def join(self, embedded_RE: torch.Tensor, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """The input of attention, [R, 2E]."""
         return torch.cat([self.input_layernorm(embedded_RE), self.hidden_norm(hidden_RE)], dim=1)
 
 
 class Eagle3(TrainableDraft):
-    """Named as the EAGLE authors name it. Head and vocabulary are its own, the embedding is the
-    target's."""
+    """EAGLE-3 with its authors' names. It has its own head and vocabulary, and the target's
+    embedding."""
 
     stored_prefix = ""
     max_steps = None
@@ -47,7 +47,7 @@ class Eagle3(TrainableDraft):
         vocabulary: DraftVocabulary,
         embed: Embed,
     ) -> None:
-        """``spec``: of the draft's layer. ``shared``: other fields of its config.json."""
+        """``spec``: of the draft's layer. ``shared``: further fields of its config.json."""
         super().__init__()
         self.features, self.vocabulary, self.embed = features, vocabulary, embed
         self._spec, self._shared = spec, shared
@@ -81,7 +81,7 @@ class Eagle3(TrainableDraft):
         return super().tables() | {"t2d": self.vocabulary.contains_V}
 
     def unroll(self, rows: PackedRows, num_steps: int) -> list[torch.Tensor]:
-        """The training-time test: each step takes the last one's hidden states for its own."""
+        """The training-time test: each step reads the hidden states of the step before."""
         layer = self.midlayer
         fused_TE = self.fc(rows.features_TF)
         joined_TI = layer.join(self.embed(rows.tokens_T(0)), fused_TE)

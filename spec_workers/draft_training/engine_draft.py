@@ -1,41 +1,40 @@
-"""The draft an engine runs, as one that can be trained, and what that needs of the target.
+"""An engine's draft: read as a trainable one, and swapped for a new one between two steps.
 
 Legend: D draft vocabulary, V the target's vocabulary, E hidden.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 import torch
 
 from rollout.config import ParallelMode
 from rollout.engine.engine import RolloutEngine
-from rollout.errors import InvalidInputError
+from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftFamily
 from rollout.models.eagle.eagle3 import Eagle3 as Eagle3Model
-from spec_workers.draft_training.building import layer_fields
-from spec_workers.draft_training.draft import TrainableDraft
-from spec_workers.draft_training.draft_swap import DraftSwap
+from spec_workers.draft_training.building import TargetTensors, layer_fields
+from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft
 from spec_workers.draft_training.eagle3 import Eagle3
-from spec_workers.draft_training.target_tensors import DraftVocabulary, TargetTensors
 from spec_workers.draft_training.trainer import SENT_PREFIX
 from spec_workers.features.feature_recorder import FeatureRecorder
 
 
 def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
-    """A float32 copy of the engine's EAGLE-3 draft, on its device; its embedding is the target's.
+    """A float32 copy of the engine's EAGLE-3 draft, on its device, with the target's embedding.
 
-    Raises InvalidInputError for an engine without one, with one that has weights which the network
-    that is trained does not have, or of several ranks.
+    Raises InvalidInputError for an engine without such a draft, for a draft with weights that the
+    trainable network lacks, or for several ranks.
     """
     parallel = engine.config.parallel
     if parallel.mode is not ParallelMode.none:
         raise InvalidInputError(
             "parallel.mode", parallel.mode.value,
-            "must be none where a draft is trained beside the engine, as each rank would train one "
-            "of its own: train it apart, with specrollout train-draft",
+            "must be none: each rank would train its own draft. Train it separately with "
+            "specrollout train-draft",
         )  # fmt: skip
     model = engine.worker.weights.parts.get("draft")
     if not isinstance(model, Eagle3Model) or model.spec.family is not DraftFamily.EAGLE3:
@@ -61,11 +60,13 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
 
 
 def recorder_of(engine: RolloutEngine) -> FeatureRecorder:
-    """Raises InvalidInputError for an engine that records no features."""
+    """The engine's feature recorder. Raises InvalidInputError if it records no features."""
     recorder = getattr(engine.worker, "recorder", None)
     if not isinstance(recorder, FeatureRecorder):
         raise InvalidInputError(
-            "spec.feature_ring.num_bytes", 0, "must be > 0: the draft is trained on what it keeps"
+            "spec.feature_ring.num_bytes",
+            0,
+            "must be > 0: the draft is trained on recorded features",
         )
     return recorder
 
@@ -76,13 +77,13 @@ def target_model(engine: RolloutEngine) -> CausalLM:
 
 
 def target_embedding(engine: RolloutEngine) -> torch.Tensor:
-    """The target's embedding as it is now, [V, E]."""
+    """A copy of the target's current embedding, [V, E]."""
     target = target_model(engine)
     return target.embed(torch.arange(target.spec.vocab_size, device=target.device))
 
 
 def head_rows(engine: RolloutEngine, draft: TrainableDraft) -> torch.Tensor:
-    """The target's head as it is now, [D, E] in the target's dtype: what labels come from."""
+    """The target's current head at the draft's tokens, [D, E] in the target's dtype, for labels."""
     target = target_model(engine)
     return TargetTensors(target).head_rows(draft.vocabulary.token_ids_D).to(target.dtype)
 
@@ -90,7 +91,7 @@ def head_rows(engine: RolloutEngine, draft: TrainableDraft) -> torch.Tensor:
 def checked_weights(
     draft: TrainableDraft, tensors: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Raises InvalidInputError unless they are all of the draft's weights and no others."""
+    """``tensors``, if they are exactly the draft's weights; else raises InvalidInputError."""
     shapes = {SENT_PREFIX + name: tuple(each.shape) for name, each in draft.named_parameters()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != found:
@@ -99,3 +100,66 @@ def checked_weights(
             "draft", wrong[:8], "cannot be trained: the plain EAGLE-3 network has other weights"
         )
     return tensors
+
+
+SELECTOR = "draft"
+
+
+class SwapResult(enum.StrEnum):
+    """The outcome of a swap."""
+
+    SWAPPED = "swapped"
+    POSTPONED = "postponed"  # another update is open, or weights are released: try again later
+    REFUSED = "refused"  # the engine refused the weights; the old draft serves
+
+
+class DraftSwap:
+    """Writes a draft's weights into an engine, and notices when somebody else does."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._version = self._version_now
+        self.unavailable_reason = ""  # why the last swap failed; empty after SWAPPED
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine's draft is the one from the start or from the last swap here."""
+        return self._version == self._version_now
+
+    def acknowledge(self) -> None:
+        """Accept the engine's current draft as ours, after reading it."""
+        self._version = self._version_now
+
+    def swap(self, tensors: list[tuple[str, torch.Tensor]]) -> SwapResult:
+        """Replace the whole draft or nothing: every tensor is checked before a byte is written.
+
+        The target's weights, KV, prefix cache and running requests are left alone.
+        """
+        weights = self._engine.worker.weights
+        try:
+            weights.require_resident()
+            if weights.is_under_way:
+                raise WeightUpdateError("another weight update is under way")
+            self._engine.update_weights_from_tensor(tensors, selector=SELECTOR, check_finite=True)
+        except (EngineStateError, WeightUpdateError) as error:
+            self.unavailable_reason = str(error)
+            return SwapResult.POSTPONED
+        except InvalidInputError as error:
+            self.unavailable_reason = str(error)
+            return SwapResult.REFUSED
+        self._version, self.unavailable_reason = self._version_now, ""
+        return SwapResult.SWAPPED
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """CPU copies of the draft's own weights in the engine, by name."""
+        parts = self._engine.worker.weights.parts
+        return {
+            name: loader.read().cpu().clone()
+            for name, loader in parts.weight_loaders(parts.selected(SELECTOR)).items()
+            if not loader.is_borrowed
+        }
+
+    @property
+    def _version_now(self) -> int:
+        parts = self._engine.worker.weights.parts.selected(SELECTOR)
+        return sum(self._engine.weight_versions[part] for part in parts)

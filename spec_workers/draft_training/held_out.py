@@ -1,9 +1,9 @@
-"""Accept length on held-out rollouts: what an engine would emit per forward of the target.
+"""Accept length on held-out rollouts: tokens that an engine would emit per forward of the target.
 
 At every position of a rollout the draft grows its tree as the engine does, level by level from the
-true tokens so far, and what of it matches the tokens that came is counted. The engine's output does
-not depend on the draft, so a walk over the recorded tokens, each step as long as its tree matched,
-takes the engine's steps.
+true tokens so far, and the longest path that matches the recorded tokens is counted. The engine's
+output does not depend on the draft, so a walk over the recorded tokens in which each step is as
+long as its tree matched takes the engine's steps.
 
 Legend: L tokens of a sequence, M = L - 2 rows, R roots, N nodes, W nodes of a root that a level
 expands, K candidates of a node, E hidden, D draft vocabulary, F feature columns.
@@ -26,11 +26,11 @@ _ROOTS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """The shape of a tree, as in the worker's options: levels, candidates of a node, nodes kept."""
+    """The shape of draft trees, as in the worker's options."""
 
-    num_steps: int = 4
-    topk: int = 4
-    num_draft_tokens: int = 8
+    num_steps: int = 4  # levels
+    topk: int = 4  # candidates of a node
+    num_draft_tokens: int = 8  # nodes of the final tree
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "topk", "num_draft_tokens"):
@@ -40,9 +40,11 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutResult:
-    accept_length: float  # tokens per forward of the target, its own among them
-    matched: list[float]  # share of steps whose tree matched at least that many tokens, from 1 on
-    num_steps: int
+    """A measurement of a draft on held-out rollouts."""
+
+    accept_length: float  # tokens per forward of the target, the target's own included
+    matched: list[float]  # [k - 1]: share of steps whose tree matched at least k tokens
+    num_steps: int  # forwards of the target
     num_tokens: int
 
 
@@ -50,7 +52,7 @@ class HeldOutResult:
 def held_out_accept_length(
     draft: TrainableDraft, sequences: Sequence[TrainingSequence], shape: TreeShape
 ) -> HeldOutResult:
-    """``sequences``: with the draft's own features and no others."""
+    """Measure a draft. ``sequences``: with exactly the features that the draft reads."""
     lengths: list[int] = []
     tokens = 0
     for sequence in sequences:
@@ -75,7 +77,10 @@ def held_out_accept_length(
 def matched_lengths(
     draft: TrainableDraft, sequence: TrainingSequence, shape: TreeShape
 ) -> torch.Tensor:
-    """For each row from the first root on, how many tokens its tree has right; int64 [R]."""
+    """The number of recorded tokens that each root's tree matches; int64 [R].
+
+    Roots are the sequence's rows from its first root on.
+    """
     device = next(draft.parameters()).device
     token_ids_L = sequence.tokens.token_ids_L.to(device)
     num_rows = len(token_ids_L) - 2
@@ -113,7 +118,7 @@ class _Growth:
         self._shape = shape
 
     def grow(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """From the first level's hidden states; int64 [R], tokens right on the way down."""
+        """Grow the trees from the roots' hidden states. Returns matched tokens, int64 [R]."""
         draft, roots, device = self._draft, len(hidden_RE), self._roots_R.device
         levels = self._shape.num_steps
         if draft.max_steps is not None:
@@ -121,14 +126,14 @@ class _Growth:
         scores_RW = torch.zeros(roots, 1, device=device)
         is_true_RW = torch.ones(roots, 1, dtype=torch.bool, device=device)
         chain: list[KeysValues] = []
-        kept_scores, kept_true = [], []
+        level_scores, level_true = [], []
         for level in range(levels):
             scores_RN, tokens_RN = self._candidates(hidden_RE, scores_RW)
-            coming_R1 = self._coming(level)
+            recorded_R1 = self._recorded_tokens(level)
             width = tokens_RN.shape[1] // is_true_RW.shape[1]
-            is_true_RN = is_true_RW.repeat_interleave(width, dim=1) & (tokens_RN == coming_R1)
-            kept_scores.append(scores_RN)
-            kept_true.append(is_true_RN)
+            is_true_RN = is_true_RW.repeat_interleave(width, dim=1) & (tokens_RN == recorded_R1)
+            level_scores.append(scores_RN)
+            level_true.append(is_true_RN)
             if level == levels - 1:
                 break
             best_RW = scores_RN.topk(min(self._shape.topk, scores_RN.shape[1])).indices
@@ -146,23 +151,24 @@ class _Growth:
                 hidden_RE[parents],
                 [(keys[parents], values[parents]) for keys, values in chain],
             )
-        scores_RN, is_true_RN = torch.cat(kept_scores, dim=1), torch.cat(kept_true, dim=1)
-        # A child's score is never above its parent's, so the best nodes hold their ancestors.
+        scores_RN, is_true_RN = torch.cat(level_scores, dim=1), torch.cat(level_true, dim=1)
+        # A child's score is never above its parent's, so the best nodes include their ancestors.
         best_RN = scores_RN.topk(min(self._shape.num_draft_tokens, scores_RN.shape[1])).indices
         return is_true_RN.gather(1, best_RN).sum(1)
 
     def _candidates(
         self, hidden: torch.Tensor, scores_RW: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log probabilities and target tokens [R, W * K] of the nodes' likeliest children."""
+        """Path log probabilities and target tokens [R, W * K] of the nodes' most likely
+        children."""
         logprobs = self._draft.logits(hidden).float().log_softmax(-1)
         best = logprobs.topk(min(self._shape.topk, logprobs.shape[-1]))
         scores_RN = (best.values.unflatten(0, scores_RW.shape) + scores_RW[..., None]).flatten(1)
         tokens = self._token_ids_D[best.indices]
         return scores_RN, tokens.unflatten(0, scores_RW.shape).flatten(1)
 
-    def _coming(self, level: int) -> torch.Tensor:
-        """The tokens that came at a level [R, 1]; -1 past the end."""
+    def _recorded_tokens(self, level: int) -> torch.Tensor:
+        """The recorded tokens at a level, [R, 1]; -1 past the end."""
         at_R = self._roots_R + 2 + level
         inside_R = at_R < len(self._tokens_L)
         tokens_R = self._tokens_L[at_R.clamp(max=len(self._tokens_L) - 1)]

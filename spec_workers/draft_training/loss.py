@@ -1,7 +1,7 @@
-"""The loss of draft training: cross entropy to the target's own prediction, over unrolled steps.
+"""The loss of draft training: cross entropy with the target's distribution, over unrolled steps.
 
-Rows by vocabulary is by far the largest tensor of training, and nothing but its gradient is wanted.
-So logits are made, compared and turned into gradients a few rows at a time.
+Logits of all rows would be by far the largest tensor of training, and only their gradient is
+needed. So logits are computed, compared and turned into gradients a few rows at a time.
 
 Legend: S rows that guess, D draft vocabulary, E hidden.
 """
@@ -20,11 +20,11 @@ _ROWS_AT_ONCE = 128
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """``apply(hidden_SE, head_DE, labels_SD, weights_S, dtype)`` gives two values.
+    """``apply(hidden_SE, head_DE, labels_SD, weights_S, dtype)`` returns two scalars.
 
-    The sum over rows of weight * cross entropy in nats, and (without a gradient) the sum of the
-    weights of those rows whose likeliest token is the label's. ``labels_SD``: probabilities.
-    ``dtype``: of the matrix products.
+    The first is the sum over rows of weight times cross entropy in nats. The second, without a
+    gradient, is the sum of the weights of rows whose most likely token is the label's.
+    ``labels_SD``: probabilities. ``dtype``: of the matrix products.
     """
 
     @staticmethod
@@ -36,6 +36,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         weights_S: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two sums; gradients are computed here too."""
         states_SE, table_DE = hidden_SE.to(dtype), head_DE.to(dtype)
         hidden_grad_SE = torch.empty_like(hidden_SE)
         head_grad_DE = torch.zeros_like(head_DE)
@@ -59,31 +60,33 @@ class SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The stored gradients, scaled by that of the first sum."""
         hidden_grad_SE, head_grad_DE = ctx.saved_tensors
         return hidden_grad_SE * grads[0], head_grad_DE * grads[0], None, None, None
 
 
 STEP_DECAY = 0.8
-"""Of a step's weight to the one before: deeper guesses are reached less often (EAGLE-3's value)."""
+"""Weight of a step relative to the step before: deeper guesses are reached less often. The value is
+EAGLE-3's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnrolledLoss:
-    """``total``: to be minimised. The rest: what it is made of, per step."""
+    """The loss of a batch, and its parts per step."""
 
-    total: torch.Tensor
+    total: torch.Tensor  # to minimise
     cross_entropies: list[float]  # nats, against the target's distribution
-    agreement: list[float]  # share of guesses whose likeliest token is the target's
+    agreement: list[float]  # share of guesses whose most likely token is the target's
     num_guesses: int
 
 
 def unrolled_loss(
     draft: TrainableDraft, rows: PackedRows, target_head_DE: torch.Tensor, num_steps: int
 ) -> UnrolledLoss:
-    """Cross entropy with the target's distribution over the draft's vocabulary, renormalised.
+    """Cross entropy with the target's distribution, renormalised over the draft's vocabulary.
 
-    ``target_head_DE``: the target's head at the draft's tokens. A guess is left out where a token
-    that leads to it, or the one that came, is none of the draft's: it would not have been reached.
+    A guess is left out if its token, or one that leads to it, is not in the draft's vocabulary,
+    since it could not be reached. ``target_head_DE``: the target's head at the draft's tokens.
     """
     hidden = draft.unroll(rows, num_steps)
     device = target_head_DE.device
@@ -122,7 +125,7 @@ def unrolled_loss(
 def _labels(
     final_SE: torch.Tensor, target_head_DE: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[S, D] probabilities, in the dtype of the products."""
+    """The target's probabilities [S, D], in the dtype of the matrix products."""
     head_DE = target_head_DE.to(dtype)
     labels_SD = final_SE.new_empty((len(final_SE), len(head_DE)), dtype=dtype)
     for rows in torch.arange(len(final_SE)).split(_ROWS_AT_ONCE):

@@ -1,7 +1,7 @@
-"""A chain of multi-token prediction steps (DeepSeek-V3, 2024), to be trained: a decoder layer each.
+"""A chain of multi-token prediction steps (DeepSeek-V3, 2024) for training: a decoder layer each.
 
-Step k joins the hidden state of token i to token i + k + 1 and guesses token i + k + 2. The first
-takes the target's final hidden state, each later one the states of the step before.
+Step k joins the hidden state of token i with token i + k + 1 and guesses token i + k + 2. The first
+step reads the target's final hidden state, each later step the states of the step before.
 
 Legend: T rows of all sequences, S those that guess, M rows of one sequence, R rows, E hidden, D
 draft vocabulary.
@@ -18,12 +18,13 @@ from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
 from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm, attend
-from spec_workers.draft_training.draft import Chain, Embed, TrainableDraft
+from spec_workers.draft_training.draft import Chain, DraftVocabulary, Embed, TrainableDraft
 from spec_workers.draft_training.packed_rows import PackedRows
-from spec_workers.draft_training.target_tensors import DraftVocabulary
 
 
 class MtpStep(DecoderLayer):
+    """One step of the chain."""
+
     def __init__(self, spec: ModelSpec, cos_sin_PC: torch.Tensor) -> None:
         super().__init__(spec, spec.hidden_size, cos_sin_PC)
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
@@ -31,18 +32,19 @@ class MtpStep(DecoderLayer):
         self.hnorm = RmsNorm(hidden, eps)  # of the hidden state
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.input_layernorm = RmsNorm(hidden, eps)
-        self.norm = RmsNorm(hidden, eps)  # of what leaves the step
+        self.norm = RmsNorm(hidden, eps)  # of the output
 
     def join(self, embedded_RE: torch.Tensor, hidden_RE: torch.Tensor) -> torch.Tensor:
         """The residual stream that enters the layer."""
         return self.eh_proj(torch.cat([self.enorm(embedded_RE), self.hnorm(hidden_RE)], dim=1))
 
     def leave(self, residual_RE: torch.Tensor, attended_RX: torch.Tensor) -> torch.Tensor:
+        """The normed output of the step, [R, E]."""
         return self.norm(self.finish(residual_RE, attended_RX))
 
 
 class MtpChain(TrainableDraft):
-    """The head is one for all steps; the embedding is the target's."""
+    """A chain with one head for all steps and the target's embedding."""
 
     stored_prefix = "draft."
 
@@ -54,7 +56,7 @@ class MtpChain(TrainableDraft):
         vocabulary: DraftVocabulary,
         embed: Embed,
     ) -> None:
-        """``spec``: of each step's layer. ``shared``: other fields of its config.json."""
+        """``spec``: of each step's layer. ``shared``: further fields of its config.json."""
         super().__init__()
         self.features, self.vocabulary, self.embed = AuxHiddenStates(final=True), vocabulary, embed
         self.max_steps = num_steps
@@ -83,7 +85,7 @@ class MtpChain(TrainableDraft):
         }
 
     def unroll(self, rows: PackedRows, num_steps: int) -> list[torch.Tensor]:
-        """Every step over all rows: its prompts are read by its later rows."""
+        """Run every step over all rows, since its later rows attend to its prompts."""
         hidden_TE = rows.features_TF
         hidden: list[torch.Tensor] = []
         for step in range(num_steps):
@@ -115,8 +117,8 @@ class MtpChain(TrainableDraft):
     def read(
         self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """Each step reads the true tokens, as far as they go: step k's last k rows would need
-        tokens still to come, and no tree looks at them."""
+        """Run every step over the true tokens. Step k's last k rows have no token yet, and no tree
+        reads them."""
         first_ME = hidden_ME = features_MF
         memory: list[KeysValues] = []
         visible_M = torch.arange(1, len(tokens_M) + 1, device=tokens_M.device)
@@ -142,7 +144,7 @@ class MtpChain(TrainableDraft):
         hidden_RE: torch.Tensor,
         chain: Chain,
     ) -> tuple[torch.Tensor, Chain]:
-        """A step of its own for each level: it attends to what that step read, not to ancestors."""
+        """Run the level's own step, which attends to the rows that it read, not to ancestors."""
         layer = self._step(level)
         residual_RE = layer.join(self.embed(tokens_R), hidden_RE)
         normed_RE = layer.input_layernorm(residual_RE)
@@ -152,6 +154,7 @@ class MtpChain(TrainableDraft):
         return layer.leave(residual_RE, attended), []
 
     def steps(self) -> list[MtpStep]:
+        """The steps in order."""
         return [self._step(step) for step in range(len(self.layers))]
 
     def _step(self, step: int) -> MtpStep:

@@ -1,8 +1,8 @@
-"""Sequences laid out flat for one pass of training.
+"""Sequences packed into flat rows for one training pass.
 
-Row i of a sequence joins features i to token i + 1 and guesses token i + 2. A sequence of L tokens
-has M = L - 2 such rows, so that each guess can be compared with the target's own prediction and
-with the token that came.
+Row i of a sequence joins features i with token i + 1 and guesses token i + 2. A sequence of L
+tokens has M = L - 2 such rows, so each guess can be compared with the target's prediction and with
+the recorded token.
 
 Legend: T rows of all sequences, S those among them that guess (of each sequence the rows from its
 first root on), L tokens of a sequence, F feature columns, E hidden.
@@ -22,27 +22,29 @@ from spec_workers.draft_training.sequences import TrainingSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSequence:
-    """Where a sequence's rows are."""
+    """The slices that a sequence's rows occupy."""
 
-    rows: slice  # among T
-    guesses: slice  # among S: of its last rows
+    rows: slice  # of T
+    guesses: slice  # of S: its last rows
 
     @property
     def num_rows(self) -> int:
+        """All rows of the sequence."""
         return self.rows.stop - self.rows.start
 
     @property
     def num_guesses(self) -> int:
+        """Rows of the sequence that guess."""
         return self.guesses.stop - self.guesses.start
 
     @property
     def first_guess(self) -> int:
-        """The row, counted in the sequence, where guesses begin."""
+        """Index in the sequence of the first row that guesses."""
         return self.num_rows - self.num_guesses
 
 
 class PackedRows:
-    """Rows of several sequences. Guesses of step s look s tokens further on than their row."""
+    """The packed rows of several sequences. Guesses of step s are s tokens further on than rows."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class PackedRows:
         wanted: AuxHiddenStates,
         device: torch.device,
     ) -> None:
-        """``features``: the layout the sequences have; ``wanted``: those the draft reads."""
+        """``features``: the sequences' layout. ``wanted``: the features that the draft reads."""
         final = AuxHiddenStates(final=True)
         tokens, inputs, finals, positions, index, visible = [], [], [], [], [], []
         self.sequences: list[PackedSequence] = []
@@ -76,36 +78,40 @@ class PackedRows:
         self._device = device
         self.features_TF = torch.cat(inputs).to(device)
         self.positions_T = torch.cat(positions).to(device)
-        self.guesses_S = torch.cat(index).to(device)  # rows that guess, among T
-        self.visible_T = torch.cat(visible).to(device)  # rows of its sequence that a row sees
+        self.guesses_S = torch.cat(index).to(device)  # indices of the rows that guess, in T
+        self.visible_T = torch.cat(visible).to(
+            device
+        )  # number of its sequence's rows that a row sees
         self.visible_S = self.visible_T[self.guesses_S]
         self.positions_S = self.positions_T[self.guesses_S]
         self._final_TE = torch.cat(finals).to(device)  # row i: the target's state at token i + 1
 
     def tokens_T(self, step: int) -> torch.Tensor:
-        """The tokens rows take in a step: i + 1 + step, and token 0 past the sequence's end."""
+        """The input tokens of a step: token i + 1 + step for row i; token 0 past the end."""
         return self._shifted(1 + step)
 
     def tokens_S(self, step: int) -> torch.Tensor:
-        """The tokens of the rows that guess."""
+        """The input tokens of a step for the rows that guess."""
         return self.tokens_T(step)[self.guesses_S]
 
     def guessed_tokens_S(self, step: int) -> torch.Tensor:
-        """The tokens that came where step ``step`` guesses; token 0 past the end."""
+        """The recorded tokens that a step guesses; token 0 past the end."""
         return self._shifted(2 + step)[self.guesses_S]
 
     def is_inside_S(self, step: int) -> torch.Tensor:
-        """Whether a guess of the step has something to be compared with."""
+        """Whether a step's guesses are of recorded tokens, and not past the end; bool [S]."""
         remaining = [torch.arange(each.num_guesses - 1, -1, -1) for each in self.sequences]
         return torch.cat(remaining).to(self._device) >= step
 
     def final_SE(self) -> torch.Tensor:
-        """The target's state at the token each guess of step 0 takes: its head says what comes."""
+        """The target's final state at each guess's input token of step 0; its head gives labels."""
         return self._final_TE[self.guesses_S]
 
     def label_rows_S(self, step: int) -> torch.Tensor:
-        """For guesses of the step, which row of ``final_SE`` predicts the same token; of those
-        past the end, the sequence's last."""
+        """Indices of the rows of ``final_SE`` that predict the tokens of the step's guesses.
+
+        For guesses past the end, the sequence's last row.
+        """
         rows = [
             torch.arange(each.guesses.start, each.guesses.stop)
             .add_(step)
@@ -124,7 +130,7 @@ class PackedRows:
 
 
 class BatchOrder:
-    """Batches of at least so many guesses; an epoch's last may have fewer."""
+    """Random batches of at least ``batch_guesses`` guesses; an epoch's last may have fewer."""
 
     def __init__(self, num_guesses: Sequence[int], batch_guesses: int, seed: int) -> None:
         """``num_guesses``: of each sequence."""
@@ -132,10 +138,10 @@ class BatchOrder:
         self._batch_guesses = batch_guesses
         self._seed = seed
         self.epoch = 0
-        self.position = 0  # sequences of the epoch that were given out
+        self.position = 0  # sequences of the epoch that were in a batch
 
     def next(self) -> list[int]:
-        """Indices of sequences."""
+        """Indices of the next batch's sequences."""
         order = list(range(len(self._num_guesses)))
         random.Random(f"{self._seed} {self.epoch}").shuffle(order)
         batch: list[int] = []
@@ -149,4 +155,5 @@ class BatchOrder:
         return batch
 
     def skip_to(self, epoch: int, position: int) -> None:
+        """Continue at a position that an earlier run reached."""
         self.epoch, self.position = epoch, position

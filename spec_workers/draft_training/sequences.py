@@ -1,4 +1,4 @@
-"""Training sequences: tokens, and the target's features of them.
+"""Training sequences: tokens and the target's features.
 
 Legend: L tokens of a sequence, N = L - 1 rows of features, F feature columns.
 """
@@ -20,28 +20,28 @@ SHORTEST = 3  # tokens: a row, the token that follows it, and the one to predict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """A prompt and its continuation, or a stretch of them."""
+    """A prompt and its continuation, or a part of them."""
 
     token_ids_L: torch.Tensor  # int64
-    # The first row whose successor the draft is to know: that of the prompt's last token. The
-    # draft's own guesses begin there.
+    # The row of the prompt's last token, where the draft's guesses begin.
     first_root: int
 
     @property
     def prompt(self) -> tuple[int, ...]:
+        """The prompt's tokens, as a dictionary key."""
         return tuple(self.token_ids_L[: self.first_root + 1].tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
-    """Row i of the features is what the target computed at token i; the last token needs none.
+    """Tokens with features: row i is what the target computed at token i; the last token has none.
 
-    Only its own rows can be attended to: a stretch from the middle is a sequence of its own.
+    A row attends only to its own sequence: a part from the middle is a sequence of its own.
     """
 
     tokens: TokenSequence
-    features_NF: torch.Tensor  # of the layout that `DraftTrainer.features` says
-    first_position: int = 0  # of the first token: a stretch may begin anywhere
+    features_NF: torch.Tensor  # in the layout of `DraftTrainer.features`
+    first_position: int = 0  # of the first token: a part may begin anywhere
 
 
 def read_rollouts(
@@ -49,8 +49,8 @@ def read_rollouts(
 ) -> list[TokenSequence]:
     """The rollouts of offline jobs' JSONL files, in file order, cut to ``max_len`` tokens.
 
-    Rollouts too short to train on are left out. Raises InvalidInputError naming ``field`` where a
-    file cannot be read, a row lacks its tokens or a token is none of the vocabulary.
+    Rollouts too short to train on are left out. Raises InvalidInputError naming ``field`` if a file
+    cannot be read, a row lacks its tokens, or a token is outside the vocabulary.
     """
     found: list[TokenSequence] = []
     num_rows = 0
@@ -83,7 +83,8 @@ def read_rollouts(
 def split_by_prompt(
     sequences: Sequence[TokenSequence], num_held_out: int, seed: int
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """All but the held-out ones, and at least so many held out: every rollout of some prompts."""
+    """The sequences to train on, and at least ``num_held_out`` held-out ones: all of some
+    prompts."""
     by_prompt: dict[tuple[int, ...], list[TokenSequence]] = {}
     for sequence in sequences:
         by_prompt.setdefault(sequence.prompt, []).append(sequence)

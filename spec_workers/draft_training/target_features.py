@@ -1,4 +1,4 @@
-"""The target's hidden states of recorded tokens, computed once and kept.
+"""The target's hidden states of recorded tokens, computed once and cached.
 
 Legend: T query rows, L tokens, N = L - 1 rows of features, F feature columns, H query heads, K kv
 heads, D head dim; of the rotary table P positions, D rotary dims.
@@ -25,8 +25,8 @@ _ROWS_AT_ONCE = 1024
 class TargetFeatures:
     """Features of a list of sequences, on the target's device.
 
-    The first ones asked for are kept, in the target's dtype, up to ``max_bytes``; those beyond are
-    computed anew each time.
+    The first ones that are taken are cached in the target's dtype, up to ``max_bytes``; the others
+    are computed each time.
     """
 
     def __init__(
@@ -40,23 +40,27 @@ class TargetFeatures:
         self._features = features
         self._sequences = sequences
         self._room = max_bytes
-        self._kept: dict[int, TrainingSequence] = {}
+        self._cached: dict[int, TrainingSequence] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def num_rows(self, index: int) -> int:
+        """Rows of features of a sequence."""
         return len(self._sequences[index].token_ids_L) - 1
 
     def num_guesses(self, index: int) -> int:
+        """Rows of a sequence that guess in training."""
         return self.num_rows(index) - 1 - self._sequences[index].first_root
 
     @property
-    def num_kept(self) -> int:
-        return len(self._kept)
+    def num_cached(self) -> int:
+        """Sequences whose features are cached."""
+        return len(self._cached)
 
     def take(self, indices: Sequence[int]) -> list[TrainingSequence]:
-        missing = [index for index in indices if index not in self._kept]
+        """The sequences of these indices with their features."""
+        missing = [index for index in indices if index not in self._cached]
         found: dict[int, TrainingSequence] = {}
         for group in self._grouped(missing):
             for index, sequence in zip(group, self._compute(group), strict=True):
@@ -64,11 +68,11 @@ class TargetFeatures:
                 num_bytes = sequence.features_NF.nbytes
                 if num_bytes <= self._room:
                     self._room -= num_bytes
-                    self._kept[index] = sequence
-        return [self._kept[index] if index in self._kept else found[index] for index in indices]
+                    self._cached[index] = sequence
+        return [self._cached[index] if index in self._cached else found[index] for index in indices]
 
     def _grouped(self, indices: list[int]) -> list[list[int]]:
-        """Groups of at most so many rows, or of one sequence."""
+        """Groups of at most `_ROWS_AT_ONCE` rows, or of one longer sequence."""
         groups: list[list[int]] = []
         rows = _ROWS_AT_ONCE
         for index in indices:
@@ -86,13 +90,13 @@ class TargetFeatures:
         ids_T = torch.cat([self._sequences[index].token_ids_L[:-1] for index in group])
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         like = torch.empty(0, dtype=self._model.dtype, device=device)
-        taps = AuxHiddenStateCollector(self._features, len(ids_T), hidden, like)
+        collector = AuxHiddenStateCollector(self._features, len(ids_T), hidden, like)
         self._model.forward(
-            ids_T.to(device), positions_T.to(device), _CausalAttention(lengths), taps,
+            ids_T.to(device), positions_T.to(device), _CausalAttention(lengths), collector,
             states=_states(self._model, lengths),
         )  # fmt: skip
-        parts = taps.features_TF.split(lengths)
-        if len(parts) > 1:  # so that a kept one holds no other's memory
+        parts = collector.features_TF.split(lengths)
+        if len(parts) > 1:  # so that a cached part does not hold the memory of others
             parts = tuple(part.clone() for part in parts)
         return [
             TrainingSequence(tokens=self._sequences[index], features_NF=part)
@@ -101,7 +105,7 @@ class TargetFeatures:
 
 
 class _CausalAttention:
-    """Each sequence's rows attend to its own, up to themselves. See LayerAttention."""
+    """A `LayerAttention` in which each row attends to its sequence's rows up to itself."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
@@ -136,7 +140,7 @@ class _CausalAttention:
 
 
 def _states(model: CausalLM, lengths: list[int]) -> RecurrentStates | None:
-    """Each sequence begins with none, and leaves none behind."""
+    """Recurrent states of a forward whose sequences begin without one and store none."""
     spec = model.spec.linear_attention
     if spec is None:
         return None

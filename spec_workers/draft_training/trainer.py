@@ -1,4 +1,4 @@
-"""Trains a draft on batches of sequences by AdamW (Loshchilov and Hutter 2019), warmed up.
+"""Trains a draft on batches of sequences by AdamW (Loshchilov and Hutter 2019) with warmup.
 
 Legend: D draft vocabulary, E hidden.
 """
@@ -24,10 +24,12 @@ from spec_workers.draft_training.loss import UnrolledLoss, unrolled_loss
 from spec_workers.draft_training.packed_rows import PackedRows
 from spec_workers.draft_training.sequences import TrainingSequence
 
-_MAX_NORM = 10.0  # of the gradient; far above the usual, so that only outliers are cut
+_MAX_NORM = 10.0  # of the gradient; far above the usual, so that only outliers are clipped
 
 
 class DraftOptimizer:
+    """AdamW with warmup and gradient clipping."""
+
     def __init__(self, draft: TrainableDraft, config: TrainingConfig) -> None:
         self._parameters = list(draft.parameters())
         self._rate = config.learning_rate
@@ -38,7 +40,7 @@ class DraftOptimizer:
         self.steps = 0
 
     def step(self, rate_scale: float) -> None:
-        """Use the gradients, and forget them. ``rate_scale``: of the rate, beside warmup."""
+        """Apply and clear the gradients. ``rate_scale``: factor of the rate besides warmup."""
         torch.nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
         warmup = min(1.0, (self.steps + 1) / self._warmup_steps)
         for group in self._adamw.param_groups:
@@ -48,20 +50,22 @@ class DraftOptimizer:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
+        """Step count and moments."""
         return {"steps": self.steps, "adamw": self._adamw.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, which is copied."""
         self.steps = state["steps"]
-        # torch takes the tensors themselves, and steps would write to the caller's state.
+        # torch would use the tensors themselves, and steps would write to the caller's state.
         self._adamw.load_state_dict(deepcopy(state["adamw"]))
 
 
 SENT_PREFIX = "draft."
-"""Of the names under which an engine knows the weights of a draft."""
+"""Prefix of the names by which an engine knows a draft's weights."""
 
 
 class DraftTrainer:
-    """A draft, its optimizer, and of the target what its labels need."""
+    """A draft, its optimizer, and the target's head for the labels."""
 
     def __init__(
         self, draft: TrainableDraft, head_DE: torch.Tensor, config: TrainingConfig | None = None
@@ -70,7 +74,7 @@ class DraftTrainer:
         self.draft = draft
         self.config = config or TrainingConfig()
         self.features = draft.features | AuxHiddenStates(final=True)
-        """The layout of the features of every sequence that is handed in."""
+        """The layout of the features of every training sequence."""
         self._device = next(draft.parameters()).device
         self._optimizer = DraftOptimizer(draft, self.config)
         self._num_steps = min(self.config.num_steps, draft.max_steps or self.config.num_steps)
@@ -82,7 +86,7 @@ class DraftTrainer:
         return self._optimizer.steps
 
     def take_head(self, head_DE: torch.Tensor) -> None:
-        """Labels come from this head from now on: rows of the target's, of the draft's tokens."""
+        """Use this head for labels from now on: the target's rows of the draft's tokens."""
         self._head_DE = head_DE.detach().to(self._device)
 
     def step(
@@ -91,8 +95,12 @@ class DraftTrainer:
         rate_scale: float = 1.0,
         num_steps: int | None = None,
     ) -> UnrolledLoss:
-        """One optimizer step. ``rate_scale``: of the configured learning rate, beside warmup.
-        ``num_steps``: guesses to unroll; default: the configured number."""
+        """Do one optimizer step.
+
+        Args:
+            rate_scale: factor of the configured learning rate besides warmup.
+            num_steps: guesses to unroll; default: the configured number.
+        """
         rows = PackedRows(batch, self.features, self.draft.features, self._device)
         with self._autocast():
             loss = unrolled_loss(self.draft, rows, self._head_DE, num_steps or self._num_steps)
@@ -103,7 +111,7 @@ class DraftTrainer:
     def held_out_accept_length(
         self, sequences: Sequence[TrainingSequence], shape: TreeShape | None = None
     ) -> HeldOutResult:
-        """Changes nothing."""
+        """Measure the draft on held-out sequences. Changes nothing."""
         own = [
             replace(
                 each,
@@ -115,21 +123,21 @@ class DraftTrainer:
             return held_out_accept_length(self.draft, own, shape or TreeShape())
 
     def named_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The draft's weights as an engine's update takes them: canonical names, new tensors."""
+        """Copies of the draft's weights, by the names that an engine's update takes."""
         for name, parameter in self.draft.named_parameters():
             yield SENT_PREFIX + name, parameter.detach().to(dtype, copy=True)
 
     def load_named_tensors(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors that `named_tensors` gave, or an engine's draft has. The optimizer's state
-        stays."""
+        """Load weights by the names that an engine knows. The optimizer's state stays."""
         tensors = {name.removeprefix(SENT_PREFIX): tensor for name, tensor in named_tensors}
         self.draft.load_state_dict(tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` needs to go on as if never interrupted."""
+        """Weights and optimizer state, to continue exactly where training stopped."""
         return {"draft": self.draft.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
         self.draft.load_state_dict(state["draft"])
         self._optimizer.load_state_dict(state["optimizer"])
 

@@ -1,12 +1,12 @@
-"""The process that trains a draft beside an engine: `python -m`, started by `CoTrainingProcess`.
+"""The process that `CoTrainingProcess` starts (`python -m`) to train a draft beside an engine.
 
-It is told what to do on stdin and answers on stdout, a JSON object a line; tensors go through
-shared memory. It never talks to the engine and goes when stdin ends.
+It reads commands from stdin and answers on stdout, one JSON object per line; tensors go through
+shared memory. It never talks to the engine, and exits when stdin ends.
 
     <- {"ring", "draft", "dtype", "config", "training", ...}     "draft" is its folder
     <- {"lent": handle}      the target's embedding and head, now and whenever they change
     -> {"taken": true}
-    <- {"round": "swapped" | "refused" | "broken" | "waits"}     what became of the last candidate
+    <- {"round": "swapped" | "refused" | "broken" | "waits"}     the outcome of the last candidate
     -> {"judgement": {...}, "weights": handle or null, ...}
 """
 
@@ -30,28 +30,27 @@ from rollout.weights.manifest import NamedTensors, named_dtype
 from rollout.weights.shared_memory import SharedMemorySender
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict
-from spec_workers.draft_training.co_training_config import CoTrainingConfig
-from spec_workers.draft_training.config import TrainingConfig
+from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.trainer import DraftTrainer
 from spec_workers.features.feature_ring import FeatureReader
 
 EMBEDDING, HEAD = "embedding", "head"
-"""Names of what the target lends: the embedding [V, E], and the head's rows of the draft's tokens
+"""Names of the target's tensors: the embedding [V, E], and the head's rows of the draft's tokens
 [D, E]."""
 
 _IDLE_SECONDS = 0.1
-"""Before a round in which there was nothing to do is answered, so that two do not spin."""
+"""Wait before answering a round with nothing to do, so that neither process spins."""
 
 
 class SentTensors:
-    """Hands a few tensors over whole, through one segment, one set at a time."""
+    """Sends sets of tensors through one shared-memory segment, one set at a time."""
 
     def __init__(self) -> None:
         self._sender: SharedMemorySender | None = None
 
     def handle(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-        """Valid until the next call: make that when these were taken."""
+        """Write a set and return its handle, valid until the next call."""
         if self._sender is None:
             room = sum(tensor.nbytes + 64 for _, tensor in tensors)
             self._sender = SharedMemorySender(room, num_segments=1)
@@ -59,12 +58,13 @@ class SentTensors:
         return handle
 
     def close(self) -> None:
+        """Remove the segment."""
         if self._sender is not None:
             self._sender.close()
 
 
 class TrainerProcess:
-    """The other end of `CoTrainingProcess`."""
+    """The training side of `CoTrainingProcess`."""
 
     def __init__(self, start: dict[str, Any], lent: dict[str, Any]) -> None:
         torch.set_num_threads(start["num_threads"])
@@ -83,12 +83,13 @@ class TrainerProcess:
         self._sent = SentTensors()
 
     def answers(self, commands: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Execute the commands and yield one answer for each."""
         for command in commands:
             if "lent" in command:
                 self._take(command["lent"])
                 yield {"taken": True}
             else:
-                self._learn(command["round"])
+                self._note_outcome(command["round"])
                 yield self._round()
 
     def _take(self, handle: dict[str, Any]) -> None:
@@ -96,11 +97,11 @@ class TrainerProcess:
             self._lent[name].copy_(tensor)
         self._trainer.take_head(self._lent[HEAD])
 
-    def _learn(self, became: str) -> None:
-        if became == "swapped":
+    def _note_outcome(self, outcome: str) -> None:
+        if outcome == "swapped":
             self._candidate.swapped()
-        elif became in ("refused", "broken"):
-            self._candidate.refused(begin_anew=became == "broken")
+        elif outcome in ("refused", "broken"):
+            self._candidate.refused(begin_anew=outcome == "broken")
 
     def _round(self) -> dict[str, Any]:
         rollouts = self._candidate.rollouts
@@ -127,24 +128,25 @@ class TrainerProcess:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends stdin
-    answers_to = _private_stdout()
+    """Run the process until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which closes stdin
+    output = _private_stdout()
     commands = (json.loads(line) for line in sys.stdin)
     start, first = next(commands), next(commands)
     process = TrainerProcess(start, first["lent"])
-    _say(answers_to, {"taken": True})
+    _write(output, {"taken": True})
     for answer in process.answers(commands):
-        _say(answers_to, answer)
+        _write(output, answer)
 
 
 def _private_stdout() -> TextIO:
-    """Whatever else prints, prints to stderr."""
-    kept = os.fdopen(os.dup(1), "w")
+    """The real stdout; anything else that prints goes to stderr from now on."""
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return kept
+    return stdout
 
 
-def _say(stream: TextIO, answer: dict[str, Any]) -> None:
+def _write(stream: TextIO, answer: dict[str, Any]) -> None:
     stream.write(json.dumps(answer) + "\n")
     stream.flush()
 

@@ -1,8 +1,8 @@
-"""A run of training on recorded rollouts: so many minutes, checked on held-out ones, resumable.
+"""A training run on recorded rollouts: timed, checked on held-out ones, resumable.
 
-In the folder: the best draft so far, as the engine reads it; `training.pt`, what a resumed run
-needs; `training.jsonl`, the log. EAGLE-3 is laid out as its authors do, an MTP chain as
-`SpecrolloutMTP`, whose tensors carry the names an engine knows them by.
+Its folder holds the best draft so far, as the engine reads it; `training.pt`, the state of a run to
+resume; and `training.jsonl`, the log. EAGLE-3 has its authors' layout; an MTP chain is stored as
+`SpecrolloutMTP`, whose tensors have the names that an engine knows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,49 @@ from spec_workers.draft_training.held_out import HeldOutResult
 from spec_workers.draft_training.packed_rows import BatchOrder
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.trainer import DraftTrainer
-from spec_workers.draft_training.training_log import LOG, TrainingLog
+
+LOG = "training.jsonl"
+
+Record = dict[str, Any]
+
+
+class TrainingLog:
+    """Writes records; each is flushed to the operating system when `write` returns."""
+
+    def __init__(self, path: Path, resumed_steps: int = 0) -> None:
+        """Open a log. Records of the first ``resumed_steps`` steps stay; a run that did not save
+        logged the later ones."""
+        former = read_log(path) if resumed_steps and path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        for record in former:
+            if record["step"] <= resumed_steps:
+                self.write(record)
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_log(path: Path) -> list[Record]:
+    """The complete records of a log. Raises InvalidInputError if it cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError) as error:
+        raise InvalidInputError("log", str(path), f"cannot be read: {error}") from None
+
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
 
 def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
-    """Write a draft; whoever reads the folder meanwhile finds the old one or the new."""
+    """Write a draft. A reader of each file finds the old version or the new one."""
     tensors = {
         draft.stored_prefix + name: parameter.detach().to("cpu", dtype).contiguous()
         for name, parameter in draft.named_parameters()
@@ -49,17 +84,19 @@ def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
 
 STATE = "training.pt"
 _CONSTANT_SHARE = 0.5
-"""Of the time at the full learning rate; then it falls linearly to nothing."""
+"""Share of the time at the full learning rate; then it falls linearly to zero."""
 
 
 _FIRST_GUESS_SHARE = 0.4
-"""Of the time in which only the first guess is trained: later ones build on its hidden states, and
-cost as much again each."""
+"""Share of the time in which only the first guess is trained: later guesses build on its hidden
+states, and each costs as much again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    seconds: float  # of training, features and checks included
+    """Settings of a training run."""
+
+    seconds: float  # of training, with features, checks and the runs that it resumes
     batch_guesses: int = 2048  # of an optimizer step
     check_seconds: float = 120.0  # between two held-out checks
     seed: int = 0
@@ -68,6 +105,8 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
+    """The state of a run after a step."""
+
     step: int
     seconds: float
     epoch: int
@@ -77,6 +116,8 @@ class RunProgress:
 
 
 class TrainingRun:
+    """Trains until the time is over, and saves the best draft."""
+
     def __init__(
         self,
         trainer: DraftTrainer,
@@ -86,7 +127,7 @@ class TrainingRun:
         options: RunOptions,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``clock``: in seconds, from any moment."""
+        """``clock``: returns seconds from any origin."""
         self._trainer = trainer
         self._train = train
         self._held_out = held_out
@@ -98,14 +139,14 @@ class TrainingRun:
             for source in (train, held_out)
         )
         self._order = BatchOrder(guesses, options.batch_guesses, options.seed)
-        # Told apart by their sizes: a run that went on with others might be judged by what it was
-        # trained on.
+        # Identifies the rollouts by their sizes: with others, a resumed run might be judged by
+        # rollouts that it was trained on.
         self._rollouts = [len(guesses), sum(guesses), len(held_out_guesses), sum(held_out_guesses)]
         self._seconds = 0.0  # of this run and those it resumes
         self.best: HeldOutResult | None = None
 
     def resume(self) -> None:
-        """Go on with what the folder holds. Raises InvalidInputError where that is another run."""
+        """Load the folder's state. Raises InvalidInputError if it is that of another run."""
         path = self._folder / STATE
         try:
             state = torch.load(path, weights_only=True)
@@ -114,17 +155,19 @@ class TrainingRun:
                 self._trainer.load_state_dict(state["trainer"])
         except FileNotFoundError:
             raise InvalidInputError(
-                "resume", str(self._folder), f"holds no {STATE}: leave --resume out to begin anew"
+                "resume",
+                str(self._folder),
+                f"holds no {STATE}: leave out --resume to start a new run",
             ) from None
         except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
             raise InvalidInputError(
-                "resume", str(path), f"is of another draft or no state of a run: {error}"
+                "resume", str(path), f"is not the state of a run of this draft: {error}"
             ) from None
         if not is_same:
             raise InvalidInputError(
                 "resume",
                 str(path),
-                "is of a run on other rollouts, or one that held others out: give the same "
+                "is of a run that trained on or held out other rollouts: give the same "
                 "--rollouts, --held-out, --max-len and --seed, or another --output",
             )
         self._order.skip_to(state["epoch"], state["position"])
@@ -132,7 +175,7 @@ class TrainingRun:
         self.best = None if state["best"] is None else HeldOutResult(**state["best"])
 
     def train(self, is_stopped: Callable[[], bool], report: Callable[[RunProgress], None]) -> None:
-        """Until the time is over or ``is_stopped``; in both cases everything is saved."""
+        """Train until the time is over or ``is_stopped``; everything is saved in both cases."""
         log = TrainingLog(self._folder / LOG, resumed_steps=self._trainer.steps)
         began = self._clock() - self._seconds
         try:
@@ -150,7 +193,7 @@ class TrainingRun:
                     self._save()
                     checked = self._seconds = self._clock() - began
             else:
-                self._check(log)  # not where it was stopped: that is to be quick
+                self._check(log)  # not after a stop, which should be quick
             self._save()
         finally:
             log.close()
@@ -187,7 +230,7 @@ class TrainingRun:
         )
 
     def _check(self, log: TrainingLog) -> None:
-        """Measure, and keep the draft where it is the best so far."""
+        """Measure the draft, and save it if it is the best so far."""
         found = self._trainer.held_out_accept_length(
             self._held_out.take(range(len(self._held_out)))
         )

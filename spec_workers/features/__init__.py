@@ -1,1 +1,1 @@
-"""Hidden states of what is rolled out, kept for those who train drafts."""
+"""Hidden states of rollouts in shared memory, for draft training."""

@@ -1,11 +1,13 @@
-"""Hidden states of requests as they run, into a ring: for whoever trains a draft on them.
+"""Records hidden states of running requests into a ring, for draft training; and its options.
 
-Legend: T query rows of a step, N of them that are kept, F feature columns.
+Legend: T query rows of a step, N recorded rows, F feature columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -13,15 +15,16 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import EntryResult, FinishReason, Request, Scheduled
-from spec_workers.features.feature_ring import FeatureRing
+from spec_workers.features.feature_ring import DTYPES, FeatureRing
 from spec_workers.observation import Observation
+from spec_workers.target import TargetWorker
 
-SHORTEST = 2  # rows: one for the draft to read, one that says what it should have predicted
+SHORTEST = 2  # rows: one for the draft to read, and one for the label of its guess
 
 
 @dataclass(slots=True)
 class _Unwritten:
-    """The kept features of a running request, of consecutive positions."""
+    """Recorded features of a running request, at consecutive positions."""
 
     first_position: int
     weight_version: int
@@ -34,34 +37,34 @@ class _Unwritten:
 
 
 class FeatureRecorder:
-    """Follows each n-th request and writes it to the ring when it ends.
+    """Records one request in ``every`` and writes it to the ring when it ends.
 
-    The features are those the target computed anyway: of runs and of accepted draft nodes.
-    What was kept of a request is dropped when new weights run it: no sequence mixes weight
-    versions. A request too long for the ring is written in pieces, and so are the longest when all
-    that is unwritten takes as much memory as the ring.
+    The features are those that the target computed anyway, for runs and for accepted draft nodes.
+    A request's unwritten rows are dropped when new weights run it, so no sequence mixes weight
+    versions. A request too long for the ring is written in several sequences. So are the longest
+    ones when all unwritten rows take as much memory as the ring.
 
-    Fewer than each ``every``-th are followed while more would be written than the ring holds
-    between two visits of a reader: a ring that nobody reads soon costs nothing.
+    Fewer requests are recorded while more would be written than the ring holds between two visits
+    of a reader, so a ring that nobody reads soon costs nothing.
     """
 
     def __init__(self, ring: FeatureRing, every: int = 1) -> None:
         if not isinstance(every, int) or every < 1:
             raise InvalidInputError("every", every, "must be an integer >= 1")
         self.ring = ring
-        self.num_rows = 0  # ever kept
+        self.num_rows = 0  # recorded in total
         self._min_every = self._every = every
         self._num_seen = 0
-        self._followed: dict[Request, _Unwritten | None] = {}  # None: nothing is kept yet
+        self._followed: dict[Request, _Unwritten | None] = {}  # None: no unwritten rows
         self._ignored: set[Request] = set()
         self._unwritten_rows = 0
         self._times_taken = ring.times_taken
-        self._ended_bytes = 0  # since then, of all requests that ended, followed or not
+        self._ended_bytes = 0  # of all requests that ended since the last visit of a reader
 
     def observe(self, step: Observation, available: AuxHiddenStates, weight_version: int) -> None:
-        """Keep the rows of followed requests.
+        """Record the rows of followed requests.
 
-        ``available``: what the columns of the step's features are; the ring's among them.
+        ``available``: the layout of the step's features, which includes the ring's.
         """
         entries: list[Scheduled] = []
         index: list[np.ndarray] = []
@@ -78,11 +81,11 @@ class FeatureRecorder:
         rows_NF = wanted_NF.to("cpu", self.ring.dtype)
         blocks = rows_NF.split([len(rows) for rows in index])
         for entry, block in zip(entries, blocks, strict=True):
-            # A copy: a view would keep all of the step's rows as long as this request runs.
-            self._keep(entry, block.clone(), weight_version)
+            # A copy: a view would hold all of the step's rows as long as this request runs.
+            self._record(entry, block.clone(), weight_version)
 
     def release(self, request: Request) -> None:
-        """The request ended."""
+        """Write out a request that ended."""
         self._ended_bytes += len(request.tokens) * self.ring.row_bytes
         self._ignored.discard(request)
         if request in self._followed:
@@ -92,6 +95,7 @@ class FeatureRecorder:
             del self._followed[request]
 
     def counters(self) -> dict[str, float]:
+        """Gauges and totals, for metrics."""
         return {
             "sequences": self.ring.num_written,
             "rows": self.num_rows,
@@ -120,61 +124,118 @@ class FeatureRecorder:
             self._every = max(self._min_every, needed)
         self._every = max(self._every, needed)
 
-    def _keep(self, entry: Scheduled, block: torch.Tensor, weight_version: int) -> None:
+    def _record(self, entry: Scheduled, block: torch.Tensor, weight_version: int) -> None:
         request, position = entry.request, entry.start
-        kept = self._followed[request]
-        if kept is not None:
-            again = kept.end - position  # after a preemption: positions it has computed before
-            if kept.weight_version != weight_version or not 0 <= again <= kept.num_rows:
+        unwritten = self._followed[request]
+        if unwritten is not None:
+            again = unwritten.end - position  # positions computed again after a preemption
+            if unwritten.weight_version != weight_version or not 0 <= again <= unwritten.num_rows:
                 self._forget(request)
             else:
                 position, block = position + again, block[again:]
-        most = self.ring.max_rows(len(request.tokens) + len(block))
-        if len(block) > most:
-            position, block = position + len(block) - most, block[-most:]
-        kept = self._followed[request]
-        if kept is not None and kept.num_rows + len(block) > most:
+        max_rows = self.ring.max_rows(len(request.tokens) + len(block))
+        if len(block) > max_rows:
+            position, block = position + len(block) - max_rows, block[-max_rows:]
+        unwritten = self._followed[request]
+        if unwritten is not None and unwritten.num_rows + len(block) > max_rows:
             self._write(request)
-            kept = None
-        if kept is None:
-            kept = self._followed[request] = _Unwritten(position, weight_version)
-        kept.blocks.append(block)
-        kept.num_rows += len(block)
+            unwritten = None
+        if unwritten is None:
+            unwritten = self._followed[request] = _Unwritten(position, weight_version)
+        unwritten.blocks.append(block)
+        unwritten.num_rows += len(block)
         self._unwritten_rows += len(block)
         self.num_rows += len(block)
 
     def _bound_unwritten(self) -> None:
         while self._unwritten_rows * self.ring.row_bytes > self.ring.capacity:
-            rows = {request: kept.num_rows for request, kept in self._followed.items() if kept}
+            rows = {request: each.num_rows for request, each in self._followed.items() if each}
             self._write(max(rows, key=rows.__getitem__))
 
     def _write(self, request: Request) -> None:
-        """Write what is kept of a request into the ring. Called between its rows and those of its
-        next step: its tokens reach beyond its rows."""
-        kept = self._followed[request]
-        # A step that raised may have kept rows of tokens that were never appended.
+        """Write a request's unwritten rows to the ring. Called when its tokens reach beyond
+        them."""
+        unwritten = self._followed[request]
+        # A step that raised may have recorded rows of tokens that were never appended.
         if (
-            kept is not None
-            and SHORTEST <= kept.num_rows <= len(request.tokens) - kept.first_position
+            unwritten is not None
+            and SHORTEST <= unwritten.num_rows <= len(request.tokens) - unwritten.first_position
         ):
             self.ring.write(
                 request.tokens,
-                kept.blocks,
-                first_position=kept.first_position,
+                unwritten.blocks,
+                first_position=unwritten.first_position,
                 prompt_len=request.prompt_len,
-                weight_version=kept.weight_version,
+                weight_version=unwritten.weight_version,
             )
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        kept = self._followed[request]
-        if kept is not None:
-            self._unwritten_rows -= kept.num_rows
+        unwritten = self._followed[request]
+        if unwritten is not None:
+            self._unwritten_rows -= unwritten.num_rows
             self._followed[request] = None
 
 
 def _computed_rows(entry: Scheduled, result: EntryResult, first: int) -> np.ndarray:
-    """The step's query rows at consecutive positions from ``entry.start`` on."""
+    """Indices of the entry's run and accepted nodes among the step's query rows.
+
+    Their positions are consecutive from ``entry.start`` on. ``first``: index of its first row.
+    """
     nodes = np.array(result.path, dtype=np.int64) - 1
     rows = np.concatenate([np.arange(entry.run_len), entry.run_len + nodes])
     return first + rows
+
+
+_FIELD = "spec.feature_ring"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureRingOptions:
+    """Whether and how hidden states are recorded."""
+
+    num_bytes: int = 0  # shared memory; 0: nothing is recorded
+    dtype: str | None = None  # float32, bfloat16 or float16; default: the target's
+    every: int = 1  # record one request in so many, fewer if the ring turns over too fast
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_bytes", 0), ("every", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InvalidInputError(f"{_FIELD}.{name}", value, f"must be an integer >= {least}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InvalidInputError(
+                f"{_FIELD}.dtype", self.dtype, f"must be null or one of {', '.join(DTYPES)}"
+            )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Self:
+        """Options from a mapping. Raises InvalidInputError for a bad value or an unknown option."""
+        known = [field.name for field in fields(cls)]
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidInputError(_FIELD, options, f"must be a mapping of {', '.join(known)}")
+        for name, value in (options or {}).items():
+            if name not in known:
+                raise InvalidInputError(
+                    f"{_FIELD}.{name}",
+                    value,
+                    f"is not an option; known options: {', '.join(known)}",
+                )
+        return cls(**(options or {}))
+
+    def recorder(self, target: TargetWorker, drafted: AuxHiddenStates) -> FeatureRecorder | None:
+        """A recorder of the states in ``drafted`` and of the final ones, from which labels come.
+
+        None if ``num_bytes`` is 0. Raises InvalidInputError for a ring too small for its sequences,
+        WeightUpdateError if shared memory has no room.
+        """
+        if not self.num_bytes:
+            return None
+        ring = FeatureRing(
+            self.num_bytes,
+            drafted | AuxHiddenStates(final=True),
+            target.model.spec.hidden_size,
+            DTYPES[self.dtype] if self.dtype else target.model.dtype,
+            field=f"{_FIELD}.num_bytes",
+        )
+        return FeatureRecorder(ring, self.every)

@@ -1,15 +1,16 @@
-"""A bounded ring of sequences with the hidden states the target computed of them.
+"""A bounded ring of sequences with the hidden states that the target computed for them.
 
-In shared memory: one process writes, any number read, nobody waits. Offsets count up for ever; an
-offset modulo the capacity is a place. What lies in [oldest, head) is whole:
+The ring is in shared memory: one process writes, any number read, and none of them waits. Offsets
+only count up; an offset modulo the capacity is an index into the memory. Records in [oldest, head)
+are complete:
 
-    write:  oldest moves up past every record that is about to be overwritten; the record is
-            written behind head; head moves up
-    read:   a record is copied; it counts if oldest has not passed it meanwhile, and if the words
-            of the copy add up to the sum in it, as they may not where processors reorder stores
+    write:  move oldest past every record that will be overwritten; write the record at head;
+            move head behind it
+    read:   copy a record; it is valid if oldest has not passed it meanwhile, and if its words add
+            up to the sum in it (they may not if the processor reordered stores)
 
-Records are contiguous: one that would reach past the
-end of the memory begins at its start, and what is left before the end is skipped.
+Records are contiguous: one that would reach past the end of the memory begins at its start, and the
+rest before the end is skipped.
 
 Legend: L tokens of a sequence, N rows of features, F feature columns.
 """
@@ -30,7 +31,7 @@ from rollout.weights.segment import MappedSegment, OwnedSegment, remove_orphans
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LARGEST_SHARE = 8
-"""A sequence takes at most one byte in so many: a ring of two sequences would be no sample."""
+"""A sequence takes at most one byte in so many, so that a ring holds several sequences."""
 
 _MAGIC = b"SPECRING"
 _LAYOUT_VERSION = 1
@@ -48,7 +49,7 @@ _HEADER = np.dtype(
         ("capacity", "<u8"),
         ("oldest", "<u8"),
         ("head", "<u8"),
-        ("taken", "<u8"),  # counts the times a reader has read all there is
+        ("taken", "<u8"),  # how often a reader has read everything
     ],
     align=True,
 )
@@ -73,30 +74,31 @@ assert _RECORD.itemsize <= _ALIGNMENT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSequence:
-    """One request's tokens from its first on, and the features of some consecutive positions.
+    """A request's tokens from the first on, and features at consecutive positions.
 
-    Positions that the prefix cache spared the target have no features: ``first_position`` is then
-    larger than 0. All of ``features_NF`` were computed by weights of one version.
+    Positions found in the prefix cache have no features: ``first_position`` is then larger than 0.
+    All of ``features_NF`` were computed by one weight version.
     """
 
     token_ids_L: torch.Tensor  # int64, L >= first_position + N
     prompt_len: int
     first_position: int
-    features_NF: torch.Tensor  # of the ring's dtype and `AuxHiddenStates`
+    features_NF: torch.Tensor  # in the ring's dtype and layout
     weight_version: int
-    number: int  # counts the sequences written
+    number: int  # sequences written before it
 
 
 class FeatureRing:
-    """The writer's end. It owns the memory, which goes with it; see `FeatureReader`.
+    """The writer's end, which owns the memory. `FeatureReader` is the other end.
 
     Args:
-        num_bytes: of shared memory, taken at once.
-        features: what each row holds, ``hidden_size`` columns each.
-        dtype: what rows are kept as.
+        num_bytes: shared memory, allocated at once.
+        features: the states in each row, ``hidden_size`` columns each.
+        dtype: the dtype of the rows.
+        field: the name of ``num_bytes`` in errors.
 
-    Raises InvalidInputError naming ``field`` for a size that holds no sequence, WeightUpdateError
-    where shared memory has no room.
+    Raises InvalidInputError for a size that holds no sequence, WeightUpdateError if shared memory
+    has no room.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class FeatureRing:
 
     @property
     def name(self) -> str:
-        """The name by which another process of this host and user opens the ring."""
+        """The name by which other processes of this user on this host open the ring."""
         return self._segment.name
 
     @property
@@ -146,11 +148,11 @@ class FeatureRing:
 
     @property
     def times_taken(self) -> int:
-        """How often a reader has come to the end of what there is."""
+        """How often a reader has read everything."""
         return int(self._header["taken"][0])
 
     def max_rows(self, num_tokens: int) -> int:
-        """Rows of the longest sequence of so many tokens that it takes."""
+        """The most rows that a sequence of ``num_tokens`` tokens may have."""
         return (self.capacity // LARGEST_SHARE - 4 * num_tokens - 3 * _ALIGNMENT) // self.row_bytes
 
     def write(
@@ -162,13 +164,15 @@ class FeatureRing:
         prompt_len: int,
         weight_version: int,
     ) -> None:
-        """Add a sequence, over the oldest ones.
+        """Add a sequence, overwriting the oldest ones.
 
-        ``rows``: the features [n, F] of consecutive positions, in blocks; on the CPU. They are
-        copied once, into the ring. At most `max_rows` in all.
+        Args:
+            rows: blocks of features [n, F] at consecutive positions, on the CPU; at most `max_rows`
+                in all. They are copied once, into the ring.
+            first_position: position of the first row.
         """
         num_rows = sum(len(block) for block in rows)
-        assert num_rows <= self.max_rows(len(token_ids)), "longer than the ring takes"
+        assert num_rows <= self.max_rows(len(token_ids)), "the sequence is too long for the ring"
         assert first_position + num_rows <= len(token_ids)
         rows_at = _aligned(_RECORD.itemsize + 4 * len(token_ids))
         num_bytes = _aligned(rows_at + num_rows * self.row_bytes)
@@ -176,10 +180,12 @@ class FeatureRing:
         fields = record[: _RECORD.itemsize].view(_RECORD)
         record[_RECORD.itemsize : rows_at] = 0
         record[_RECORD.itemsize :][: 4 * len(token_ids)].view(np.int32)[:] = token_ids
-        kept = record[rows_at:][: num_rows * self.row_bytes]
-        record[rows_at + len(kept) :] = 0
+        feature_bytes = record[rows_at:][: num_rows * self.row_bytes]
+        record[rows_at + len(feature_bytes) :] = 0
         if num_rows:
-            rows_NF = torch.from_numpy(kept).view(self.dtype).view(num_rows, self.num_columns)
+            rows_NF = (
+                torch.from_numpy(feature_bytes).view(self.dtype).view(num_rows, self.num_columns)
+            )
             _copy(rows, rows_NF)
         fields["num_bytes"], fields["is_skipped"] = num_bytes, 0
         fields["num_tokens"], fields["num_rows"] = len(token_ids), num_rows
@@ -191,15 +197,15 @@ class FeatureRing:
         self.num_written += 1
 
     def reader(self) -> FeatureReader:
-        """One in this process."""
+        """A reader in this process."""
         return FeatureReader(self._segment)
 
     def close(self) -> None:
-        """Remove the memory; readers keep what they have mapped."""
+        """Remove the shared memory; readers keep their mapping."""
         self._segment.close()
 
     def _reserve(self, num_bytes: int) -> int:
-        """The place of a record of so many bytes, which no reader takes for anything now."""
+        """Reserve ``num_bytes`` for a record, which no reader sees yet. Returns its index."""
         head = int(self._header["head"][0])
         left = self.capacity - head % self.capacity
         if left < num_bytes:
@@ -224,10 +230,10 @@ class FeatureRing:
 
 
 class FeatureReader:
-    """Reads each sequence once, oldest first; those overwritten before it came are missed."""
+    """Reads each sequence once, oldest first. Sequences overwritten before that are missed."""
 
     def __init__(self, segment: OwnedSegment | MappedSegment) -> None:
-        """Raises InvalidInputError for a segment that is no ring."""
+        """Raises InvalidInputError for a segment that is not a ring."""
         self._segment = segment
         payload = segment.flat.numpy()
         header = payload[: _HEADER.itemsize].view(_HEADER)
@@ -241,7 +247,7 @@ class FeatureReader:
             or not 0 < capacity <= len(payload) - _HEADER_BYTES
             or not header["num_columns"]
         ):
-            raise InvalidInputError("ring", segment.name, "is no feature ring of this layout")
+            raise InvalidInputError("ring", segment.name, "is not a feature ring of this layout")
         self._header = header
         self._data = payload[_HEADER_BYTES:][:capacity]
         self._cursor = 0  # offset of the record to read next
@@ -255,13 +261,14 @@ class FeatureReader:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Another process's ring. Raises InvalidInputError where there is none of that name."""
+        """A reader of another process's ring. Raises InvalidInputError if there is none of that
+        name."""
         return cls(MappedSegment(name, _HEADER_BYTES, "ring"))
 
-    def take(self, most: int | None = None) -> list[FeatureSequence]:
-        """The sequences that came since the last call, as copies, ``most`` at a time."""
+    def take(self, max_sequences: int | None = None) -> list[FeatureSequence]:
+        """Copies of the sequences that came since the last call, at most ``max_sequences``."""
         taken: list[FeatureSequence] = []
-        while most is None or len(taken) < most:
+        while max_sequences is None or len(taken) < max_sequences:
             self._cursor = max(self._cursor, int(self._header["oldest"][0]))
             if self._cursor >= int(self._header["head"][0]):
                 self._header["taken"][0] += 1
@@ -278,11 +285,12 @@ class FeatureReader:
         return taken
 
     def _copy_record(self) -> np.ndarray | None:
-        """The record at the cursor; None, the cursor moved on, if it was overwritten meanwhile."""
-        place, newest = self._cursor % len(self._data), int(self._header["head"][0])
-        num_bytes = int(self._data[place:][:8].view("<u8")[0])
-        if _RECORD.itemsize <= num_bytes <= len(self._data) - place:
-            record = self._data[place : place + num_bytes].copy()
+        """A copy of the record at the cursor. If it was overwritten, None, and the cursor moves
+        on."""
+        index, newest = self._cursor % len(self._data), int(self._header["head"][0])
+        num_bytes = int(self._data[index:][:8].view("<u8")[0])
+        if _RECORD.itemsize <= num_bytes <= len(self._data) - index:
+            record = self._data[index : index + num_bytes].copy()
             if int(self._header["oldest"][0]) > self._cursor:
                 return None
             fields = record[: _RECORD.itemsize].view(_RECORD)
@@ -299,14 +307,14 @@ class FeatureReader:
         num_tokens, num_rows = int(fields["num_tokens"]), int(fields["num_rows"])
         tokens = record[_RECORD.itemsize :][: 4 * num_tokens].view(np.int32)
         rows_at = _aligned(_RECORD.itemsize + 4 * num_tokens)
-        kept = torch.from_numpy(record[rows_at:])[
+        features = torch.from_numpy(record[rows_at:])[
             : num_rows * self.num_columns * self.dtype.itemsize
         ]
         return FeatureSequence(
             token_ids_L=torch.from_numpy(tokens.astype(np.int64)),
             prompt_len=int(fields["prompt_len"]),
             first_position=int(fields["first_position"]),
-            features_NF=kept.view(self.dtype).view(num_rows, self.num_columns),
+            features_NF=features.view(self.dtype).view(num_rows, self.num_columns),
             weight_version=int(fields["weight_version"]),
             number=int(fields["number"]),
         )

@@ -8,9 +8,8 @@ from safetensors.torch import load_file, save_file
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.models.checkpoint import Checkpoint
-from rollout.models.dtype import cpu_features, resolve_dtype
 from rollout.models.layers.weight_loader import mismatches
-from rollout.models.loader import load_model, resolve_device
+from rollout.models.loader import cpu_features, load_model, resolve_device, resolve_dtype
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.tiny_model import save_tiny_llama
 

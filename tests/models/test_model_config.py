@@ -7,7 +7,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.rope import RopeType
-from rollout.models.registry import MODEL_CLASSES
+from rollout.models.loader import MODEL_CLASSES
 from rollout.models.spec import ModelSpec
 
 LLAMA = {

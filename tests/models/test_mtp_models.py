@@ -11,8 +11,7 @@ from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenS
 from rollout.models.eagle.loader import read_eagle_spec
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
-from rollout.models.mtp_names import is_mtp_tensor
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import ModelSpec, is_mtp_tensor
 from tests.helpers.dense_attention import DenseAttention, logits_of
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
@@ -109,7 +108,7 @@ def test_destinations_are_the_checkpoints_own_names(layout, tmp_path):
             assert torch.equal(loader.read(), stored[name]), name
     shared = set(found[0]) & set(found[1])
     assert len(shared) == (4 if layout == "qwen3_next" else 0)
-    assert all(found[0][name].place == found[1][name].place for name in shared)
+    assert all(found[0][name].location == found[1][name].location for name in shared)
 
 
 def test_released_weights_come_back(tmp_path):
@@ -229,7 +228,7 @@ def test_folders_of_another_kind_are_told(tmp_path):
     eagle = save_tiny_eagle3(tmp_path / "eagle3", target)
     with pytest.raises(CheckpointError, match=r"eagle3: is an EAGLE draft: spec=eagle"):
         MtpChain.find(eagle, spec)
-    with pytest.raises(CheckpointError, match=r": is an MTP chain: spec=mtp"):
+    with pytest.raises(CheckpointError, match=r": is an MTP chain: use spec=mtp"):
         read_eagle_spec(chain, spec)
     (tmp_path / "empty").mkdir()
     for read in (MtpChain.find, read_eagle_spec):

@@ -15,8 +15,7 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.models.loader import load_model
-from rollout.models.registry import MODEL_CLASSES
+from rollout.models.loader import MODEL_CLASSES, load_model
 from rollout.models.spec import ModelSpec
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tiny_model import save_tiny_llama

@@ -1,6 +1,6 @@
 """EAGLE and EAGLE-2 (Li et al. 2024): one decoder layer over the target's last hidden state.
 
-Legend: T query rows, R rows whose logits are wanted, E hidden, V vocabulary, P positions.
+Legend: T query rows, R rows whose logits are computed, E hidden, V vocabulary, P positions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rollout.ops.rms_norm import add_rms_norm
 
 
 class Eagle(OwnWeights):
-    """See DraftModel. Weights are uninitialised until written through ``destinations``.
+    """A `DraftModel`. Weights are uninitialised until written through ``weight_loaders``.
 
-    It extrapolates what the target's head reads: the state after the final norm goes in, and what
-    comes out goes into the target's head as it is. Its layer has no norm before the attention.
+    It extrapolates the input of the target's head: it reads the state after the final norm, and its
+    output goes to the target's head unchanged. Its layer has no norm before the attention.
     """
 
     stored_ids_D: torch.Tensor | None = None
@@ -86,7 +86,7 @@ class Eagle(OwnWeights):
         return [self.fc, *self.layer.linears()]
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """Named as the authors name them, behind ``draft.``; see also DraftModel."""
+        """Loaders by the authors' names with the prefix ``draft.``."""
         found = linear_weight_loaders("draft", self.fc, {"fc": self.spec.hidden_size})
         found |= self.layer.weight_loaders("draft.layers.0")
         if self.embedding_VE is not None:

@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al. 2025): one decoder layer over three hidden states of the target, fused.
 
-Legend: T query rows, R rows whose logits are wanted, E hidden, F feature columns, D draft
+Legend: T query rows, R rows whose logits are computed, E hidden, F feature columns, D draft
 vocabulary, V the target's vocabulary, P positions.
 """
 
@@ -25,13 +25,13 @@ from rollout.parallel import ModelRanks
 def target_token_ids(
     d2t_D: torch.Tensor, t2d_V: torch.Tensor | None, draft_vocab_size: int, vocab_size: int
 ) -> torch.Tensor:
-    """int64 [D]: the target's token of each draft token, in the checkpoint's order.
+    """The target's token of each draft token, int64 [D], in the checkpoint's order.
 
-    EAGLE's authors, SpecForge and speculators all store ``d2t`` as what is to be added to the draft
-    token. ``t2d``, which marks the target's tokens that the draft has, tells where somebody stored
-    the tokens themselves.
+    EAGLE's authors, SpecForge and speculators store ``d2t`` as the difference to the draft token.
+    ``t2d`` marks the target's tokens that the draft has; it reveals a ``d2t`` that stores the
+    tokens themselves.
 
-    Raises CheckpointError where the tables do not make a vocabulary of D distinct tokens.
+    Raises CheckpointError if the tables are not a vocabulary of D distinct tokens.
     """
     if tuple(d2t_D.shape) != (draft_vocab_size,):
         raise CheckpointError(
@@ -43,7 +43,7 @@ def target_token_ids(
         if _is_vocabulary(added_D, vocab_size):
             return added_D
         raise CheckpointError(
-            f"d2t, added to the draft's tokens, gives no {draft_vocab_size} distinct ones of "
+            f"d2t, added to the draft's tokens, does not give {draft_vocab_size} distinct ones of "
             f"the target's {vocab_size}"
         )
     marked = t2d_V.nonzero().flatten()
@@ -63,19 +63,19 @@ def _is_vocabulary(tokens_D: torch.Tensor, vocab_size: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Options:
-    """The options in which checkpoints of one DraftSpec differ."""
+    """The options in which checkpoints of the same DraftSpec differ."""
 
     own_embedding: bool = False  # else the target's
     own_head: bool = True  # else the target's
     fc_bias: bool = False
-    norm_before_fc: bool = False  # the features are normed, all columns together
-    norm_each_feature: bool = False  # EAGLE-3.1: each layer's are normed, by a norm of their own
+    norm_before_fc: bool = False  # one norm over all feature columns
+    norm_each_feature: bool = False  # EAGLE-3.1: a norm for each layer's features
     norm_before_residual: bool = False  # the residual is the normed hidden state
-    norm_output: bool = False  # EAGLE-3.1: the next step takes what the head reads
+    norm_output: bool = False  # EAGLE-3.1: the next step reads the input of the head
 
 
 class Eagle3Layer(DecoderLayer):
-    """Attends from the normed embedding beside the normed hidden state: 2E columns."""
+    """A decoder layer whose attention reads normed embedding and hidden state, 2E columns."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3(OwnWeights):
-    """See DraftModel. Weights are uninitialised until written through ``destinations``.
+    """A `DraftModel`. Weights are uninitialised until written through ``weight_loaders``.
 
-    A head whose tokens do not ascend in its checkpoint is kept in ascending order, and read and
+    A head whose tokens do not ascend in its checkpoint is stored in ascending order, and read and
     written in the checkpoint's.
     """
 
@@ -119,15 +119,15 @@ class Eagle3(OwnWeights):
         stored_ids_D: torch.Tensor | None = None,
         packing: bool = True,
     ) -> None:
-        """``stored_ids_D``: int64, the target's token of each draft token, in the order of the
-        checkpoint; None: the vocabulary is the target's."""
+        """``stored_ids_D``: int64, the target's token of each draft token in the checkpoint's
+        order; None: the draft has the target's vocabulary."""
         self.spec = spec
         self.options = options
         self.dtype = target.dtype
         self.device = target.device
         self.stored_ids_D = stored_ids_D
         self.token_ids_D: torch.Tensor | None = None
-        self._order_D: torch.Tensor | None = None  # kept row i is the checkpoint's row order[i]
+        self._order_D: torch.Tensor | None = None  # stored row i is the checkpoint's row order[i]
         if stored_ids_D is not None:
             ascending = stored_ids_D.sort()
             self.token_ids_D = ascending.values.to(self.device)
@@ -164,7 +164,7 @@ class Eagle3(OwnWeights):
 
     @property
     def reorders_head(self) -> bool:
-        """Whether the rows of the head come and go in another order than ``token_ids_D``."""
+        """Whether the checkpoint's rows of the head are in another order than ``token_ids_D``."""
         return self._order_D is not None
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Eagle3(OwnWeights):
         positions_T: torch.Tensor,
         attention: LayerAttention,
     ) -> torch.Tensor:
-        """The residual stream that leaves the layer; normed with ``norm_output`` alone."""
+        """The residual stream after the layer, normed only with ``norm_output``."""
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
         normed_TE = rms_norm(hidden_TE, layer.hidden_norm_E, eps)
         embedded_TE = rms_norm(self._embed(input_ids_T), layer.embedding_norm_E, eps)
@@ -213,7 +213,7 @@ class Eagle3(OwnWeights):
         return [self.fc, *self.layer.linears(), *head]
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """Named as the authors name them, behind ``draft.``; see also DraftModel."""
+        """Loaders by the authors' names with the prefix ``draft.``."""
         found = linear_weight_loaders("draft", self.fc, {"fc": self.spec.hidden_size})
         found |= self.layer.weight_loaders("draft.midlayer")
         found |= {

@@ -1,13 +1,13 @@
-"""The layouts EAGLE drafts are published in: which one a folder has, and what it calls what.
+"""The published layouts of EAGLE drafts: recognising them, and mapping their names to ours.
 
 * EAGLE, EAGLE-2: the authors' (SafeAILab/EAGLE, ``cnets1.py``), and HASS checkpoints, which share
-  it: ``fc``, ``layers.0``; embedding perhaps, head and final norm never.
+  it: ``fc``, ``layers.0``; maybe an embedding, never a head or final norm.
 * EAGLE-3: the authors' (``cnets.py``) and SpecForge's (``LlamaForCausalLMEagle3``): ``fc``,
-  ``midlayer``, ``norm``, ``lm_head``, ``d2t``, ``t2d``; ``layers.0`` in place of ``midlayer``
+  ``midlayer``, ``norm``, ``lm_head``, ``d2t``, ``t2d``; ``layers.0`` instead of ``midlayer``
   where vLLM wrote them.
-* vLLM's speculators: config.json has ``speculators_model_type`` and keeps the layer's options in
-  ``transformer_layer_config``; ``eagle3`` names tensors as vLLM does, ``eagle`` says ``fusion_fc``
-  and ``transformer``.
+* vLLM's speculators: config.json has ``speculators_model_type``, and the layer's options in
+  ``transformer_layer_config``. ``eagle3`` has vLLM's tensor names, ``eagle`` has ``fusion_fc`` and
+  ``transformer``.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ _RENAMED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleLayout:
-    """A folder's layout, its options resolved."""
+    """A folder's layout, with its options resolved."""
 
     family: DraftFamily
-    layer_config: Mapping[str, Any]  # of the decoder layer, as a config.json
-    canonical: Mapping[str, str]  # the checkpoint's tensor names to ours; the vocabulary's without
+    layer_config: Mapping[str, Any]  # of the decoder layer, in the format of a config.json
+    canonical: Mapping[str, str]  # the checkpoint's tensor names to ours, without vocabulary tables
     draft_vocab_size: int | None  # None: the target's
-    feature_layers: tuple[int, ...] | None  # residual streams entering these; None: the defaults
+    feature_layers: tuple[int, ...] | None  # layers whose input it reads; None: the defaults
     norm_before_residual: bool
     norm_output: bool
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint brings a tensor, by our name without ``draft.``."""
+        """Whether the checkpoint has a tensor, by our name without ``draft.``."""
         return f"draft.{name}" in self.canonical.values()
 
 
 def eagle_layout(config: Mapping[str, Any], names: Iterable[str]) -> EagleLayout:
     """Recognise a folder by its config.json and the names of its tensors.
 
-    Raises CheckpointError for an unknown layout, UnsupportedModelError, naming it, for an option
-    that is not implemented.
+    Raises CheckpointError for an unknown layout, and UnsupportedModelError, naming the option, for
+    one that is not implemented.
     """
     plain = {name: name.removeprefix("model.") for name in names}
     weights = {
@@ -91,7 +91,7 @@ def eagle_layout(config: Mapping[str, Any], names: Iterable[str]) -> EagleLayout
 
 
 def is_eagle_draft(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether a folder holds an EAGLE draft of a known layout, implemented or not."""
+    """Whether a folder holds an EAGLE draft of a known layout, even one not implemented."""
     try:
         _family(config, (name.removeprefix("model.") for name in names))
     except CheckpointError:
@@ -139,7 +139,7 @@ def _renamed(name: str, family: DraftFamily) -> str:
 
 
 def _feature_layers(config: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """SpecForge's ``eagle_config`` numbers the layers whose output is read, vLLM those entered."""
+    """The layers whose input is read. SpecForge's ``eagle_config`` numbers those before them."""
     entered = config.get("eagle_aux_hidden_state_layer_ids")
     left = nested.get("eagle_aux_hidden_state_layer_ids")
     layers = entered or [layer + 1 for layer in left or ()]

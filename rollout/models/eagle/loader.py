@@ -1,4 +1,4 @@
-"""From the folder of an EAGLE draft to a draft model.
+"""Loads an EAGLE draft from a folder.
 
 Legend: D draft vocabulary, V the target's vocabulary, E hidden.
 """
@@ -36,20 +36,20 @@ class _Folder:
 
 
 def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
-    """The spec of a draft, before any weights are loaded: from config.json and headers.
+    """The spec of a draft, from config.json and headers.
 
     Its layer has as many positions as the target, whatever its config says. Raises CheckpointError
-    for a folder that is incomplete, of an unknown layout or for another target,
+    for a folder that is incomplete, of an unknown layout or for another target, and
     UnsupportedModelError for options that are not implemented.
     """
     return _opened(Path(folder), target).spec
 
 
 def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) -> Eagle | Eagle3:
-    """Read an EAGLE, EAGLE-2 or EAGLE-3 draft of a loaded target, in the target's dtype and device.
+    """Load an EAGLE, EAGLE-2 or EAGLE-3 draft for a loaded target, in its dtype and on its device.
 
-    The embedding is the target's, unless the folder brings one of other values. Raises what
-    `read_eagle_spec` does, and CheckpointError for tensors that are missing, unexpected or of
+    It shares the target's embedding unless the folder has one with other values. Raises what
+    `read_eagle_spec` raises, and CheckpointError for tensors that are missing, unexpected or of
     another shape.
     """
     opened = _opened(Path(folder), target.spec)
@@ -60,9 +60,9 @@ def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) ->
 def tensors_for(
     folder: str | Path, draft: Eagle | Eagle3, target: CausalLM
 ) -> tuple[Checkpoint, dict[str, str]]:
-    """The tensors a loaded draft can take from a folder, by their names there and in the draft.
+    """A folder's checkpoint, and its tensors for a loaded draft: names there to names here.
 
-    Raises what `read_eagle_spec` does, and CheckpointError for a draft of another shape or with
+    Raises what `read_eagle_spec` raises, and CheckpointError for a draft of another shape or with
     another vocabulary.
     """
     opened = _opened(Path(folder), target.spec)
@@ -89,7 +89,7 @@ def tensors_for(
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Errors about what a folder holds name the folder."""
+    """Add the folder to the messages of errors about its contents."""
     try:
         yield
     except (CheckpointError, UnsupportedModelError) as error:
@@ -101,7 +101,7 @@ def _opened(folder: Path, target: ModelSpec) -> _Folder:
         raise CheckpointError(f"draft {str(folder)!r}: no such folder")
     config = read_json(folder / "config.json", "a draft's folder")
     if is_separate_chain(folder):
-        raise CheckpointError(f"{folder}: is an MTP chain: spec=mtp")
+        raise CheckpointError(f"{folder}: is an MTP chain: use spec=mtp")
     checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
     with _naming(folder):
         layout = eagle_layout(config, checkpoint.tensors)
@@ -187,7 +187,7 @@ def _options(layout: EagleLayout, own_embedding: bool) -> Eagle3Options:
 def _require_width(
     spec: DraftSpec, layout: EagleLayout, target: ModelSpec, own_embedding: bool
 ) -> None:
-    """Raise unless tensors taken from the target are as wide as the draft."""
+    """Raise unless the draft can share the target's embedding and head where it has none."""
     own_head = layout.has("lm_head.weight")
     if not own_head and spec.draft_vocab_size != target.vocab_size:
         raise CheckpointError(
@@ -220,7 +220,7 @@ def _is_targets(embedding_VE: torch.Tensor, target: CausalLM) -> bool:
 
 
 def _token_ids(checkpoint: Checkpoint, spec: DraftSpec, vocab_size: int) -> torch.Tensor | None:
-    """The target's token of each draft token, in the checkpoint's order; None: the same tokens."""
+    """The target's token of each draft token, in the checkpoint's order; None: the same ids."""
     tables = {
         name.rpartition(".")[2]: name
         for name in checkpoint.tensors

@@ -1,4 +1,4 @@
-"""Experts: the sparse half of a decoder layer, where a router picks a few MLPs for each row.
+"""The sparse MLP half of a decoder layer, whose router picks a few experts for each row.
 
 Sources: Shazeer et al. 2017 (Outrageously Large Neural Networks), Qwen2-MoE (Yang et al. 2024; the
 shared expert and its gate), Qwen3-MoE (Yang et al. 2025).
@@ -26,22 +26,23 @@ from rollout.parallel.partition import even_parts, gather_columns, gather_rows
 
 
 class RouteRecorder(Protocol):
-    """Keeps which experts each row of a step went to."""
+    """Receives the experts of each row of a step."""
 
     def record(self, layer: int, experts_TX: torch.Tensor) -> None:
-        """``layer`` counts the sparse layers from 0; int [T, X], the most probable expert first."""
+        """``layer``: index among sparse layers. ``experts_TX``: int, the most probable first."""
         ...
 
 
 class Experts:
-    """Gate and up of an expert are one product, and so are the router and the shared gate.
+    """A sparse MLP, a `FeedForward`. Gate and up are one fused product; so are router and shared
+    gate.
 
-    What a row gets depends on that row alone: its choice, its experts' products, and their sum, in
-    the order of its choice.
+    A row's result depends on that row alone: its experts, their products, and the sum of these in
+    the order of choice.
 
-    Of several ranks each has the router whole, and of every expert some of the output features of
-    both products: no sum is split, so a row's bits are those of one rank alone. Ranks with rows of
-    their own compute the rows of all.
+    Each of several ranks has the whole router, and some of the output features of every expert's
+    products: no sum is split, so a row's bits are those of one rank alone. Ranks with rows of their
+    own compute the rows of all ranks.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Experts:
         """
         Args:
             index: among the sparse layers.
-            shared_ffn_size: of an expert that every row passes, with a gate of its own; 0: none.
+            shared_ffn_size: of a gated expert that runs for every row; 0: none.
             normalizes: whether the chosen experts' probabilities are scaled to add up to 1.
-            stacked: see GroupedLinear.
+            stacked: as for `GroupedLinear`.
 
-        Raises InvalidInputError for more ranks than can have a part.
+        Raises InvalidInputError for more ranks than features.
         """
 
         def linear(inputs: int, outputs: int) -> Linear:
@@ -108,7 +109,7 @@ class Experts:
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
-        """[T, E], to be added to the residual. The input is normed already; T may be zero."""
+        """The MLP's output [T, E] for normed input, to add to the residual. T may be zero."""
         own = slice(None)
         if self._has_own_rows:
             hidden_TE, own = gather_rows(self._group, hidden_TE)
@@ -134,18 +135,18 @@ class Experts:
         return gather_columns(self._group, out_TE, self._outputs)[own]
 
     def linears(self) -> list[Linear]:
-        """Every matrix product that is one of its own: on a GPU not those of the experts."""
+        """Its `Linear`s: on a GPU without those of the experts, which are one tensor."""
         return [self.router, *self._shared, *self.gate_up.linears(), *self.down.linears()]
 
     def plain_weights(self) -> list[torch.Tensor]:
-        """Parameters that do not belong to any of ``linears``."""
+        """Parameters that do not belong to ``linears``."""
         return [*self.gate_up.plain_weights(), *self.down.plain_weights()]
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
-        """``at``: the prefix of its names in checkpoints, as model.layers.0.mlp.
+        """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0.mlp.
 
-        Experts are named one by one, and a second time fused, as transformers holds them in memory
-        and Qwen3.5-MoE is published: gate_up_proj [N, 2 F, E], down_proj [N, E, F].
+        Experts have loaders one by one, and fused ones for transformers' layout in memory and
+        published Qwen3.5-MoE checkpoints: gate_up_proj [N, 2 F, E], down_proj [N, E, F].
         """
         count, group = self.num_experts, self._group
         found = {f"{at}.gate.weight": self.router.weight_rows(0, count)}
@@ -168,10 +169,10 @@ class Experts:
         found[f"{at}.experts.down_proj"] = shard_of(down, group, self._outputs, dim=1)
         if self._shared:
             found[f"{at}.shared_expert_gate.weight"] = self.router.weight_rows(count, count + 1)
-            found |= self._shared_destinations(f"{at}.shared_expert")
+            found |= self._shared_loaders(f"{at}.shared_expert")
         return found
 
-    def _shared_destinations(self, at: str) -> dict[str, WeightLoader]:
+    def _shared_loaders(self, at: str) -> dict[str, WeightLoader]:
         gate_up, down = self._shared
         features = len(self._shared_features[self._group.rank])
         parts = {

@@ -1,4 +1,4 @@
-"""GroupedLinear: a matrix product for each expert, with weights kept as their device likes them.
+"""Matrix products of many experts, with weights stored to suit the device.
 
 Legend: M rows of input, S pairs of a row and an expert, N experts, I input, O output features.
 """
@@ -19,8 +19,9 @@ from rollout.ops.matmul.tiles import Tile
 class GroupedLinear:
     """``y_SO = ops.grouped_matmul(x_MI, weights_NOI, groups)``.
 
-    On the CPU a Linear for each expert: only those with rows are run, each over its own, padded to
-    the least for which its products treat every row alike. Elsewhere one tensor for all of them.
+    On the CPU there is a `Linear` per expert. Only experts with rows run, each over its own rows,
+    padded to the number from which its product is row-invariant. Elsewhere all weights are one
+    tensor.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class GroupedLinear:
         packing: bool = True,
         stacked: bool | None = None,
     ) -> None:
-        """``stacked``: whether all weights are one tensor; default: as the device likes it."""
+        """``stacked``: whether all weights are one tensor; default: on a GPU."""
         self.num_experts = num_experts
         self.in_features = in_features
         self.out_features = out_features
@@ -53,7 +54,7 @@ class GroupedLinear:
     def __call__(
         self, x_MI: torch.Tensor, groups: RowGroups, left_out: Set[Tile] = frozenset()
     ) -> torch.Tensor:
-        """``left_out``: tiles that a GPU is not to use."""
+        """[S, O]. ``left_out``: tiles that a GPU must not use."""
         if self._weights_NOI is not None:
             return grouped_matmul(x_MI, self._weights_NOI, groups, left_out)
         y_SO = x_MI.new_empty(len(groups.pairs_S), self.out_features)
@@ -64,7 +65,7 @@ class GroupedLinear:
         return y_SO
 
     def linears(self) -> list[Linear]:
-        """Products of its own; none where the weights are one tensor."""
+        """A product per expert; none if the weights are one tensor."""
         return self._linears
 
     def plain_weights(self) -> list[torch.Tensor]:
@@ -72,7 +73,7 @@ class GroupedLinear:
         return [] if self._weights_NOI is None else [self._weights_NOI]
 
     def weight_rows(self, expert: int, start: int, stop: int) -> WeightLoader:
-        """Output features [start, stop) of one expert's weight."""
+        """A loader of output features [start, stop) of one expert's weight."""
         if self._weights_NOI is None:
             return self._linears[expert].weight_rows(start, stop)
         first = expert * self.out_features + start
@@ -81,7 +82,8 @@ class GroupedLinear:
         )
 
     def all_weights(self, parts: Sequence[str]) -> WeightLoader:
-        """[N, O, I]: every expert's, as one tensor. ``parts``: the names that hold it otherwise."""
+        """A loader of all weights as one tensor [N, O, I]. ``parts``: names of the single
+        loaders."""
         experts = [self.weight_rows(n, 0, self.out_features) for n in range(self.num_experts)]
 
         def write(values_NOI: torch.Tensor) -> None:
@@ -93,7 +95,7 @@ class GroupedLinear:
             dtype=self.dtype,
             write=write,
             read=lambda: torch.stack([expert.read() for expert in experts]),
-            place=(id(self), 0),
+            location=(id(self), 0),
             parts=tuple(parts),
         )
 
@@ -104,7 +106,7 @@ def _pairs_of_experts(groups: RowGroups) -> Iterator[torch.Tensor]:
         yield groups.pairs_S[start:end]
 
 
-def _padded(rows: torch.Tensor, least: int) -> torch.Tensor:
-    """The last of them again, until there are enough."""
-    missing = least - len(rows)
+def _padded(rows: torch.Tensor, min_rows: int) -> torch.Tensor:
+    """``rows`` with the last one repeated, at least ``min_rows`` in all."""
+    missing = min_rows - len(rows)
     return rows if missing <= 0 else torch.cat([rows, rows[-1:].expand(missing)])

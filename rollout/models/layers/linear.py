@@ -1,4 +1,4 @@
-"""Linear: a matrix product with weights kept as its device likes them.
+"""A matrix product with weights stored to suit the device.
 
 Legend: M rows, I input features, O output features.
 """
@@ -19,24 +19,25 @@ from rollout.ops.matmul.tiles import Tile
 log = logging.getLogger(__name__)
 
 _IN_CACHE = 1 << 19
-"""Numbers moved at a time: converted or stored twice, they come from memory once."""
+"""Numbers written at a time: those converted or stored twice are then still in the cache."""
 
 
 class Linear:
     """``y_MO = x_MI @ weight_OI.T + bias_O``.
 
-    On the CPU the weight is packed into oneDNN's blocked layout and kept only there: reading the
-    plain layout costs up to twice the time at few rows, and keeping both twice the memory. Until
-    ``pack`` the weight is plain, and so it stays elsewhere or with ``packing=False``. It is written
-    in place, packed or plain: its address does not change.
+    On the CPU, ``pack`` moves the weight into oneDNN's blocked layout: the plain layout takes up to
+    twice the time at few rows, and both together twice the memory. Before ``pack``, elsewhere, and
+    with ``packing=False`` the weight is plain. It is written in place, packed or plain, so its
+    address does not change.
 
     ``table_OI`` ties the weight to a table that others read too (the embedding). The table stays
-    plain, the packed weight is then a copy of it, and writes go to both.
+    plain, the packed weight is a copy of it, and writes go to both.
 
-    ``row_invariant``: plain products are those of ops.matmul, whose rows do not depend on their
-    number; otherwise torch's own, which may be faster. ``left_out_tiles``: those that a GPU's do
-    not use. Packed ones: see row_invariance, which says in ``min_rows`` from how many rows on
-    they do not. Whoever calls with fewer pads them.
+    Attributes that `row_invariance` sets in exact mode:
+        row_invariant: whether plain products are `ops.matmul`, which is row-invariant, instead of
+            torch's own, which may be faster.
+        left_out_tiles: tiles that a GPU's product does not use.
+        min_rows: rows from which a packed product is row-invariant; callers pad fewer rows.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Linear:
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
         self._table_OI = table_OI
-        self._weight_OI = table_OI  # plain; None where only the packed one is kept
+        self._weight_OI = table_OI  # plain; None if only the packed weight is stored
         if table_OI is None:
             self._weight_OI = torch.empty(out_features, in_features, dtype=dtype, device=device)
 
@@ -69,7 +70,7 @@ class Linear:
         return self._product(x_MI, self.bias_O)
 
     def without_bias(self, x_MI: torch.Tensor) -> torch.Tensor:
-        """``x_MI @ weight_OI.T``: where this is one term of a sum that the bias is added to."""
+        """``x_MI @ weight_OI.T``, for a partial sum to which the bias is added later."""
         return self._product(x_MI, None)
 
     def _product(self, x_MI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -84,10 +85,11 @@ class Linear:
 
     @property
     def is_packed(self) -> bool:
+        """Whether the weight is in oneDNN's packed layout."""
         return self._packed is not None
 
     def pack(self) -> None:
-        """Pack what was written; stays plain where this build or processor cannot pack."""
+        """Pack the weight, if this build and processor can; else it stays plain."""
         if self._packed is not None or not self.packing:
             return
         assert self._weight_OI is not None
@@ -96,7 +98,7 @@ class Linear:
             self._weight_OI = self._table_OI
 
     def release(self) -> int:
-        """Free weight and bias, a table included; the bytes freed. Only ``allocate`` may follow."""
+        """Free weight, table and bias. Returns the bytes. Only ``allocate`` may be called next."""
         freed = 0
         if self._packed is not None:
             freed += self._packed.num_bytes
@@ -106,7 +108,7 @@ class Linear:
         return freed if self.bias_O is None else freed + free_storage(self.bias_O)
 
     def allocate(self) -> None:
-        """Memory again for what was released: plain, to be written to and packed."""
+        """Allocate released memory again: plain, undefined until written."""
         if self._weight_OI is not None:
             allocate_storage(self._weight_OI)
         elif self._packed is None:
@@ -116,7 +118,7 @@ class Linear:
             allocate_storage(self.bias_O)
 
     def weight_rows(self, start: int, stop: int) -> WeightLoader:
-        """Output features [start, stop) of the weight: all of it, or one part of a fused one."""
+        """A loader of output features [start, stop) of the weight."""
 
         def read() -> torch.Tensor:
             if self._weight_OI is not None:
@@ -129,10 +131,11 @@ class Linear:
             dtype=self.dtype,
             write=lambda values: self._write(start, values),
             read=read,
-            place=(id(self if self._table_OI is None else self._table_OI), start),
+            location=(id(self if self._table_OI is None else self._table_OI), start),
         )
 
     def bias_rows(self, start: int, stop: int) -> WeightLoader:
+        """A loader of output features [start, stop) of the bias, which must exist."""
         assert self.bias_O is not None
         return WeightLoader.of(self.bias_O[start:stop], (id(self.bias_O), start))
 
@@ -158,7 +161,10 @@ class Linear:
 def linear_weight_loaders(
     prefix: str, linear: Linear, widths: dict[str, int]
 ) -> dict[str, WeightLoader]:
-    """A fused product's rows, part by part under the names checkpoints have for them."""
+    """Loaders of a fused product's parts by checkpoint name.
+
+    ``widths``: output features of each part by its name, in order.
+    """
     found: dict[str, WeightLoader] = {}
     start = 0
     for name, width in widths.items():
@@ -170,9 +176,10 @@ def linear_weight_loaders(
 
 
 def sum_in_float32() -> None:
-    """Tell cuBLAS to add the parts of a split product in float32 and to round once, in place of
-    adding rounded parts. That holds for all of the process, a trainer's products included, from
-    here on: nobody can tell when the last engine that wants it is gone, so nothing sets it back.
+    """Make cuBLAS add the parts of a split product in float32 and round once.
+
+    The setting belongs to the process, so it also affects a trainer's products. It is never undone,
+    because nobody knows which engine is the last to need it.
     """
     products = torch.backends.cuda.matmul
     if (

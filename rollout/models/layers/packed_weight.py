@@ -1,4 +1,4 @@
-"""A weight in oneDNN's packed layout, whose rows can be rewritten where they are.
+"""A weight in oneDNN's packed layout, whose rows can be rewritten in place.
 
 Legend: M rows, O output features, I input features, P panels, U units, L a unit of 64 rows (see
 rollout.ops.panels).
@@ -15,11 +15,11 @@ from rollout.ops.panels import LANES, read_panels, write_panels
 
 
 class PackedWeight:
-    """The product's own copy, ``opaque``, and a view of its memory, valid as long as it is.
+    """The packed weight, ``opaque``, and a view of its memory, valid as long as ``opaque`` lives.
 
-    Where the layout is the known one, writes go straight to their place and the address never
-    changes: packing anew takes memory for a second copy and ten times as long, nearly all of it
-    the kernel's handing out of pages. Where it is another, that is what a write does.
+    With the known layout, writes go into the packed memory and its address never changes. Packing
+    anew takes memory for a second copy and ten times as long, nearly all of it page faults; a write
+    does that only if the layout is unknown.
     """
 
     def __init__(self, weight_OI: torch.Tensor, opaque: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class PackedWeight:
 
     @staticmethod
     def pack(weight_OI: torch.Tensor) -> PackedWeight | None:
-        """None where this build or processor cannot pack without loss."""
+        """Pack a weight. None if this build or processor cannot pack without loss."""
         opaque = _reordered(weight_OI)
         # Reduced matmul precision could have stored float32 as bfloat16.
         if opaque is None or not _same_bits(opaque.to_dense(), weight_OI):
@@ -40,10 +40,11 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the packed copy, padding included."""
         return int(torch.ops.mkldnn._nbytes(self.opaque))
 
     def write(self, first_row: int, rows_MI: torch.Tensor) -> None:
-        """Replace rows from ``first_row`` on. Of the same dtype, on the CPU, elements adjacent."""
+        """Replace rows from ``first_row`` on by contiguous CPU rows of the same dtype."""
         if self.panels_PUL is not None:
             write_panels(self.panels_PUL, first_row, rows_MI)
         else:
@@ -64,7 +65,7 @@ class PackedWeight:
 
 
 def _reordered(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """The weight in oneDNN's layout, or None. The ops are private to torch, so may be absent."""
+    """The weight in oneDNN's layout, or None if torch lacks the private ops or refuses."""
     if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     ops = torch.ops.mkldnn
@@ -79,7 +80,7 @@ def _reordered(weight_OI: torch.Tensor) -> torch.Tensor | None:
 
 
 def _panels(opaque: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a packed weight as panels; None where its size is not that of panels."""
+    """The memory of a packed weight as panels; None if its size does not fit panels."""
     elements = 4 // opaque.dtype.itemsize
     num_panels = -(-opaque.shape[0] // LANES)
     unit_bytes = LANES * elements * opaque.dtype.itemsize
@@ -94,6 +95,6 @@ def _panels(opaque: torch.Tensor) -> torch.Tensor | None:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise, so that NaN equals NaN: a diverged policy must pack like any other."""
+    """Whether two tensors are bitwise equal. NaN equals NaN: a diverged policy must pack too."""
     bits = torch.int16 if a.dtype.itemsize == 2 else torch.int32
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles for each way of stretching the context.
+"""Rotary position embedding: its table for each way of stretching the context.
 
 Legend: P positions, R rotary dims (cos half, then sin half), A angles (R / 2).
 Sources: RoPE (Su et al. 2021); position interpolation (Chen et al. 2023) and NTK-aware scaling
@@ -16,6 +16,8 @@ import torch
 
 
 class RopeType(enum.StrEnum):
+    """Ways of stretching the context, by their names in config.json."""
+
     DEFAULT = "default"
     LINEAR = "linear"
     DYNAMIC = "dynamic"
@@ -25,7 +27,7 @@ class RopeType(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Named as in config.json. What a type does not use keeps its default."""
+    """Parameters with the names of config.json. Those that a type does not use have defaults."""
 
     rope_type: RopeType = RopeType.DEFAULT
     rope_theta: float = 10_000.0
@@ -46,10 +48,9 @@ def cos_sin_table(
 ) -> torch.Tensor:
     """Float32 [P, R] with P = max_context_len and R = head_dim: row p is cos, then sin.
 
-    A row depends on its position alone. That is a choice where transformers has the dynamic NTK
-    base follow the longest sequence seen so far: keys already cached would then disagree with
-    later queries, and a sequence's logits with its own prefix's. Here the base is that of
-    ``max_context_len`` for the whole life of the engine; up to the original context both agree.
+    A row depends on its position alone. In transformers the dynamic NTK base follows the longest
+    sequence so far; cached keys would then disagree with later queries. Here the base is that of
+    ``max_context_len`` for the whole life of the engine. Up to the original context both agree.
     """
     frequencies_A = _inverse_frequencies(rope, head_dim, max_context_len)
     positions_P = torch.arange(max_context_len, dtype=torch.float32)
@@ -77,7 +78,7 @@ def _inverse_frequencies(rope: RopeSpec, head_dim: int, max_context_len: int) ->
 
 
 def _llama3(rope: RopeSpec, frequencies_A: torch.Tensor) -> torch.Tensor:
-    """Keep the fast angles, slow the slow ones by ``factor``, blend in between."""
+    """Leave fast angles as they are, slow down slow ones by ``factor``, blend in between."""
     turns_A = rope.original_max_position_embeddings / (2 * math.pi / frequencies_A)
     blend_A = (turns_A - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended_A = (1 - blend_A) * frequencies_A / rope.factor + blend_A * frequencies_A
@@ -101,8 +102,8 @@ def _yarn(rope: RopeSpec, wavelengths_A: torch.Tensor, head_dim: int) -> torch.T
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low or 0.001
     indices_A = torch.arange(head_dim // 2, dtype=torch.float32)
-    kept_A = 1 - ((indices_A - low) / width).clamp(0, 1)
-    return 1.0 / (rope.factor * wavelengths_A) * (1 - kept_A) + 1.0 / wavelengths_A * kept_A
+    blend_A = 1 - ((indices_A - low) / width).clamp(0, 1)
+    return 1.0 / (rope.factor * wavelengths_A) * (1 - blend_A) + 1.0 / wavelengths_A * blend_A
 
 
 def _attention_factor(rope: RopeSpec) -> float:

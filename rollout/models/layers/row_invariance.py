@@ -1,10 +1,10 @@
-"""Do the rows of a matrix product depend on how many there are? Asked once, at start.
+"""Tests at start whether the rows of matrix products depend on the number of rows.
 
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
-Exact mode needs one order for every step, so each shape in use is tried and steps are padded to
-the least number of rows from which all counts agree. On a GPU the products are ours, one order for
-any number of rows; that is asked all the same, of every tile. Where tiles disagree, the largest set
-of them that agrees is used.
+Exact mode needs one order for every step. So each shape in use is tried, and steps are padded to
+the smallest number of rows from which all counts agree. On a GPU the products are this package's,
+with one order for any number of rows; that is tested too, for every tile. If tiles disagree, the
+largest set that agrees is used.
 
 Legend: M rows, I input features, O output features.
 """
@@ -28,16 +28,16 @@ LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
 _ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257)
 _ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
-_AFFORDABLE = 2**30  # multiply-adds of one product: a few milliseconds
+_AFFORDABLE = 2**30  # multiply-adds of one tested product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
-_MAX_ON_A_GPU = 300  # more than a tile has; their own would have outputs of gigabytes
+_MAX_ON_A_GPU = 300  # rows: more than a tile has; max_rows would need gigabytes of outputs
 
 
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
-    """Turn products on a GPU to those of ops.matmul; then as ``minimum_rows``.
+    """Switch products on a GPU to `ops.matmul`, and return `minimum_rows`.
 
-    Each product is told its own least number of rows, for experts run fewer than a step has, and
-    all on a GPU which tiles to leave out.
+    Sets each product's ``min_rows``, since experts run fewer rows than a step, and on a GPU the
+    tiles to leave out.
     """
     linears = list(linears)
     on_gpu = [linear for linear in linears if linear.device.type == "cuda"]
@@ -53,11 +53,11 @@ def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
 
 
 def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
-    """The least M0 such that all sampled row counts in [M0, max_rows] give bitwise equal rows.
+    """The smallest M0 such that all sampled row counts in [M0, max_rows] give bitwise equal rows.
 
-    Rows are compared across counts, places, orders and, on the CPU, one thread against all, for
-    every distinct shape among ``linears``. Raises ExactnessError, naming the shape, where no M0 up
-    to LARGEST_PADDING holds.
+    Rows are compared across counts, positions, orders and, on the CPU, one thread against all, for
+    every distinct shape among ``linears``. Raises ExactnessError, naming the shape, if no M0 up to
+    LARGEST_PADDING works.
     """
     return max(_min_by_signature(linears, max_rows).values(), default=1)
 
@@ -101,7 +101,7 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
 
     least = max(differing, default=0) + 1
     if linear.device.type == "cpu" and not linear.is_packed:
-        # Plain products choose kernels by alignment too, which a probe sees only now and then.
+        # Plain products also choose kernels by alignment, which a probe rarely shows.
         least = max(least, LARGEST_PADDING)
     if least > LARGEST_PADDING:
         raise ExactnessError(
@@ -114,8 +114,8 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
 
 @torch.inference_mode()
 def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]:
-    """See `disagreeing_tiles`. For all shapes the same, so that experts, whose grouped products are
-    not asked, can go without them too."""
+    """`disagreeing_tiles` of all shapes together, so that experts, whose grouped products are not
+    tested, can leave them out too."""
     if not linears:
         return frozenset()
     shapes = {_signature(linear): linear for linear in linears}
@@ -128,11 +128,12 @@ def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]
 
 
 def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozenset[Tile]:
-    """All tiles but the largest set that gives each row of each product the same bits, wherever the
-    row lies, and has tiles of one block of rows: experts have no others, and few rows no better.
-    ``products``: of one dtype, each with rows of input.
+    """All tiles but the largest set that gives each row of each product the same bits.
 
-    Raises ExactnessError where no tile does.
+    Tiles of the set agree with each other and at every position of a row. The set contains a tile
+    with one block of rows: experts use only those.
+
+    ``products``: of one dtype, each with rows of input. Raises ExactnessError if there is no set.
     """
     every: Sequence[Tile] = ()
     agreeing: list[list[Tile]] = []
@@ -148,21 +149,22 @@ def disagreeing_tiles(products: Iterable[tuple[Linear, torch.Tensor]]) -> frozen
             raise ExactnessError(
                 "exact=true: no tile of one block of rows gives a row of the "
                 f"{linear.in_features} -> {linear.out_features} product in {linear.dtype} on "
-                f"{linear.device} the same bits wherever it lies; set exact=false"
+                f"{linear.device} the same bits at every position; set exact=false"
             )
     largest = max(agreeing, key=len, default=[])
     left_out = frozenset(every) - frozenset(largest)
     if left_out:
         log.warning(
-            "exact=true leaves out %d tiles of matrix products, which compute other rows than %d "
-            "that agree: %s",
+            "exact=true leaves out %d tiles of matrix products, which disagree with the %d in use: "
+            "%s",
             len(left_out), len(largest), "; ".join(str(tile) for tile in every if tile in left_out),
         )  # fmt: skip
     return left_out
 
 
 def _alike(some: list[Tile], linear: Linear, x_MI: torch.Tensor) -> list[list[Tile]]:
-    """Tiles that compute the same, together. One whose rows depend on their place is in none."""
+    """Groups of tiles with equal results. A tile whose rows depend on their position is left
+    out."""
     from rollout.ops.matmul.triton import tiled_matmul
 
     weight_OI = linear.weight_rows(0, linear.out_features).read()
@@ -187,7 +189,7 @@ def _shuffled(count: int, linear: Linear) -> torch.Tensor:
 
 
 def _signature(linear: Linear) -> tuple[object, ...]:
-    """The properties that kernels are chosen by; values are not among them."""
+    """The properties by which kernels are chosen; they do not depend on values."""
     return (
         linear.in_features,
         linear.out_features,
@@ -200,11 +202,11 @@ def _signature(linear: Linear) -> tuple[object, ...]:
 
 
 def _cancelling_probe(linear: Linear) -> Linear:
-    """A Linear of the same kind whose every sum cancels: what is left is rounding alone.
+    """A Linear of the same kind whose sums all cancel, so that only rounding errors are left.
 
-    So a changed order of summation shows in every output, where with random weights the last
-    step's rounding to bfloat16 would hide it from nearly all. The second half of a weight row is
-    the first half negated and reversed; an odd last feature is zero.
+    A changed order of summation then shows in every output; with random weights the final rounding
+    to bfloat16 would hide most changes. The second half of a weight row is the first half negated
+    and reversed; an odd last feature is zero.
     """
     half = linear.in_features // 2
     outputs = min(linear.out_features, _DISTINCT_OUTPUTS)

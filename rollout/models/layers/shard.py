@@ -1,4 +1,4 @@
-"""Products and tensors of which each rank has a part.
+"""Matrix products and tensors that are split over ranks.
 
 Legend: M rows, I input features, O output features.
 """
@@ -15,11 +15,11 @@ from rollout.models.layers.weight_loader import WeightLoader
 from rollout.parallel import RankGroup
 
 Part = range | tuple[range, ...]
-"""Indices along one dimension: a stretch, or several, side by side in the rank's own tensor."""
+"""A rank's indices along one dimension: one range, or several that are adjacent in its tensor."""
 
 
 def summed(linear: Linear, x_MI: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """[M, O] of a product whose input features are spread over the ranks: ``x_MI`` has this one's.
+    """A product [M, O] whose input features are split over ranks; ``x_MI`` has this rank's.
 
     Partial sums are rounded to the model's dtype and added in rank order, the bias last.
     """
@@ -32,35 +32,35 @@ def summed(linear: Linear, x_MI: torch.Tensor, group: RankGroup) -> torch.Tensor
 def shard_of(
     own: WeightLoader, group: RankGroup, parts: Sequence[Part], dim: int = 0
 ) -> WeightLoader:
-    """The whole tensor of which ``own`` is this rank's part.
+    """A loader of the whole tensor of which ``own`` is this rank's part.
 
-    It is written with the whole, of which the part alone is read, so that of a mapped file little
-    else is. Reading it is a call that every rank makes: parts come together in a new tensor.
+    Writing takes the whole tensor and reads only this rank's part of it, so that little of a mapped
+    file is read. Reading is a collective that assembles the parts in a new tensor.
 
-    ``parts``: of each rank, along ``dim``; ranks may have the same.
+    ``parts``: of each rank, along ``dim``; parts may overlap.
     """
     if group.size == 1:
         return own
-    stretches = [(part,) if isinstance(part, range) else part for part in parts]
-    lengths = [sum(len(each) for each in part) for part in stretches]
+    ranges = [(part,) if isinstance(part, range) else part for part in parts]
+    lengths = [sum(len(each) for each in part) for part in ranges]
     shape = list(own.shape)
-    shape[dim] = max(each.stop for part in stretches for each in part)
+    shape[dim] = max(each.stop for part in ranges for each in part)
 
     def write(whole: torch.Tensor) -> None:
-        pieces = [whole.narrow(dim, each.start, len(each)) for each in stretches[group.rank]]
-        own.write(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
+        views = [whole.narrow(dim, each.start, len(each)) for each in ranges[group.rank]]
+        own.write(views[0] if len(views) == 1 else torch.cat(views, dim))
 
     def read() -> torch.Tensor:
-        kept = own.read()
-        padded_shape = list(kept.shape)
+        own_part = own.read()
+        padded_shape = list(own_part.shape)
         padded_shape[dim] = max(lengths)
-        padded = kept.new_zeros(padded_shape)
-        padded.narrow(dim, 0, kept.shape[dim]).copy_(kept)
-        whole = kept.new_empty(shape)
-        for piece, part in zip(group.gather(padded), stretches, strict=True):
+        padded = own_part.new_zeros(padded_shape)
+        padded.narrow(dim, 0, own_part.shape[dim]).copy_(own_part)
+        whole = own_part.new_empty(shape)
+        for gathered, part in zip(group.gather(padded), ranges, strict=True):
             start = 0
             for each in part:
-                values = piece.narrow(dim, start, len(each))
+                values = gathered.narrow(dim, start, len(each))
                 whole.narrow(dim, each.start, len(each)).copy_(values)
                 start += len(each)
         return whole
@@ -71,9 +71,9 @@ def shard_of(
 def shards_of(
     own: Mapping[str, WeightLoader], group: RankGroup, parts: Mapping[str, Sequence[Part]]
 ) -> dict[str, WeightLoader]:
-    """Weights and biases of products whose output features are split.
+    """Loaders of weights and biases whose output features are split.
 
-    ``parts``: by the last but one part of the name, as q_proj is of ``q_proj.weight``.
+    ``parts``: by the last but one part of the name, such as q_proj for ``q_proj.weight``.
     """
     return {
         name: shard_of(loader, group, parts[name.split(".")[-2]]) for name, loader in own.items()
@@ -83,7 +83,7 @@ def shards_of(
 def input_shards_of(
     own: Mapping[str, WeightLoader], group: RankGroup, parts: Sequence[Part]
 ) -> dict[str, WeightLoader]:
-    """Weights of products whose input features are split; each rank has their biases whole."""
+    """Loaders of weights whose input features are split; each rank has whole biases."""
     return {
         name: shard_of(each, group, parts, dim=1) if name.endswith(".weight") else each
         for name, each in own.items()

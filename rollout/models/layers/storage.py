@@ -1,4 +1,4 @@
-"""Giving a tensor's memory back while the tensor, and every view of it, stays what it is."""
+"""Frees and allocates a tensor's memory while the tensor and its views stay valid objects."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def free_storage(tensor: torch.Tensor) -> int:
-    """Free the tensor's memory; the bytes freed, 0 where that was done before.
+    """Free a tensor's memory. Returns the bytes, 0 if it was free already.
 
-    Whatever shares the storage has no memory either, until ``allocate_storage``. Reading or writing
-    it before is a crash, not an error: who frees must see to it that nobody does.
+    Tensors that share the storage lose their memory too, until ``allocate_storage``. Reading or
+    writing them before crashes the process, so the caller must prevent it.
     """
     storage = tensor.untyped_storage()
     freed = storage.nbytes()
@@ -18,10 +18,10 @@ def free_storage(tensor: torch.Tensor) -> int:
 
 
 def allocate_storage(tensor: torch.Tensor) -> None:
-    """Give a freed tensor memory again, its values undefined; one that has memory is left alone.
+    """Allocate a freed tensor's memory, its values undefined. Does nothing if it has memory.
 
-    The address may be another one. What remembers addresses, as captured graphs do, must be made
-    anew, or such tensors must come from a pool of virtual addresses that outlives their memory.
+    The address may change, so whatever stores addresses, such as a captured graph, is invalid
+    afterwards.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:

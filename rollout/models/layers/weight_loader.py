@@ -1,4 +1,4 @@
-"""WeightLoader: where one tensor of a checkpoint, or of a trainer, goes in a model."""
+"""WeightLoader: reads and writes one named tensor of a model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from rollout.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLoader:
-    """One named tensor of a model, wherever its values really live.
+    """One named tensor of a model, wherever and however its values are stored.
 
-    ``write`` takes any floating dtype and any device and needs the exact shape: callers ask
-    ``mismatches`` before the first byte moves. ``read`` gives a copy.
+    ``write`` takes any floating dtype and device, but needs the exact shape: call `mismatches`
+    before the first write. ``read`` returns a copy.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     write: Callable[[torch.Tensor], None]
     read: Callable[[], torch.Tensor]
-    place: tuple[int, int]  # the object that holds it, by id(), and its first row there
-    alias_of: str | None = None  # this is a second name of that tensor
-    is_borrowed: bool = False  # another model's: writing checks that the values are those it has
-    parts: tuple[str, ...] = ()  # this is all of those tensors in one, as fused experts are
+    location: tuple[int, int]  # id() of the object that stores it, and its first row there
+    alias_of: str | None = None  # the tensor of which this is a second name
+    is_borrowed: bool = False  # owned by another model: writing checks that the values are equal
+    parts: tuple[str, ...] = ()  # tensors that this one fuses, such as experts
 
     @property
     def required(self) -> bool:
-        """Whether a full load must name it; one name of a tied pair is enough, parts or whole."""
+        """Whether a full load must name it. Aliases and fused tensors have other names to load."""
         return self.alias_of is None and not self.is_borrowed and not self.parts
 
     @staticmethod
-    def of(tensor: torch.Tensor, place: tuple[int, int] | None = None) -> WeightLoader:
-        """A plain tensor, written in place; ``place`` where it is a view of what is kept."""
+    def of(tensor: torch.Tensor, location: tuple[int, int] | None = None) -> WeightLoader:
+        """A loader of a plain tensor, written in place. ``location``: needed if it is a view."""
         return WeightLoader(
-            place=place or (id(tensor), 0),
+            location=location or (id(tensor), 0),
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             write=lambda values: fill(tensor, values),
@@ -44,38 +44,38 @@ class WeightLoader:
         )
 
     def reordered(self, order_O: torch.Tensor) -> WeightLoader:
-        """The loader of a tensor whose rows are kept in another order than checkpoints have.
+        """A loader for checkpoints whose rows are in another order than the stored ones.
 
-        ``order_O``: kept row i is row order[i] of the tensor.
+        ``order_O``: stored row i is the checkpoint's row order[i].
         """
-        place_O = torch.argsort(order_O)
+        inverse_O = torch.argsort(order_O)
         return replace(
             self,
             write=lambda values: self.write(values[order_O.to(values.device)]),
-            read=lambda: (kept := self.read())[place_O.to(kept.device)],
+            read=lambda: (stored := self.read())[inverse_O.to(stored.device)],
         )
 
 
 @torch.inference_mode()
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy in place, converting dtype and device. Inference mode lets any tensor be the target."""
+    """Copy in place, converting dtype and device. Inference mode allows any tensor as target."""
     assert values.shape == target.shape, f"{tuple(values.shape)} into {tuple(target.shape)}"
     target.copy_(values)
 
 
-def same_values(values: torch.Tensor, held: torch.Tensor) -> bool:
-    """Whether ``values`` are what is held, once converted; NaN equals NaN."""
-    converted = values.to(held)
-    return bool(((converted == held) | (converted.isnan() & held.isnan())).all())
+def same_values(values: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Whether ``values``, converted to the stored dtype, equal ``stored``; NaN equals NaN."""
+    converted = values.to(stored)
+    return bool(((converted == stored) | (converted.isnan() & stored.isnan())).all())
 
 
 def with_alias(
     name: str, alias: str, loader: WeightLoader, remedy: str = "send one of them"
 ) -> dict[str, WeightLoader]:
-    """Two names of one tensor, as tied embedding and head are.
+    """Loaders of one tensor with two names, such as tied embedding and head.
 
-    Whichever is written first fills it; the other must then carry the same values, and raises
-    CheckpointError where it does not. What was written is remembered by the returned pair only.
+    The name written first fills the tensor. Writing the other one must bring the same values, else
+    it raises CheckpointError. Only the returned pair remembers what was written.
     """
     written_as: list[str] = []
 
@@ -101,9 +101,10 @@ def mismatches(
     *,
     partial: bool = False,
 ) -> list[str]:
-    """The reasons why ``offered`` (name to shape) cannot be loaded: one line per tensor.
+    """The reasons why ``offered`` (name to shape) cannot be loaded, one line per tensor.
 
-    Empty when all is well. ``partial`` lets names be missing. Of parts and their whole one comes.
+    Empty if it can. ``partial`` allows missing names. A fused tensor and its parts exclude each
+    other.
     """
     lines = [f"unexpected: {name}" for name in offered if name not in weight_loaders]
     for name, shape in offered.items():

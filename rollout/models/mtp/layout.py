@@ -1,10 +1,10 @@
-"""Where checkpoints keep their MTP chains, and what their steps read.
+"""The layouts of MTP chains in checkpoints.
 
-All are one network with its parts named apart (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
-section 2.2): a decoder layer over a projection of two normed vectors, the embedding of a token and
-the hidden state of the position before. What differs beside the names: the order of the two, and
-whether the first step reads the target's hidden state before or after its final norm. From step to
-step the hidden state goes on after the step's own final norm, as its head reads it.
+All are the same network with other names (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section
+2.2): a decoder layer over a projection of two normed vectors, the embedding of a token and the
+hidden state of the position before. Layouts also differ in the order of the two vectors, and in
+whether the first step reads the target's hidden state before or after its final norm. Each later
+step reads the output of the step before after that step's final norm, like the head.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rollout.models.draft_model import CHAIN_ARCHITECTURE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpLayout:
-    """Names of tensors; ``{step}`` counts the chain's steps from 0, ``{layer}`` from the target's
-    number of layers. A name without either is of one tensor that all steps share."""
+    """Names of a chain's tensors. ``{step}`` counts steps from 0, ``{layer}`` from the target's
+    number of layers. All steps share a tensor whose name has neither."""
 
     title: str
     embedding_norm: str
@@ -30,12 +30,12 @@ class MtpLayout:
     decoder: str  # prefix of the decoder layer's names
     final_norm: str
     hidden_first: bool  # the projection's input is [hidden, embedding], else [embedding, hidden]
-    before_final_norm: bool  # of the target: what the first step reads
-    embedding: str | None = None  # a copy of the target's that a checkpoint may have
-    head: str | None = None  # likewise, or one of its own
+    before_final_norm: bool  # the first step reads the target's state before its final norm
+    embedding: str | None = None  # a copy of the target's that checkpoints may have
+    head: str | None = None  # a copy of the target's, or the chain's own
 
     def features(self, num_layers: int) -> AuxHiddenStates:
-        """The hidden states the chain reads of a target of so many layers."""
+        """The hidden states that the chain reads of a target with ``num_layers`` layers."""
         if self.before_final_norm:
             return AuxHiddenStates(layers=(num_layers,))
         return AuxHiddenStates(final=True)
@@ -84,7 +84,7 @@ SEPARATE = MtpLayout(
     before_final_norm=False,
     head="draft.lm_head.weight",
 )
-"""Our own, of a chain trained apart from its target and kept in a folder of its own."""
+"""This project's layout of a chain in a folder of its own."""
 
 IN_TARGET = (MIMO, QWEN3_NEXT, DEEPSEEK_V3)
 
@@ -109,7 +109,7 @@ _NOT_IMPLEMENTED: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class StepNames:
-    """The tensors of one step."""
+    """The names of one step's tensors."""
 
     embedding_norm: str
     hidden_norm: str
@@ -123,10 +123,13 @@ class StepNames:
 def find_layout(
     layouts: Iterable[MtpLayout], names: Iterable[str], num_layers: int, *, experts: bool = False
 ) -> tuple[MtpLayout, list[StepNames]] | None:
-    """The layout whose tensors are among ``names``, and its steps; None where none is.
+    """The first layout whose tensors are among ``names``, and its steps; None if there is none.
 
-    ``num_layers``: the target's. ``experts``: whether the target has some, as then its chain may.
-    Raises UnsupportedModelError for a chain with what is not implemented here, naming it.
+    Args:
+        num_layers: the target's.
+        experts: whether the chain may have experts, since its target has some.
+
+    Raises UnsupportedModelError, naming the feature, for a chain that is not implemented.
     """
     present = frozenset(names)
     for layout in layouts:
@@ -142,7 +145,7 @@ def find_layout(
 def _step_names(
     layout: MtpLayout, step: int, num_layers: int, present: frozenset[str]
 ) -> StepNames | None:
-    """None where the checkpoint has no such step."""
+    """The names of a step, or None if the checkpoint does not have it."""
 
     def at(name: str) -> str:
         return name.format(step=step, layer=num_layers + step)
@@ -165,6 +168,7 @@ def _step_names(
 
 
 def has_experts(step: StepNames, names: Iterable[str]) -> bool:
+    """Whether a checkpoint's tensor names contain experts of the step."""
     return any(name.startswith(f"{step.decoder}{_EXPERTS[0]}") for name in names)
 
 

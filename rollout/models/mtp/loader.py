@@ -1,4 +1,4 @@
-"""From a folder to an MTP chain: a target's own checkpoint, or a folder of the chain alone."""
+"""Loads an MTP chain from a target's own checkpoint, or from a folder of the chain alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VOCABULARY_TABLE = "d2t"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpChain:
-    """The facts of a folder's chain that are known before weights are read."""
+    """A folder's chain, before its weights are read."""
 
     checkpoint: Checkpoint
     layout: MtpLayout
@@ -41,10 +41,10 @@ class MtpChain:
 
     @staticmethod
     def find(folder: Path, target: ModelSpec) -> MtpChain:
-        """From config.json and the names of tensors.
+        """Find a chain by config.json and the names of tensors.
 
-        Raises CheckpointError where there is no chain or it is not one for this target,
-        UnsupportedModelError, naming it, for what is not implemented in a chain.
+        Raises CheckpointError if there is no chain or it is for another target, and
+        UnsupportedModelError, naming the feature, for a chain that is not implemented.
         """
         config = read_json(folder / "config.json", "a draft's folder")
         is_separate = is_separate_chain(folder)
@@ -84,9 +84,9 @@ class MtpChain:
         return MtpChain(checkpoint=checkpoint, layout=layout, steps=tuple(steps), spec=spec)
 
     def load(self, target: CausalLM, *, packing: bool = True) -> list[MtpStep]:
-        """The chain's steps, in order, in the target's dtype and on its device.
+        """The chain's steps in order, in the target's dtype and on its device.
 
-        Raises CheckpointError for missing tensors and wrong shapes before one is read.
+        Raises CheckpointError for missing tensors and wrong shapes before reading any.
         """
         decoder = self.spec.decoder
         tensors = ChainTensors(dtype=target.dtype, device=target.device, packing=packing)
@@ -109,8 +109,7 @@ class MtpChain:
         return steps
 
     def tensors_for(self, steps: Sequence[MtpStep]) -> dict[str, str]:
-        """The tensors a loaded chain can take from this folder, by their names there and in the
-        chain.
+        """The folder's tensors for a loaded chain: names there to names in the chain.
 
         Raises CheckpointError for a chain of another shape or with another vocabulary.
         """
@@ -125,7 +124,7 @@ class MtpChain:
         return {name: name for name in self.checkpoint.tensors if name in weight_loaders}
 
     def _own_names(self, names: StepNames, target: CausalLM) -> StepNames:
-        """Without copies of the target's embedding and head: those are read where it has them."""
+        """``names`` without copies of the target's embedding and head, which the chain shares."""
         held = target.weight_loaders()
 
         def own(name: str | None, of_target: str) -> str | None:
@@ -192,7 +191,7 @@ def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec)
 def _refuse_gated_attention(
     checkpoint: Checkpoint, layout: MtpLayout, step: StepNames, decoder: ModelSpec
 ) -> None:
-    """A chain whose target has no gates beside its queries has none either."""
+    """Raise for a chain with gated attention whose target has none."""
     name = f"{step.decoder}.self_attn.q_proj.weight"
     stored = checkpoint.tensors.get(name)
     if stored is not None and stored.shape[0] == 2 * decoder.num_heads * decoder.head_dim:

@@ -1,6 +1,6 @@
 """One step of an MTP chain: a decoder layer over a token's embedding and the hidden state before.
 
-Legend: T query rows, R rows whose logits are wanted, E hidden, D draft vocabulary, V the target's
+Legend: T query rows, R rows whose logits are computed, E hidden, D draft vocabulary, V the target's
 vocabulary, P positions.
 """
 
@@ -19,7 +19,7 @@ from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
 
 class ChainTensors:
-    """Makes each named tensor of a chain once, however many of its steps have it."""
+    """Makes each named tensor of a chain once, so that steps with the same name share it."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, packing: bool) -> None:
         self.dtype = dtype
@@ -29,12 +29,13 @@ class ChainTensors:
         self._linears: dict[str, Linear] = {}
 
     def table(self, name: str, *shape: int) -> torch.Tensor:
-        """Uninitialised."""
+        """A parameter of this shape, uninitialised."""
         if name not in self._tables:
             self._tables[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._tables[name]
 
     def linear(self, name: str, inputs: int, outputs: int) -> Linear:
+        """A matrix product of these sizes, uninitialised."""
         if name not in self._linears:
             self._linears[name] = Linear(
                 inputs, outputs, dtype=self.dtype, device=self.device, packing=self.packing
@@ -43,9 +44,9 @@ class ChainTensors:
 
 
 class MtpStep(OwnWeights):
-    """See DraftModel. Weights are uninitialised until written through ``destinations``.
+    """A `DraftModel`. Weights are uninitialised until written through ``weight_loaders``.
 
-    Its hidden states are those after its own final norm: what its head reads, the next step does.
+    Its hidden states are those after its own final norm: the head and the next step read the same.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class MtpStep(OwnWeights):
     ) -> None:
         """
         Args:
-            tensors: where steps of one chain get what they share.
-            hidden_first: see MtpLayout.
+            tensors: shared by the steps of the chain.
+            hidden_first: as in `MtpLayout`.
         """
         self.spec = spec
         self.dtype = tensors.dtype
@@ -133,7 +134,7 @@ class MtpStep(OwnWeights):
         return [self._projection, *self._layer.linears(), *head]
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """By the checkpoint's own names."""
+        """Loaders by the checkpoint's own names."""
         found = {name: WeightLoader.of(table) for name, table in self._tables().items()}
         found[self.names.projection] = self._projection.weight_rows(0, self.spec.hidden_size)
         found |= self._layer.weight_loaders(self.names.decoder)

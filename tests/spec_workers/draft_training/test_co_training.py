@@ -20,11 +20,9 @@ from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateErro
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict
 from spec_workers.draft_training.co_training import CoTrainer
-from spec_workers.draft_training.co_training_config import CoTrainingConfig
 from spec_workers.draft_training.co_training_process import CoTrainingProcess
-from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft_swap import DraftSwap, SwapResult
-from spec_workers.draft_training.engine_draft import trainable_draft
+from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig
+from spec_workers.draft_training.engine_draft import DraftSwap, SwapResult, trainable_draft
 from spec_workers.draft_training.training_run import save_draft
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tiny_draft import save_tiny_eagle3
@@ -245,7 +243,7 @@ def test_what_cannot_be_trained_is_refused(setting, tmp_path):
     of_ranks.config = replace(of_ranks.config, parallel=ParallelConfig(mode="tensor", size=2))
     for co_training in (CoTrainer, CoTrainingProcess):
         with pytest.raises(
-            InvalidInputError, match=r"parallel\.mode='tensor': must be none.*apart"
+            InvalidInputError, match=r"parallel\.mode='tensor': must be none.*separately"
         ):
             co_training(of_ranks, CONFIG)
 
@@ -404,7 +402,7 @@ def test_a_process_that_dies_over_a_swap_leaves_the_old_draft(engine):
             answers += process._answers()
             process._awaited = 0
             if answers and not any("judgement" in each for each in answers):
-                process._go_on()
+                process._start_round()
                 answers.clear()
             time.sleep(0.02)
         process._process.kill()

@@ -8,9 +8,9 @@ from rollout.config import DType
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.loader import load_model
 from spec_workers.draft_training.building import DraftKind, DraftShape, load_draft, new_draft
+from spec_workers.draft_training.draft import DraftVocabulary
 from spec_workers.draft_training.sequences import TokenSequence
 from spec_workers.draft_training.target_features import TargetFeatures
-from spec_workers.draft_training.target_tensors import DraftVocabulary
 from spec_workers.draft_training.training_run import save_draft
 from tests.helpers.dense_attention import DenseAttention
 from tests.helpers.dense_states import DenseStates

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from spec_workers.draft_training.co_training_config import CoTrainingConfig
+from spec_workers.draft_training.config import CoTrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.features.feature_ring import FeatureRing
 

@@ -23,8 +23,15 @@ from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import read_json
 from rollout.types import SamplingParams
 from spec_workers.draft_training import command
-from spec_workers.draft_training.building import DraftKind, DraftShape, load_draft, new_draft
+from spec_workers.draft_training.building import (
+    DraftKind,
+    DraftShape,
+    TargetTensors,
+    load_draft,
+    new_draft,
+)
 from spec_workers.draft_training.config import TrainingConfig
+from spec_workers.draft_training.draft import DraftVocabulary
 from spec_workers.draft_training.held_out import TreeShape, matched_lengths
 from spec_workers.draft_training.loss import SoftCrossEntropy, unrolled_loss
 from spec_workers.draft_training.packed_rows import PackedRows
@@ -35,10 +42,14 @@ from spec_workers.draft_training.sequences import (
     split_by_prompt,
 )
 from spec_workers.draft_training.target_features import TargetFeatures
-from spec_workers.draft_training.target_tensors import DraftVocabulary, TargetTensors
 from spec_workers.draft_training.trainer import DraftTrainer
-from spec_workers.draft_training.training_log import LOG, read_log
-from spec_workers.draft_training.training_run import RunOptions, TrainingRun, save_draft
+from spec_workers.draft_training.training_run import (
+    LOG,
+    RunOptions,
+    TrainingRun,
+    read_log,
+    save_draft,
+)
 from tests.helpers.dense_attention import DenseAttention
 from tests.helpers.plain_eagle import PlainEagle3
 from tests.helpers.tiny_model import save_tiny_llama
@@ -393,7 +404,7 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
         (["--num-kv-heads", "3"], "--num-kv-heads=3"),
         (["--device", "gpu"], "--device='gpu'"),
         (["--model", "nowhere"], "--model='nowhere': no such folder"),
-        (["--resume"], "holds no training.pt: leave --resume out"),
+        (["--resume"], "holds no training.pt: leave out --resume"),
     ],
 )
 def test_wrong_options_are_named_before_anything_is_loaded(

@@ -12,8 +12,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import FinishReason
-from spec_workers.features.feature_options import FeatureRingOptions
-from spec_workers.features.feature_recorder import FeatureRecorder
+from spec_workers.features.feature_recorder import FeatureRecorder, FeatureRingOptions
 from spec_workers.features.feature_ring import FeatureReader, FeatureRing
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -198,7 +197,7 @@ def test_nan_is_not_recorded(tiny_model_path):
         ({"dtype": "int8"}, r"feature_ring\.dtype"),
         ({"every": 0}, r"feature_ring\.every"),
         (5, r"feature_ring=5: must be a mapping of num_bytes"),
-        ({"bytes": 1}, r"there are num_bytes, dtype, every"),
+        ({"bytes": 1}, r"known options: num_bytes, dtype, every"),
     ],
 )
 def test_options_are_checked(options, field):

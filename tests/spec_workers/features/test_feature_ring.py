@@ -130,7 +130,7 @@ def test_another_process_opens_it_by_name(dtype):
 
 def test_what_is_no_ring_is_refused():
     segment = OwnedSegment(1 << 16)
-    with pytest.raises(InvalidInputError, match="no feature ring"):
+    with pytest.raises(InvalidInputError, match="not a feature ring"):
         FeatureReader.open(segment.name)
     with pytest.raises(InvalidInputError, match="must be a segment's name"):
         FeatureReader.open("../etc/passwd")
