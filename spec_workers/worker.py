@@ -176,6 +176,8 @@ class SpecWorker:
         self.prepare(batch)
         self.drafting_is_steady = True
         floor = self.budget.floor(batch)
+        if floor is not None and self.budget.takes_plain_turn():
+            floor = None
         proposed = None if floor is None else self.propose(batch, floor)
         verified = self.budget.choose(batch, proposed)
         if self.target.checks_ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.engine.draft_corpus import ExternalCorpus
-from rollout.types import Batch, Rollout, StepResult
+from rollout.engine.plain_pace import PlainPace
+from rollout.types import Batch, Rollout, StepForecast, StepResult
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +31,7 @@ class StepMetrics:
     predicted_ms: float = 0.0  # draft, forward and sampling by the cost curve; 0: not known
     plain_ms: float = 0.0  # likewise, of the same step without drafts
     predicted_gain_ms: float = 0.0  # what plain decoding of the same tokens would take longer
-    gain_ms: float = 0.0  # likewise, by what was accepted and the time it took
+    gain_ms: float = 0.0  # likewise, by what was accepted, the time it took and that of plain steps
     schedule_ms: float = 0.0
     draft_ms: float = 0.0
     forward_ms: float = 0.0
@@ -67,7 +69,8 @@ class EngineMetrics:
     total_ms: float = 0.0
     forecast_steps: int = 0  # of which the cost was predicted
     predicted_gain_ms: float = 0.0  # what plain decoding would have taken longer, as expected
-    gain_ms: float = 0.0  # likewise, by the cost curve and what was accepted
+    gain_ms: float = 0.0  # likewise, by what was accepted and the pace of plain steps between
+    gain_variance_ms2: float = 0.0  # the squared standard error of `gain_ms`
     first_rollout_seconds: float | None = None  # engine time until the first rollout finished
     kv_slots: int = 0
 
@@ -78,8 +81,14 @@ class EngineMetrics:
 
     @property
     def saved_seconds(self) -> float:
-        """The seconds that plain decoding would have taken longer, by the cost curve."""
+        """The seconds that plain decoding would have taken longer, by the pace of the plain steps
+        between drafting ones."""
         return self.gain_ms / 1e3
+
+    @property
+    def saved_error_seconds(self) -> float:
+        """Half of the 95 % interval of `saved_seconds`."""
+        return 1.96 * math.sqrt(self.gain_variance_ms2) / 1e3
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -94,10 +103,12 @@ class MetricsRecorder:
     def __init__(self, kv_slots: int) -> None:
         self.total = EngineMetrics(kv_slots=kv_slots)
         self.last = StepMetrics()
+        self._pace = PlainPace()
 
     def reset(self) -> None:
         """Count from zero."""
         self.total = EngineMetrics(kv_slots=self.total.kv_slots)
+        self._pace = PlainPace()
 
     def record(
         self,
@@ -128,11 +139,33 @@ class MetricsRecorder:
         step.forward_ms, step.sample_ms, step.total_ms = times.forward, times.sample, times.total
         step.weight_version = result.weight_version
         decodes_alone = batch.num_run_tokens == step.sampling and not took_turns
-        _compare_with_forecast(step, result, decodes_alone)
+        if result.forecast is not None:
+            self._book_gain(step, result.forecast, decodes_alone=decodes_alone)
         self._accumulate(step)
         for rollout in ended:
             self._finish(rollout)
         self.last = step
+
+    def _book_gain(self, step: StepMetrics, forecast: StepForecast, *, decodes_alone: bool) -> None:
+        """What drafts saved in this step, by the pace of the plain steps beside it."""
+        pace = self._pace
+        step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
+        step.predicted_gain_ms = forecast.predicted_gain_ms
+        took_ms = pace.bounded(step.total_ms - step.schedule_ms, forecast.predicted_ms)
+        if not step.drafted:
+            # All that can be lost in it is the time of proposing what was not verified.
+            step.gain_ms = -pace.ratio * max(0.0, forecast.predicted_ms - forecast.plain_ms)
+            if decodes_alone:
+                step.gain_ms += pace.observe(took_ms, forecast.predicted_ms)
+        else:
+            spared_ms = forecast.plain_ms
+            spared_ms += forecast.decode_ms * step.accepted / max(1, step.sampling)
+            if not decodes_alone:
+                # A step with prefill is predicted less well than what drafts gain or lose in it,
+                # and of one that took turns the clock tells another's time too.
+                spared_ms, took_ms = spared_ms - forecast.predicted_ms, 0.0
+            step.gain_ms = pace.spare(spared_ms) - took_ms
+        self.total.gain_variance_ms2 = pace.variance_ms2
 
     def _finish(self, rollout: Rollout) -> None:
         total = self.total
@@ -160,20 +193,6 @@ class MetricsRecorder:
         total.forward_ms += step.forward_ms
         total.sample_ms += step.sample_ms
         total.total_ms += step.total_ms
-
-
-def _compare_with_forecast(step: StepMetrics, result: StepResult, decodes_alone: bool) -> None:
-    forecast = result.forecast
-    if forecast is None:
-        return
-    step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
-    step.predicted_gain_ms = forecast.predicted_gain_ms
-    if result.num_proposed:
-        # A step with prefill is predicted less well than what drafts gain or lose in it, and of one
-        # that took turns the clock tells another's time too.
-        took_ms = step.total_ms - step.schedule_ms if decodes_alone else forecast.predicted_ms
-        spared_ms = forecast.decode_ms * step.accepted / max(1, step.sampling)
-        step.gain_ms = spared_ms + forecast.plain_ms - took_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,7 @@ class RunLog:
             "total_generated_tokens": total.generated_tokens,
             "total_accept_length": total.accept_length,
             "saved_seconds": total.saved_seconds,
+            "saved_error_seconds": total.saved_error_seconds,
             "preemptions": total.preemptions,
             "peak_memory_bytes": total.peak_memory_bytes,
             **self._engine.status().counters,

@@ -88,20 +88,19 @@ class Summary:
         shares = [f"{name} {ms / whole:.1%}" for name, ms in phases.items()]
         return ", ".join([*shares, f"writing and the rest {max(rest, 0.0) / whole:.1%}"])
 
-    @property
-    def _expected_seconds(self) -> float:
-        return self.metrics.predicted_gain_ms / 1e3 / self.replicas
-
     def _saved(self) -> str:
         if not self.metrics.drafted:
             return "nothing was drafted"
         if not self.metrics.forecast_steps:
             return "not measured: spec.budget=learned knows what steps cost"
         saved = self.metrics.saved_seconds / self.replicas
-        ratio = (self.seconds + saved) / self.seconds if self.seconds else 1.0
+        error = self.metrics.saved_error_seconds / self.replicas
+        if abs(saved) <= error:
+            return f"no difference can be told: {saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f}"
+        speedup = (self.seconds + saved) / self.seconds if self.seconds else 1.0
         return (
-            f"{saved:+.1f} s ({ratio:.2f}x) against the same run without it: the clock against "
-            f"the cost curve (expected {self._expected_seconds:+.1f} s)"
+            f"{saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f} ({speedup:.2f}x), measured against "
+            "plain steps between the others"
         )
 
 

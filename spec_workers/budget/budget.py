@@ -38,6 +38,10 @@ class DraftBudget(Protocol):
         """The least probability at which a node could pay; None: propose nothing."""
         ...
 
+    def takes_plain_turn(self) -> bool:
+        """Whether a step that could draft decodes plainly, to be compared with. Asked once each."""
+        ...
+
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
         """Choose the proposed nodes to verify; None when nobody was asked."""
         ...
@@ -78,6 +82,9 @@ class FixedBudget:
 
     def floor(self, batch: Batch) -> float | None:
         return self._min_probability
+
+    def takes_plain_turn(self) -> bool:
+        return False
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
         trees = only_roots(len(batch.entries)) if proposed is None else proposed

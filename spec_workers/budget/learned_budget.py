@@ -35,6 +35,11 @@ _LEARN_EVERY_CLOSED = 32
 a part of what there is to spare. Two in a row, for between those the machine has hardly changed:
 they tell what rows cost."""
 
+_PLAIN_EVERY = 64
+_FIRST_PLAIN = (4, 8, 16, 32)
+"""Of so many steps that may draft one runs plain, and sooner at first: what drafts save is measured
+against those. It costs a 64th of what is saved."""
+
 _BELIEVED = 2.0
 """Times what drafting usually takes: the most that one step's is believed to have taken."""
 
@@ -49,7 +54,8 @@ class LearnedBudget:
         self._min_probability = min_probability
         self._trust = RequestTrust()
         self._gate = Gate()
-        self._drafted = False  # in the step before
+        self._drafted = False  # in the step before, plain ones for comparison left out
+        self._turns = 0  # steps that might draft
         self._prices = KnownPrices()
         self._steps = 0
         self._learned_at = 0  # the step costs were last learned from
@@ -82,6 +88,10 @@ class LearnedBudget:
         raised = max(1.0, self._values.highest_ratio * trust)
         least = cheapest / (prices.token_ms * raised)
         return min(1.0, max(self._min_probability, least))
+
+    def takes_plain_turn(self) -> bool:
+        self._turns += 1
+        return self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
         prices = self._priced(batch)
@@ -123,7 +133,8 @@ class LearnedBudget:
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
         prices, trees = self._priced(batch), verified.trees
-        self._drafted = trees.num_nodes > 0
+        if verified.proposed is not None or not self._gate.is_open:  # else it was a plain turn
+            self._drafted = trees.num_nodes > 0
         self._steps += 1
         every = _LEARN_EVERY if self._gate.is_open else _LEARN_EVERY_CLOSED
         if self._steps <= _FIRST_STEPS or self._steps % every < 2:

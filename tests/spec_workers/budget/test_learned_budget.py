@@ -155,8 +155,11 @@ def test_it_begins_later_than_it_goes_on():
     assert num_nodes() == 0
     step(budget, batch, 0.9)
     assert num_nodes() == 1
-    plain = budget.choose(batch, None)
-    budget.observe(batch, plain, results_of(plain.trees), FREE)
+    turn = budget.choose(batch, None)  # a plain turn between drafting steps changes nothing
+    budget.observe(batch, turn, results_of(turn.trees), FREE)
+    assert num_nodes() == 1
+    none = budget.choose(batch, only_roots(1))
+    budget.observe(batch, none, results_of(none.trees), FREE)
     assert num_nodes() == 0
 
 

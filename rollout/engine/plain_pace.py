@@ -1,0 +1,60 @@
+"""The pace of plain decoding, measured by plain steps between drafting ones, with its error."""
+
+from __future__ import annotations
+
+_FIRST_ERROR = 0.1  # of the pace, while hardly a plain step was seen
+_FEWEST = 3  # differences whose scatter is believed
+_LONGEST = 2.0  # times the pace: more of a step's time is the machine's doing
+
+
+class PlainPace:
+    """How many times as long plain steps take as predicted, and what drafts spared by that.
+
+    Drafting steps are compared with the plain step before them and the one after them, so a machine
+    that slows down slows both sides. The scatter of the pace is half the mean squared difference of
+    neighbours (von Neumann 1941), which a slow drift hardly touches.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = 1.0  # milliseconds of plain decoding for one predicted, at the last plain step
+        self._seen = 0  # plain steps
+        self._squares = 0.0  # of differences of neighbours, halved
+        self._pending_ms = 0.0  # predicted, spared since the last plain step
+        self._weight_ms = 0.0  # of the last plain step's pace in what was spared before it
+        self._settled_ms2 = 0.0  # squared weights of earlier ones
+
+    def bounded(self, took_ms: float, predicted_ms: float) -> float:
+        """The time a step took, without what a moment's stall of the machine added to it."""
+        return min(took_ms, _LONGEST * self.ratio * predicted_ms) if self._seen else took_ms
+
+    def observe(self, took_ms: float, predicted_ms: float) -> float:
+        """A step that verified no draft took so long.
+
+        Returns the milliseconds by which this changes what was spared since the plain step before.
+        """
+        ratio = self.bounded(took_ms, predicted_ms) / predicted_ms
+        change = ratio - self.ratio
+        if self._seen:
+            change /= 2  # drafting steps between two plain ones go by the mean of both
+            self._squares += 2 * change**2
+            self._settled_ms2 += (self._weight_ms + self._pending_ms / 2) ** 2
+            self._weight_ms = self._pending_ms / 2
+        else:
+            self._weight_ms = self._pending_ms
+        corrected_ms = change * self._pending_ms
+        self.ratio, self._pending_ms = ratio, 0.0
+        self._seen += 1
+        return corrected_ms
+
+    def spare(self, predicted_ms: float) -> float:
+        """Drafts spared plain decoding of so many predicted milliseconds; those at the pace."""
+        self._pending_ms += predicted_ms
+        return self.ratio * predicted_ms
+
+    @property
+    def variance_ms2(self) -> float:
+        """The squared standard error of all that was spared."""
+        differences = self._seen - 1
+        few = differences < _FEWEST
+        scatter = (_FIRST_ERROR * self.ratio) ** 2 if few else self._squares / differences
+        return scatter * (self._settled_ms2 + (self._weight_ms + self._pending_ms) ** 2)
