@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core.core_schema import CoreSchema
 
 from rollout.errors import InvalidInputError
-from rollout.server.json_pieces import Integers
+from rollout.server.json_route import Integers
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
-from rollout.server.json_answer import JsonAnswer
+from rollout.server.json_route import JsonAnswer
 
 
 class QueueFullError(RolloutError):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from rollout.errors import RolloutError
 from rollout.server.delta_stream import DeltaStream
 from rollout.server.errors import error_body
-from rollout.server.json_answer import json_bytes
+from rollout.server.json_route import json_bytes
 
 
 class EventStream(StreamingResponse):

@@ -10,8 +10,7 @@ from fastapi.exceptions import RequestValidationError
 
 from rollout.errors import InvalidInputError, OutOfMemoryError, RolloutError
 from rollout.server.errors import error_body
-from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_route import JsonRoute
+from rollout.server.json_route import JsonAnswer, JsonRoute
 
 
 class ModelNotFoundError(RolloutError):

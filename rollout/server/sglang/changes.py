@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from rollout.engine.protocol import Engine
 from rollout.errors import RolloutError
 from rollout.server.errors import error_body
-from rollout.server.json_answer import JsonAnswer
+from rollout.server.json_route import JsonAnswer
 from rollout.server.serving import Serving
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import Body
 from rollout.server.documented import CHANGED
-from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_route import JsonRoute
+from rollout.server.json_route import JsonAnswer, JsonRoute
 from rollout.server.middleware import require_admin
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, change

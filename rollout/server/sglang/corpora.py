@@ -16,8 +16,7 @@ from rollout.server.allowed_paths import AllowedPaths
 from rollout.server.body_fields import Body, KnownIds, Listed
 from rollout.server.documented import CHANGED
 from rollout.server.errors import DrainingError
-from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_route import JsonRoute, json_body, openapi_body
+from rollout.server.json_route import JsonAnswer, JsonRoute, json_body, openapi_body
 from rollout.server.serving import Serving
 from rollout.server.sglang.changes import Answer, RefusedError, attempt, change, success
 

@@ -14,8 +14,7 @@ from rollout.errors import InvalidInputError, RolloutError
 from rollout.server.delta_stream import Delta, DeltaStream
 from rollout.server.documented import EVENTS
 from rollout.server.event_stream import EventStream, while_connected
-from rollout.server.json_answer import json_bytes
-from rollout.server.json_route import JsonRoute
+from rollout.server.json_route import JsonRoute, json_bytes
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items

@@ -25,8 +25,8 @@ from rollout.errors import InvalidInputError
 from rollout.server.allowed_paths import AllowedPaths
 from rollout.server.body_fields import Body
 from rollout.server.documented import CHANGED
-from rollout.server.json_answer import JsonAnswer
 from rollout.server.json_route import (
+    JsonAnswer,
     JsonRoute,
     content_type,
     json_of_texts,
