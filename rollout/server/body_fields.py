@@ -123,3 +123,38 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     if value is None or name in _ON:
         return value is not False
     return value is False or value in ("", [], {}, *_ASKS_FOR_NOTHING.get(name, ()))
+
+
+class ErrorDetail(BaseModel):
+    """For the OpenAPI description: how every error is told."""
+
+    message: str
+    type: str
+    param: str | None  # the field that is wrong
+    code: int | str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class ChangeBody(BaseModel):
+    """``{"success", "message"}`` and what the call has to tell."""
+
+    model_config = ConfigDict(extra="allow")
+
+    success: bool
+    message: str
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+ERRORS: Responses = {
+    "4XX": {"model": ErrorBody, "description": "Refused: nothing was done"},
+    "5XX": {"model": ErrorBody, "description": "Not now, or never: the message says why"},
+}
+CHANGED: Responses = {200: {"model": ChangeBody}}
+EVENTS: Responses = {200: {"content": {"text/event-stream": {}}}}
+"""With ``stream``; else JSON."""

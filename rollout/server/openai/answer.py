@@ -13,11 +13,10 @@ from fastapi import Request, Response
 
 from rollout.engine.stopping import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.server.delta_stream import DeltaStream, SampleRequest
-from rollout.server.event_stream import while_connected
 from rollout.server.json_route import json_bytes
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
+from rollout.server.streams import DeltaStream, SampleRequest, while_connected
 from rollout.server.text_stream import Detokenizer, TextStream
 from rollout.types import FinishReason, Rollout
 

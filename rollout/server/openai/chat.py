@@ -11,10 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import Listed, check_extra_fields
-from rollout.server.delta_stream import Delta, DeltaStream, SampleRequest
-from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream, while_connected
+from rollout.server.body_fields import EVENTS, Listed, check_extra_fields
 from rollout.server.openai.answer import (
     Heading,
     OutputTexts,
@@ -24,10 +21,10 @@ from rollout.server.openai.answer import (
     usage,
 )
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens, TokenSpelling
-from rollout.server.openai.models import require_model
-from rollout.server.openai.route import OpenAIRoute
+from rollout.server.openai.route import OpenAIRoute, require_model
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
+from rollout.server.streams import Delta, DeltaStream, EventStream, SampleRequest, while_connected
 from rollout.types import Rollout, SamplingParams
 
 

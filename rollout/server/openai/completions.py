@@ -9,10 +9,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Request, Response
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import KnownIds, Listed
-from rollout.server.delta_stream import DeltaStream, SampleRequest
-from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream, while_connected
+from rollout.server.body_fields import EVENTS, KnownIds, Listed
 from rollout.server.openai.answer import (
     Heading,
     OutputTexts,
@@ -28,10 +25,10 @@ from rollout.server.openai.logprobs import (
     TextOffsets,
     TokenSpelling,
 )
-from rollout.server.openai.models import require_model
-from rollout.server.openai.route import OpenAIRoute
+from rollout.server.openai.route import OpenAIRoute, require_model
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
+from rollout.server.streams import DeltaStream, EventStream, SampleRequest, while_connected
 from rollout.types import Rollout, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16

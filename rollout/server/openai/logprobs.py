@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine.min_token_count import BYTE_OF_CHARACTER
-from rollout.server.delta_stream import Delta
+from rollout.server.streams import Delta
 from rollout.server.text_stream import Detokenizer, TokenText
 from rollout.types import Rollout
 

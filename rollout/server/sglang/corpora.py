@@ -13,12 +13,11 @@ from rollout.engine.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.allowed_paths import AllowedPaths
-from rollout.server.body_fields import Body, KnownIds, Listed
-from rollout.server.documented import CHANGED
+from rollout.server.body_fields import CHANGED, Body, KnownIds, Listed
 from rollout.server.errors import DrainingError
 from rollout.server.json_route import JsonAnswer, JsonRoute, json_body, openapi_body
 from rollout.server.serving import Serving
-from rollout.server.sglang.changes import Answer, RefusedError, attempt, change, success
+from rollout.server.sglang.control import Answer, RefusedError, attempt, change, success
 
 _POLL_SECONDS = (0.005, 0.25)  # the first pause, and the longest
 

@@ -11,13 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.server.delta_stream import Delta, DeltaStream
-from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream, while_connected
+from rollout.server.body_fields import EVENTS
 from rollout.server.json_route import JsonRoute, json_bytes
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items
+from rollout.server.streams import Delta, DeltaStream, EventStream, while_connected
 from rollout.server.text_stream import Detokenizer, TextStream
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import KnownIds, Listed, refuse_unknown
-from rollout.server.delta_stream import SampleRequest
 from rollout.server.serving import Serving
 from rollout.server.sglang.sampling_body import SglangSamplingBody
+from rollout.server.streams import SampleRequest
 from rollout.types import Prompt, SamplingParams
 
 T = TypeVar("T")
