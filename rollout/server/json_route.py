@@ -48,6 +48,15 @@ class JsonAnswer(JSONResponse):
         return json_bytes(content)
 
 
+async def json_response(build: Callable[[], Any]) -> Response:
+    """Built and written off the event loop: answers may be long."""
+
+    def content() -> bytes:
+        return json_bytes(build())
+
+    return Response(await asyncio.to_thread(content), media_type="application/json")
+
+
 async def json_body(request: Request, model: type[Body]) -> Body:
     """The body as ``model``, of a `JsonRoute`. Raises what a route that declares it would.
 

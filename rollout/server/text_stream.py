@@ -146,3 +146,20 @@ def _stop_place(text: str, old_len: int, stop: str) -> int:
         return place
     begun = range(min(len(text), len(stop) - 1), 0, -1)
     return len(text) - next((n for n in begun if text.endswith(stop[:n])), 0)
+
+
+class TextStreams:
+    """The streams of any number of texts, with special tokens or without. No tokenizer, no text."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._detokenizers: dict[bool, Detokenizer] = {}
+        if tokenizer is not None:
+            self._detokenizers = {skips: Detokenizer(tokenizer, skips) for skips in (True, False)}
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
+        """None without a tokenizer."""
+        return self._detokenizers.get(skip_special_tokens)
+
+    def open(self, skip_special_tokens: bool, stop: Sequence[str]) -> TextStream:
+        """A new text; ``stop``: the request's stop strings."""
+        return TextStream(self.detokenizer(skip_special_tokens), stop)

@@ -12,6 +12,8 @@ from rollout.types import SamplingParams
 
 
 class StreamOptions(BaseModel):
+    """Of them only this one."""
+
     include_usage: bool | None = None
 
 
@@ -50,6 +52,11 @@ class OpenAISamplingBody(BaseModel):
     @property
     def num_samples(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        """Special tokens are no part of the text."""
+        return self.skip_special_tokens is not False
 
     @property
     def wants_usage(self) -> bool:

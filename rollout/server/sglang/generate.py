@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.server.body_fields import EVENTS
-from rollout.server.json_route import JsonRoute, json_bytes
+from rollout.server.json_route import JsonRoute, json_response
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items
-from rollout.server.streams import Delta, DeltaStream, EventStream, while_connected
-from rollout.server.text_stream import Detokenizer, TextStream
+from rollout.server.streams import Delta, DeltaStream, EventStream, open_stream, while_connected
+from rollout.server.text_stream import TextStream, TextStreams
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
-
-
-class TextStreams:
-    """Makes the text streams of samples."""
-
-    def __init__(self, encoder: PromptEncoder) -> None:
-        self._detokenizers = {
-            skips: None if encoder.tokenizer is None else Detokenizer(encoder.tokenizer, skips)
-            for skips in (True, False)
-        }
-
-    def open(self, question: GenerateItem) -> TextStream:
-        return TextStream(self._detokenizers[question.skip_special_tokens], question.params.stop)
 
 
 class _SoFar:
@@ -74,9 +59,12 @@ class AnswerStream:
 
     def expect(self, question: GenerateItem, prompt_logprobs: dict[str, Any]) -> None:
         self._samples += [
-            _SoFar(question, index, prompt_logprobs, self._texts.open(question))
+            _SoFar(question, index, prompt_logprobs, self._open_text(question))
             for index in range(question.params.n)
         ]
+
+    def _open_text(self, question: GenerateItem) -> TextStream:
+        return self._texts.open(question.skip_special_tokens, question.params.stop)
 
     async def events(
         self, serving: Serving, is_single: bool, started: float
@@ -134,7 +122,7 @@ class _Generator:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._writer = AnswerWriter(serving.encoder)
-        self._texts = TextStreams(serving.encoder)
+        self._texts = TextStreams(serving.encoder.tokenizer)
 
     async def whole(
         self, questions: Sequence[GenerateItem], is_single: bool, started: float
@@ -147,7 +135,7 @@ class _Generator:
         version = await self._weight_version(rollouts, questions)
         seconds = time.monotonic() - started
 
-        def write() -> bytes:
+        def build() -> Any:
             answers: list[dict[str, Any]] = []
             unwritten = iter(rollouts)
             for question, scored in zip(questions, scores, strict=True):
@@ -156,10 +144,9 @@ class _Generator:
                 for _ in question.samples():
                     rollout = next(unwritten)
                     answers.append(self._writer.answer(question, rollout, scored, version, seconds))
-            return json_bytes(answers[0] if is_single else answers)
+            return answers[0] if is_single else answers
 
-        # Decoding the text of many samples takes long, and lets other threads run.
-        return Response(await asyncio.to_thread(write), media_type="application/json")
+        return await json_response(build)
 
     async def stream(
         self, questions: Sequence[GenerateItem], is_single: bool, request: Request, started: float
@@ -172,12 +159,8 @@ class _Generator:
             await while_connected(request, self._prompt_logprobs(question))
             for question in questions
         ]
-        deltas = self._serving.stream([s for question in questions for s in question.samples()])
-        try:
-            await while_connected(request, deltas.ready())  # so that errors have their status
-        except BaseException:
-            await deltas.aclose()
-            raise
+        samples = [sample for question in questions for sample in question.samples()]
+        deltas = await open_stream(request, self._serving.stream(samples))
         answers = AnswerStream(deltas, self._writer, self._texts)
         for question, scored in zip(questions, scores, strict=True):
             answers.expect(question, scored)
