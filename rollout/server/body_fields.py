@@ -66,6 +66,14 @@ Biases = Annotated[dict[str, float], WrapValidator(_known_biases)]
 """By token id."""
 
 
+def biases_by_id(biases: Mapping[str, float] | None, field: str) -> dict[int, float]:
+    """The biases by token id. Raises InvalidInputError naming ``field``."""
+    try:
+        return {int(token): bias for token, bias in (biases or {}).items()}
+    except ValueError:
+        raise InvalidInputError(field, list(biases or {}), "its keys must be token ids") from None
+
+
 class Body(BaseModel):
     """A field there is not is refused: it would be without the effect its sender expects."""
 
@@ -86,7 +94,7 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix:
 
 _HARMLESS = frozenset(
     {
-        # Who asks, and how it is billed and kept
+        # Who asks, and how it is billed and stored
         "user", "store", "metadata", "service_tier", "safety_identifier", "request_id",
         "session_id",
         # Caches and scheduling: no token depends on them

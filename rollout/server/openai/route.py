@@ -30,8 +30,8 @@ class OpenAIRoute(JsonRoute):
             try:
                 return await answer(request)
             except RequestValidationError as error:
-                place = error.errors()[0]["loc"]
-                return _refusal(400, error, {"param": _top_level(place), "code": 400})
+                location = error.errors()[0]["loc"]
+                return _refusal(400, error, {"param": _top_level(location), "code": 400})
             except (InvalidInputError, OutOfMemoryError) as error:
                 return _refusal(400, error, {"code": 400})
             except ModelNotFoundError as error:
@@ -43,9 +43,9 @@ class OpenAIRoute(JsonRoute):
 _NO_MODEL = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
 
 
-def _top_level(place: Sequence[str | int]) -> str | None:
-    """The client's field of a place such as ``body, prompt, list[int], 3``, without unions."""
-    return str(place[1]) if len(place) > 1 and isinstance(place[1], str) else None
+def _top_level(location: Sequence[str | int]) -> str | None:
+    """The client's field of a location such as ``body, prompt, list[int], 3``, without unions."""
+    return str(location[1]) if len(location) > 1 and isinstance(location[1], str) else None
 
 
 def _refusal(status: int, error: Exception, fields: dict[str, Any]) -> Response:

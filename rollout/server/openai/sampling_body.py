@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import Biases, Listed, check_extra_fields
+from rollout.server.body_fields import Biases, Listed, biases_by_id, check_extra_fields
 from rollout.types import SamplingParams
 
 
@@ -79,7 +79,7 @@ class OpenAISamplingBody(BaseModel):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self._logit_bias(),
+            "logit_bias": biases_by_id(self.logit_bias, "logit_bias"),
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
@@ -96,14 +96,6 @@ class OpenAISamplingBody(BaseModel):
             name = error.field.removeprefix("sampling.")
             raise InvalidInputError(
                 _BODY_NAMES.get(name, name), error.value, error.remedy
-            ) from None
-
-    def _logit_bias(self) -> dict[int, float]:
-        try:
-            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        except ValueError:
-            raise InvalidInputError(
-                "logit_bias", self.logit_bias, "its keys must be token ids"
             ) from None
 
 

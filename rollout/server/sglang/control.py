@@ -153,7 +153,7 @@ def admin_routes(serving: Serving) -> APIRouter:
     async def post_flush_cache(
         query: Annotated[FlushFields, Query()], body: FlushFields | None = None
     ) -> JsonAnswer:
-        """The same; ``timeout`` may come in either place, and the longer one counts."""
+        """The same; ``timeout`` may come in the address or the body, and the longer one counts."""
         return await flush(max(query.timeout, 0.0 if body is None else body.timeout))
 
     async def flush(timeout: float) -> JsonAnswer:
