@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rollout.report.columns import Columns, number, ratio, total
-from rollout.report.run import Run
+from rollout.report.run import Columns, Run, number, ratio, total
 
 UNKNOWN = "-"
 PHASES = ("forward", "draft", "sample", "schedule")

@@ -3,82 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
-
-from rollout.report.columns import number
 
 NUM_TENTHS = 10
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class CostCurve:
+
+class CostCurve(msgspec.Struct):
     """Milliseconds of a forward, without drafting and sampling, by query rows for each context."""
 
-    device: str
-    rows_R: np.ndarray
-    contexts_C: np.ndarray
-    milliseconds_CR: np.ndarray
-    observations_CR: np.ndarray  # weight of the measurements behind each; zeros where not logged
+    rows_R: np.ndarray = msgspec.field(name="rows")
+    contexts_C: np.ndarray = msgspec.field(name="contexts")
+    milliseconds_CR: np.ndarray = msgspec.field(name="milliseconds")
+    # Weight of the measurements behind each; zeros where not logged:
+    observations_CR: np.ndarray = msgspec.field(
+        name="observations", default_factory=lambda: np.zeros(0)
+    )
+
+    def __post_init__(self) -> None:
+        shape = (len(self.contexts_C), len(self.rows_R))
+        _check_shape(self.milliseconds_CR, shape)
+        if self.observations_CR.shape != shape:
+            self.observations_CR = np.zeros(shape)
+        self.observations_CR = np.nan_to_num(self.observations_CR)
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(msgspec.Struct):
     """Verified nodes by tenth of their estimated probability of being accepted."""
 
-    count_K: np.ndarray
-    expected_K: np.ndarray  # summed estimates
-    accepted_K: np.ndarray
+    count_K: np.ndarray = msgspec.field(name="count")
+    expected_K: np.ndarray = msgspec.field(name="expected")  # summed estimates
+    accepted_K: np.ndarray = msgspec.field(name="accepted")
+
+    def __post_init__(self) -> None:
+        for column in (self.count_K, self.expected_K, self.accepted_K):
+            _check_shape(column, (NUM_TENTHS,))
+            if not np.isfinite(column).all():
+                raise ValueError("some are unknown")
+        if not self.count_K.sum():
+            raise ValueError("no node was verified")
 
 
-@dataclass(frozen=True, slots=True)
-class NodeValues:
+class NodeValues(msgspec.Struct):
     """Verified nodes by what proposed them and how deep in the tree."""
 
     sources: list[str]
     depths: list[str]
-    expected_SD: np.ndarray
-    accepted_SD: np.ndarray
+    expected_SD: np.ndarray = msgspec.field(name="expected")
+    accepted_SD: np.ndarray = msgspec.field(name="accepted")
+
+    def __post_init__(self) -> None:
+        for table in (self.expected_SD, self.accepted_SD):
+            _check_shape(table, (len(self.sources), len(self.depths)))
 
 
 def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
-    budget = _part(learned, "budget")
-    cost = _part(budget, "cost")
-    rows, contexts = _numbers(cost.get("rows")), _numbers(cost.get("contexts"))
-    shape = (len(contexts), len(rows))
-    milliseconds = _table(cost.get("milliseconds"), shape)
-    if milliseconds is None:
-        return None
-    observations = _table(cost.get("observations"), shape)
-    return CostCurve(
-        str(budget.get("device", "")),
-        rows,
-        contexts,
-        milliseconds,
-        np.zeros(shape) if observations is None else np.nan_to_num(observations),
-    )
+    """None where the log has no whole one."""
+    return _part_of_budget(learned, "cost", CostCurve)
 
 
 def calibration(learned: Mapping[str, Any]) -> Calibration | None:
     """None also where no node was verified."""
-    part = _part(_part(learned, "budget"), "calibration")
-    columns = [_numbers(part.get(name)) for name in ("count", "expected", "accepted")]
-    if any(len(each) != NUM_TENTHS or not np.isfinite(each).all() for each in columns):
-        return None
-    return Calibration(*columns) if columns[0].sum() > 0 else None
+    return _part_of_budget(learned, "calibration", Calibration)
 
 
 def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
-    part = _part(_part(learned, "budget"), "values")
-    sources, depths = ([str(each) for each in _list(part.get(name))] for name in
-                       ("sources", "depths"))  # fmt: skip
-    shape = (len(sources), len(depths))
-    expected, accepted = (_table(part.get(name), shape) for name in ("expected", "accepted"))
-    if expected is None or accepted is None:
-        return None
-    return NodeValues(sources, depths, expected, accepted)
+    """None where the log has no whole ones."""
+    return _part_of_budget(learned, "values", NodeValues)
 
 
 def scalars(learned: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
@@ -92,22 +87,23 @@ def scalars(learned: Mapping[str, Any], prefix: str = "") -> list[tuple[str, obj
     return values
 
 
-def _part(whole: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = whole.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _numbers(value: object) -> np.ndarray:
-    return np.array([number(each) for each in _list(value)], dtype=np.float64)
-
-
-def _table(value: object, shape: tuple[int, int]) -> np.ndarray | None:
-    """None unless it is numbers, lists within a list, of that shape and not empty."""
-    rows = [_numbers(row) for row in _list(value)]
-    if not all(shape) or len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
+def _part_of_budget(learned: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
+    """None where it is not there, or odd."""
+    budget = learned.get("budget")
+    try:
+        found = budget.get(name) if isinstance(budget, Mapping) else None
+        return msgspec.convert(found, kind, dec_hook=_array)
+    except msgspec.ValidationError:
         return None
-    return np.stack(rows)
+
+
+def _array(kind: type, value: object) -> np.ndarray:
+    """Numbers, or rows of numbers; NaN for null, as which it is logged."""
+    if not isinstance(value, list):
+        raise TypeError(f"must be a list, not {value!r}")
+    return np.array(value, dtype=np.float64)
+
+
+def _check_shape(array: np.ndarray, shape: tuple[int, ...]) -> None:
+    if array.shape != shape or not array.size:
+        raise ValueError(f"is of shape {array.shape}, not {shape}")

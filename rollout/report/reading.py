@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 
 from rollout.errors import InvalidInputError
-from rollout.report.columns import Columns, ColumnsBuilder, number
-from rollout.report.run import ROLLOUT_FIELDS, STEP_FIELDS, Log, Run
+from rollout.report.run import (
+    ROLLOUT_FIELDS,
+    STEP_FIELDS,
+    Columns,
+    ColumnsBuilder,
+    Log,
+    Run,
+    number,
+)
 
 
 class Timeline:
@@ -52,8 +59,8 @@ class Timeline:
         """When these steps ended (or began), or the next ones that were logged."""
         if not len(self._known):
             return np.full(len(numbers), np.nan)
-        places = np.searchsorted(self._numbers, np.nan_to_num(numbers, nan=np.inf))
-        steps = self._known[np.minimum(places, len(self._known) - 1)]
+        following = np.searchsorted(self._numbers, np.nan_to_num(numbers, nan=np.inf))
+        steps = self._known[np.minimum(following, len(self._known) - 1)]
         seconds = self.step_seconds[steps]
         if begin:
             seconds = np.maximum(seconds - self._step_ms[steps] / 1e3, 0.0)

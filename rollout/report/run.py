@@ -1,15 +1,55 @@
-"""One run of a log, and the runs of a log on one axis of generating time."""
+"""One run of a log, the runs of a log on one axis of generating time, and their numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollout.report.columns import Columns
+MAX_BINS = 300
+
+Columns = dict[str, np.ndarray]
+"""float64 arrays of one length, NaN where a line does not say."""
+
+
+class ColumnsBuilder:
+    """Takes lines in and keeps 8 bytes per number, for a log may have very many."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._values = {name: array("d") for name in names}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        for name, values in self._values.items():
+            values.append(number(line.get(name)))
+
+    def columns(self) -> Columns:
+        return {name: np.array(values, dtype=np.float64) for name, values in self._values.items()}
+
+
+def number(value: object) -> float:
+    """``value`` as a finite float; NaN for everything else JSON can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return float("nan")
+    try:
+        result = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return float("nan")
+    return result if abs(result) != float("inf") else float("nan")
+
+
+def total(values: np.ndarray) -> float:
+    """The sum of what is known; 0 where nothing is."""
+    return float(np.nansum(values))
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """None where the whole is nothing."""
+    return part / whole if whole else None
+
 
 STEP_FIELDS = (
     "time",
@@ -108,6 +148,8 @@ class Run:
 
 @dataclass(kw_only=True, slots=True)
 class Log:
+    """What a log file holds."""
+
     path: Path
     runs: list[Run]  # at least one
     num_unreadable: int = 0  # lines
@@ -115,3 +157,37 @@ class Log:
     def only(self, run: Run) -> Log:
         """The log as if it held but this run."""
         return replace(self, runs=[replace(run, offset=0.0)])
+
+
+class Bins:
+    """Consecutive steps of one run in groups of (nearly) equal number, at least one each.
+
+    A plot of a hundred thousand steps has no more points than pixels.
+    """
+
+    def __init__(self, run: Run, most: int = MAX_BINS) -> None:
+        assert run.num_steps, "a run without steps has no bins"
+        self._run = run
+        num_bins = min(max(most, 1), run.num_steps)
+        self._starts = np.arange(num_bins) * run.num_steps // num_bins
+        self.ends = run.offset + run.step_seconds[[*(self._starts[1:] - 1), run.num_steps - 1]]
+
+    def total(self, values: np.ndarray) -> np.ndarray:
+        """[bins] sums of what is known."""
+        return np.add.reduceat(np.nan_to_num(values), self._starts)
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """[bins] of what is known; NaN where nothing is."""
+        known = self.total(np.isfinite(values).astype(float))
+        return np.where(known > 0, self.total(values) / np.maximum(known, 1), np.nan)
+
+    def ratio(self, part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+        """[bins] sum by sum; NaN where the whole is nothing."""
+        wholes = self.total(whole)
+        return np.where(wholes > 0, self.total(part) / np.where(wholes > 0, wholes, 1.0), np.nan)
+
+    def median(self, values: np.ndarray) -> np.ndarray:
+        """[bins] of what is known, which a few odd steps do not move; NaN where nothing is."""
+        parts = np.split(values, self._starts[1:])
+        known = [part[np.isfinite(part)] for part in parts]
+        return np.array([np.median(part) if len(part) else np.nan for part in known])

@@ -7,31 +7,35 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.report.columns import ratio, total
 from rollout.report.figures import UNKNOWN, count, decimal
 from rollout.report.learned import NodeValues, node_values, scalars
-from rollout.report.run import Log, Run
+from rollout.report.run import Log, Run, ratio, total
 
 MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """What a cell shows, and what its column is sorted by."""
+
     text: str
     sort_by: float | str  # NaN: at the end, whichever way
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
+    """Rows of cells under the names of their columns."""
+
     name: str
     columns: list[str]
     rows: list[list[Cell]]
     num_left_out: int = 0
 
     def without(self, column: str) -> Table:
-        place = self.columns.index(column)
-        rows = [row[:place] + row[place + 1 :] for row in self.rows]
-        return replace(self, columns=self.columns[:place] + self.columns[place + 1 :], rows=rows)
+        """The same table less that column."""
+        left = [index for index, name in enumerate(self.columns) if name != column]
+        rows = [[row[index] for index in left] for row in self.rows]
+        return replace(self, columns=[self.columns[index] for index in left], rows=rows)
 
     @classmethod
     def of(cls, name: str, columns: list[str], rows: list[list[Cell]], by: int) -> Table:
@@ -41,6 +45,7 @@ class Table:
 
 
 def slowest_rollouts(log: Log) -> Table:
+    """The rollouts of all runs, the slowest first."""
     columns = [
         "run", "prompt", "sample", "seconds", "forwards", "prompt tokens", "tokens",
         "finished by", "accept length", "proposed", "verified", "accepted", "gain ms",
@@ -76,6 +81,7 @@ def slowest_rollouts(log: Log) -> Table:
 
 
 def groups(log: Log) -> Table:
+    """The prompt groups of all runs, the longest rollout first."""
     columns = [
         "run", "prompt", "rollouts", "mean tokens", "shortest", "longest", "accept length",
         "verified", "accepted", "gain ms", "done at s",
@@ -133,6 +139,7 @@ def draft_values(run: Run) -> Table | None:
 
 
 def learned_values(run: Run) -> Table | None:
+    """Every single number the engine learned; None where the log has none."""
     rows = [
         [Cell(name, name), Cell(f"{value:,.4g}" if isinstance(value, float) else str(value), name)]
         for name, value in scalars(run.learned)

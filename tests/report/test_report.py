@@ -16,14 +16,13 @@ import pytest
 
 from rollout.errors import InvalidInputError
 from rollout.report import write_report
-from rollout.report.binning import MAX_BINS, Bins
 from rollout.report.figures import figures
 from rollout.report.learned import calibration, cost_curve, node_values
-from rollout.report.page import page
 from rollout.report.plots import PLOTS, Picture, draw_all
 from rollout.report.plots.canvas import LIGHT, render
 from rollout.report.reading import read_log
-from rollout.report.run import Log
+from rollout.report.report import page
+from rollout.report.run import MAX_BINS, Bins, Log
 from rollout.report.tables import MAX_ROWS, groups, slowest_rollouts
 from tests.helpers.run_logs import (
     STARTED,

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout.report.plots import over_time
-from rollout.report.plots.calibration import calibration_by_tenth
 from rollout.report.plots.canvas import DARK, LIGHT, NothingToDrawError, Theme, render
-from rollout.report.plots.cost import cost
-from rollout.report.plots.lengths import lengths
-from rollout.report.plots.tail import tail
+from rollout.report.plots.learned import calibration_by_tenth, cost
+from rollout.report.plots.rollouts import lengths, tail
 from rollout.report.run import Log
 
 if TYPE_CHECKING:
@@ -20,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    name: str  # of its file, and of its place in the page
+    """One plot of the page, and how it is drawn."""
+
+    name: str  # of its file, and of its anchor in the page
     title: str
     caption: str
     draw: Callable[[Figure, Theme, Log], None]

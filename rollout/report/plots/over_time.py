@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.report.binning import MAX_BINS, Bins
 from rollout.report.figures import phase_milliseconds
 from rollout.report.plots.canvas import NothingToDrawError, Theme, evenly, legend_beside, time_unit
-from rollout.report.run import Log, Run
+from rollout.report.run import MAX_BINS, Bins, Log, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""The cost of a forward by its query rows: as measured, and the curve that was learned."""
+"""What the engine learned, against what was measured: the cost of a forward, and acceptance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.report.learned import CostCurve, cost_curve
+from rollout.report.learned import NUM_TENTHS, CostCurve, calibration, cost_curve
 from rollout.report.plots.canvas import NothingToDrawError, Theme, legend_beside, shades
 from rollout.report.run import Log, Run
 
@@ -19,6 +19,7 @@ _MAX_CONTEXTS = 6
 
 
 def cost(figure: Figure, theme: Theme, log: Log) -> None:
+    """The cost of a forward by its query rows: as measured, and the curve that was learned."""
     points = [_decode_points(run) for run in log.runs]
     rows, milliseconds = (np.concatenate(each) for each in zip(*points, strict=True))
     curve = next((found for run in reversed(log.runs) if (found := cost_curve(run.learned))), None)
@@ -53,14 +54,14 @@ def _draw_points(axes: Axes, theme: Theme, rows: np.ndarray, milliseconds: np.nd
     axes.scatter(rows[::every], milliseconds[::every], s=9, color=theme.muted, alpha=0.45,
                  linewidth=0, label="steps")  # fmt: skip
     edges = _row_edges(rows)
-    places = np.digitize(rows, edges)
-    for place in np.unique(places):
-        here = places == place
+    bins = np.digitize(rows, edges)
+    for index in np.unique(bins):
+        here = bins == index
         low, middle, high = np.quantile(milliseconds[here], (0.25, 0.5, 0.75))
         axes.errorbar(
             np.median(rows[here]), middle, [[middle - low], [high - middle]], color=theme.ink,
             marker="o", markersize=4, linewidth=1.0, capsize=2,
-            label="median and quartiles" if place == places.min() else None,
+            label="median and quartiles" if index == bins.min() else None,
         )  # fmt: skip
     # Steps that the machine interrupted take many times as long: they stay out of sight.
     return float(np.quantile(milliseconds, 0.97)) * 1.5
@@ -96,3 +97,40 @@ def _contexts(curve: CostCurve) -> list[int]:
         known = np.arange(len(curve.contexts_C))
     chosen = np.linspace(0, len(known) - 1, min(len(known), _MAX_CONTEXTS)).round().astype(int)
     return [int(index) for index in known[chosen]]
+
+
+def calibration_by_tenth(figure: Figure, theme: Theme, log: Log) -> None:
+    """Estimated against real acceptance of draft nodes."""
+    found = next((each for run in reversed(log.runs) if (each := calibration(run.learned))), None)
+    if found is None:
+        raise NothingToDrawError(
+            "No draft node was judged by a learned budget, or the log ends before that was written "
+            "(spec=none drafts nothing)."
+        )
+    rates, counts = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    seen = found.count_K > 0
+    count_J, accepted_J = found.count_K[seen], found.accepted_K[seen]
+    estimate_J, rate_J = found.expected_K[seen] / count_J, accepted_J / count_J
+    low_J, high_J = _interval(rate_J, count_J)
+    rates.plot([0, 1], [0, 1], color=theme.muted, linewidth=1.0, linestyle="--", label="perfect")
+    rates.errorbar(
+        estimate_J, rate_J, [rate_J - low_J, high_J - rate_J], color=theme.series[0], marker="o",
+        markersize=5, linewidth=1.4, elinewidth=1.0, capsize=3, label="accepted,\n95 % interval",
+    )  # fmt: skip
+    rates.set(ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
+    middles_K = (np.arange(NUM_TENTHS) + 0.5) / NUM_TENTHS
+    counts.bar(middles_K, found.count_K, width=0.8 / NUM_TENTHS, color=theme.series[0])
+    counts.set(xlabel="estimated probability of being accepted", ylabel="nodes verified")
+    counts.set_xticks(np.arange(NUM_TENTHS + 1) / NUM_TENTHS)
+    if count_J.max() > 50 * count_J.min():
+        counts.set_yscale("log")
+    legend_beside(rates)
+
+
+def _interval(rate_J: np.ndarray, count_J: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson's score interval of a binomial share (E. B. Wilson, JASA 1927), at 95 %."""
+    z = 1.96
+    middle_J = (rate_J + z**2 / (2 * count_J)) / (1 + z**2 / count_J)
+    spread_J = np.sqrt(np.maximum(rate_J * (1 - rate_J), 0) / count_J + (z / (2 * count_J)) ** 2)
+    half_J = z * spread_J / (1 + z**2 / count_J)
+    return np.minimum(middle_J - half_J, rate_J), np.maximum(middle_J + half_J, rate_J)

@@ -1,4 +1,4 @@
-"""The tail: how a run thins out towards its end, and who is last."""
+"""Plots of rollouts: the tail, who is last, and lengths by prompt group."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.report.binning import MAX_BINS, Bins
-from rollout.report.columns import ratio
 from rollout.report.plots.canvas import NothingToDrawError, Theme, evenly, legend_beside, time_unit
-from rollout.report.run import Log, Run
+from rollout.report.run import MAX_BINS, Bins, Log, Run, ratio
+from rollout.report.tables import members_of_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_MAX_GROUPS = 40
 _MAX_RUNS = 6
 _MAX_ROLLOUTS = 24
 _MIN_ROWS = 10  # so that a few bars are not fat
 
 
 def tail(figure: Figure, theme: Theme, log: Log) -> None:
+    """How a run thins out towards its end, and who is last."""
     runs = [run for run in log.runs if run.num_steps][-_MAX_RUNS:]
     if not runs:
         raise NothingToDrawError("The log holds no steps yet.")
@@ -103,3 +104,76 @@ def _outcome(run: Run, index: int) -> str:
     return f"{tokens} tokens" + (
         f", {accepted:.2f} a forward" if accepted is not None and np.isfinite(accepted) else ""
     )
+
+
+def lengths(figure: Figure, theme: Theme, log: Log) -> None:
+    """Generated tokens of the samples of each prompt, the longest groups first."""
+    groups = _longest_groups(log)
+    if not groups:
+        raise NothingToDrawError("No rollout had finished when the log ended.")
+    axes = figure.subplots()
+    shown = groups[:_MAX_GROUPS]
+    axes.boxplot(
+        [lengths_R for _, lengths_R, _ in shown], positions=range(len(shown)), widths=0.55,
+        showfliers=False, whis=(0, 100), patch_artist=True, manage_ticks=False,
+        boxprops={"facecolor": theme.grid, "edgecolor": theme.muted},
+        medianprops={"color": theme.ink, "linewidth": 1.6},
+        whiskerprops={"color": theme.muted}, capprops={"color": theme.muted},
+    )  # fmt: skip
+    points = [
+        (position + _spread(index), length, is_cut)
+        for position, (_, lengths_R, cut_R) in enumerate(shown)
+        for index, (length, is_cut) in enumerate(zip(lengths_R, cut_R, strict=True))
+    ]
+    for cut, name, marker, color in (
+        (False, "ended before", "o", theme.series[0]),
+        (True, "cut at its limit", "^", theme.series[1]),
+    ):
+        x, y = ([point[axis] for point in points if point[2] == cut] for axis in (0, 1))
+        if x:
+            axes.scatter(
+                x,
+                y,
+                s=14,
+                marker=marker,
+                color=color,
+                alpha=0.75,
+                linewidth=0,
+                label=name,
+                zorder=3,
+            )
+    several = len(log.runs) > 1
+    axes.set_xticks(range(len(shown)), [name for name, _, _ in shown],
+                    rotation=90 if len(shown) > 20 or several else 0, fontsize=8)  # fmt: skip
+    left_out = f" (longest {len(shown)} of {len(groups)})" if len(groups) > len(shown) else ""
+    axes.set(xlabel=("run:prompt" if several else "prompt") + left_out,
+             ylabel="generated tokens", xlim=(-0.7, max(len(shown), 8) - 0.3))  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=False, axis="x")
+    legend_beside(axes)
+
+
+def _longest_groups(log: Log) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """(name, lengths, which were cut) by mean length, the longest first."""
+    several = len(log.runs) > 1
+    groups = []
+    for run in log.runs:
+        for members in members_of_groups(run).values():
+            lengths_R = run.rollouts["generated_tokens"][members]
+            cut_R = np.array([run.finish_reasons[index] == "length" for index in members])
+            known = np.isfinite(lengths_R)
+            if known.any():
+                name = _group_name(run, members, several)
+                groups.append((name, lengths_R[known], cut_R[known]))
+    return sorted(groups, key=lambda group: -float(group[1].mean()))
+
+
+def _group_name(run: Run, members: np.ndarray, several: bool) -> str:
+    prompt = run.rollouts["prompt_index"][members[0]]
+    name = "?" if np.isnan(prompt) else f"{prompt:.0f}"
+    return f"{run.number}:{name}" if several else name
+
+
+def _spread(index: int) -> float:
+    """Side by side rather than one over the other; the same in every picture."""
+    return ((index * 0.618034) % 1.0 - 0.5) * 0.42
