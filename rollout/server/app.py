@@ -7,31 +7,29 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import Route
 
-from rollout.server import health, metrics
-from rollout.server.documented import ERRORS
+from rollout.server import metrics, status
+from rollout.server.body_fields import ERRORS
 from rollout.server.errors import add_error_handlers
-from rollout.server.http_metrics import CountRequests
+from rollout.server.metrics import CountRequests
 from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameOrigin, require_admin
-from rollout.server.openai import chat, completions, models
-from rollout.server.page import page
+from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving
 from rollout.server.sglang import control, corpora, generate, info, weights
 
 Routes = Callable[[Serving], APIRouter]
 
-PUBLIC: tuple[Routes, ...] = (health.public_routes, page.page_routes)
+PUBLIC: tuple[Routes, ...] = (status.public_routes,)
 """Anyone who can connect may call these: they say nothing about the model or its users."""
 
 USER: tuple[Routes, ...] = (
-    health.user_routes,
+    status.user_routes,
     generate.routes,
     info.routes,
     control.user_routes,
     completions.routes,
     chat.routes,
-    models.routes,
+    route.routes,
     metrics.routes,
-    page.status_routes,
 )
 """With the api key, where one is configured."""
 

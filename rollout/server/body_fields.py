@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core.core_schema import CoreSchema
 
 from rollout.errors import InvalidInputError
-from rollout.server.json_pieces import Integers
+from rollout.server.json_route import Integers
 
 T = TypeVar("T")
 
@@ -66,6 +66,14 @@ Biases = Annotated[dict[str, float], WrapValidator(_known_biases)]
 """By token id."""
 
 
+def biases_by_id(biases: Mapping[str, float] | None, field: str) -> dict[int, float]:
+    """The biases by token id. Raises InvalidInputError naming ``field``."""
+    try:
+        return {int(token): bias for token, bias in (biases or {}).items()}
+    except ValueError:
+        raise InvalidInputError(field, list(biases or {}), "its keys must be token ids") from None
+
+
 class Body(BaseModel):
     """A field there is not is refused: it would be without the effect its sender expects."""
 
@@ -86,7 +94,7 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix:
 
 _HARMLESS = frozenset(
     {
-        # Who asks, and how it is billed and kept
+        # Who asks, and how it is billed and stored
         "user", "store", "metadata", "service_tier", "safety_identifier", "request_id",
         "session_id",
         # Caches and scheduling: no token depends on them
@@ -123,3 +131,38 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     if value is None or name in _ON:
         return value is not False
     return value is False or value in ("", [], {}, *_ASKS_FOR_NOTHING.get(name, ()))
+
+
+class ErrorDetail(BaseModel):
+    """For the OpenAPI description: how every error is told."""
+
+    message: str
+    type: str
+    param: str | None  # the field that is wrong
+    code: int | str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class ChangeBody(BaseModel):
+    """``{"success", "message"}`` and what the call has to tell."""
+
+    model_config = ConfigDict(extra="allow")
+
+    success: bool
+    message: str
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+ERRORS: Responses = {
+    "4XX": {"model": ErrorBody, "description": "Refused: nothing was done"},
+    "5XX": {"model": ErrorBody, "description": "Not now, or never: the message says why"},
+}
+CHANGED: Responses = {200: {"model": ChangeBody}}
+EVENTS: Responses = {200: {"content": {"text/event-stream": {}}}}
+"""With ``stream``; else JSON."""

@@ -23,9 +23,9 @@ class BoundedHttp(HttpToolsProtocol):
     """Closes a connection that brings neither a request nor a part of a body in due time and size.
 
     The parser keeps what it has of a header until all of it has come, however long it is, copies it
-    with every piece, and waits for the rest for ever; all that before a key can be asked for. From
-    a request's head to the end of its answer the client may take its time: those who were let in
-    may send weights over slow lines, and wait for tokens.
+    whenever more comes, and waits for the rest for ever; all that before a key can be asked for.
+    From a request's head to the end of its answer the client may take its time: those who were let
+    in may send weights over slow lines, and wait for tokens.
 
     Beyond uvicorn's ``limit_concurrency`` connections, another one is answered 503 and closed; a
     few hundred more are closed at once. Requests over those that are open go on.

@@ -20,7 +20,7 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
-from rollout.server.json_answer import JsonAnswer
+from rollout.server.json_route import JsonAnswer
 
 
 class QueueFullError(RolloutError):
@@ -90,7 +90,7 @@ _RETRY_SECONDS = {429: 1, 503: 5}
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _SHOWN = 200  # characters of a path
 _LEFT = 499  # nobody reads it: the client has left
-# The name of a type, as pydantic has it in the place of an error.
+# The name of a type, as pydantic has it in the location of an error.
 _UNION_MEMBER = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
 
 
@@ -103,8 +103,8 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, RequestValidationError):
         if error.errors()[0]["type"] == "json_invalid":
             return 400, _body(400, "the body is not JSON")
-        place, message = _first_wrong(error.errors())
-        param = ".".join(place)
+        location, message = _first_wrong(error.errors())
+        param = ".".join(location)
         return 422, _body(422, f"{param}: {message}", param)
     if isinstance(error, HTTPException):
         return error.status_code, _body(error.status_code, str(error.detail))
@@ -121,12 +121,12 @@ def _first_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
     """The first field that does not validate, and why, in the fields' own names.
 
     Where a field may be one of several types each has an error: the one that got furthest says
-    most. Types are no part of the place.
+    most. Types are no part of the location.
     """
     found: list[tuple[list[str], str]] = []
     for error in errors:
-        place = error["loc"][1:] if len(error["loc"]) > 1 else error["loc"]
-        parts = [str(part) for part in place]
+        location = error["loc"][1:] if len(error["loc"]) > 1 else error["loc"]
+        parts = [str(part) for part in location]
         found.append(([part for part in parts if not _UNION_MEMBER.fullmatch(part)], error["msg"]))
     first = found[0][0][:1]
     return max((each for each in found if each[0][:1] == first), key=lambda each: len(each[0]))

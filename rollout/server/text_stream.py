@@ -16,7 +16,7 @@ class Detokenizer:
     """Tells which text later tokens may still change. One serves any number of texts.
 
     Three things may change, at the end of the text alone. A character of several tokens is U+FFFD
-    until its last byte has come. Byte pieces (``<0xE4>``) are judged as a run, once it has ended:
+    until its last byte has come. Byte tokens (``<0xE4>``) are judged as a run, once it has ended:
     one invalid byte spoils the characters before it. Clean-up takes the space from before
     punctuation.
     """
@@ -29,14 +29,14 @@ class Detokenizer:
         self.byte_ids = frozenset(_byte_ids(tokenizer))
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.silent_ids = frozenset(id for id in special if self._is_silent(id))
-        """Left out of a text, wherever they stand: a run of byte pieces goes on across them."""
+        """Left out of a text, wherever they stand: a run of byte tokens goes on across them."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         skip = self._skip_special_tokens
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
 
     def uncertain_len(self, text: str) -> int:
-        """How many characters at the end of ``text`` may change; it does not end in a byte piece.
+        """How many characters at the end of ``text`` may change; it does not end in a byte token.
 
         An unfinished character is the last one alone: decoders replace the longest part that could
         begin a character by one U+FFFD, and what comes before it is decided.
@@ -55,11 +55,11 @@ class Detokenizer:
 
 
 def _byte_ids(tokenizer: Any) -> list[int]:
-    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-    ids = tokenizer.convert_tokens_to_ids(pieces)
-    known = [(id, piece) for id, piece in zip(ids, pieces, strict=True) if id is not None]
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    known = [(id, name) for id, name in zip(ids, names, strict=True) if id is not None]
     spelled = tokenizer.convert_ids_to_tokens([id for id, _ in known])
-    return [id for (id, piece), name in zip(known, spelled, strict=True) if name == piece]
+    return [id for (id, name), itself in zip(known, spelled, strict=True) if itself == name]
 
 
 class TokenText:
@@ -84,11 +84,11 @@ class TokenText:
             return ""
         text = detokenizer.decode(self._window)
         certain_len = len(text) - detokenizer.uncertain_len(text)
-        piece = text[self._given_len : certain_len]
+        certain = text[self._given_len : certain_len]
         self._given_len = max(self._given_len, certain_len)
         if len(self._window) > _LONGEST:
             self._shorten(text)
-        return piece
+        return certain
 
     def _shorten(self, text: str) -> None:
         """``text``: the window's. Uncertain characters are of its last three tokens at most."""
@@ -106,10 +106,10 @@ class TokenText:
 
 
 class TextStream:
-    """The text of one sample that may be shown, piece by piece.
+    """The text of one sample that may be shown, as it grows.
 
-    All pieces together are the rollout's text, whatever tokens come in which steps. A stop string
-    that is complete is held until more tokens come: then it was none (it came before
+    In the end all that was shown is the rollout's text, whatever tokens came in which steps. A stop
+    string that is complete is held until more tokens come: then it was none (it came before
     ``min_new_tokens``).
     """
 
@@ -127,7 +127,7 @@ class TextStream:
         held_len = len(self._held)
         certain = self._held + self._text.push(token_ids)
         shown_len = min(
-            (_stop_place(certain, held_len, stop) for stop in self._stop), default=len(certain)
+            (_stop_offset(certain, held_len, stop) for stop in self._stop), default=len(certain)
         )
         self._held = certain[shown_len:]
         self._shown_len += shown_len
@@ -138,11 +138,28 @@ class TextStream:
         return "" if text is None else text[self._shown_len :]
 
 
-def _stop_place(text: str, old_len: int, stop: str) -> int:
+def _stop_offset(text: str, old_len: int, stop: str) -> int:
     """Where in ``text`` the stop string stands that its new part, from ``old_len`` on, completed;
     else where one may have begun; else the end."""
-    place = text.find(stop, max(0, old_len - len(stop) + 1))
-    if place >= 0:
-        return place
+    offset = text.find(stop, max(0, old_len - len(stop) + 1))
+    if offset >= 0:
+        return offset
     begun = range(min(len(text), len(stop) - 1), 0, -1)
     return len(text) - next((n for n in begun if text.endswith(stop[:n])), 0)
+
+
+class TextStreams:
+    """The streams of any number of texts, with special tokens or without. No tokenizer, no text."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._detokenizers: dict[bool, Detokenizer] = {}
+        if tokenizer is not None:
+            self._detokenizers = {skips: Detokenizer(tokenizer, skips) for skips in (True, False)}
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
+        """None without a tokenizer."""
+        return self._detokenizers.get(skip_special_tokens)
+
+    def open(self, skip_special_tokens: bool, stop: Sequence[str]) -> TextStream:
+        """A new text; ``stop``: the request's stop strings."""
+        return TextStream(self.detokenizer(skip_special_tokens), stop)

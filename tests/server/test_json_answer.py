@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rollout.server.json_answer import json_bytes
+from rollout.server.json_route import json_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from starlette.types import Message
 
 from rollout.server.body_fields import Listed
-from rollout.server.json_pieces import Integers
-from rollout.server.json_route import JsonRequest
+from rollout.server.json_route import Integers, JsonRequest
 from rollout.server.openai.completions import CompletionBody
 from rollout.server.sglang.generate_body import GenerateBody
 from tests.server.conftest import Live

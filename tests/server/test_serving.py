@@ -11,9 +11,9 @@ from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.config import ModelConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.server.config import ServeConfig, ServerConfig
-from rollout.server.delta_stream import SampleRequest
 from rollout.server.errors import DrainingError
 from rollout.server.serving import Serving
+from rollout.server.streams import SampleRequest
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
 

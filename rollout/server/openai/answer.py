@@ -1,52 +1,53 @@
-"""The parts that all answers share: usage, choices and their text."""
+"""What completions and chats have in common: the texts, usage and parts of an answer."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
 
 from rollout.engine.requests import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.server.delta_stream import DeltaStream, SampleRequest
-from rollout.server.event_stream import while_connected
-from rollout.server.json_answer import json_bytes
+from rollout.server.json_route import json_response
+from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
-from rollout.server.text_stream import Detokenizer, TextStream
+from rollout.server.streams import (
+    Delta,
+    DeltaStream,
+    EventStream,
+    SampleRequest,
+    open_stream,
+    while_connected,
+)
+from rollout.server.text_stream import TextStreams
 from rollout.types import FinishReason, Rollout
+
+BodyType = TypeVar("BodyType", bound=OpenAISamplingBody)
 
 
 class OutputTexts:
-    """One for any number of bodies. Without a tokenizer every text is empty."""
+    """The texts of answers and of their tokens. Without a tokenizer every text is empty."""
 
     def __init__(self, encoder: PromptEncoder) -> None:
+        self.spelling = TokenSpelling(encoder.tokenizer)
+        self.streams = TextStreams(encoder.tokenizer)
         self._encoder = encoder
-        self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
-        if encoder.tokenizer is not None:
-            self._detokenizers = {
-                skips: Detokenizer(encoder.tokenizer, skips) for skips in (True, False)
-            }
-
-    def detokenizer(self, body: OpenAISamplingBody) -> Detokenizer | None:
-        return self._detokenizers.get(body.skip_special_tokens is not False)
-
-    def stream(self, body: OpenAISamplingBody, stop: Sequence[str]) -> TextStream:
-        """Its `finish` wants what `whole` gives."""
-        return TextStream(self.detokenizer(body), stop)
 
     def whole(self, body: OpenAISamplingBody, stop: Sequence[str], rollout: Rollout) -> str:
+        """The rollout's text, as the body asks for it."""
         if rollout.text is None:
             return ""
-        skips = body.skip_special_tokens is not False
-        if skips and not body.include_stop_str_in_output:
+        if body.skips_special_tokens and not body.include_stop_str_in_output:
             return rollout.text
-        decode = self._encoder.decode if skips else self._encoder.decode_with_specials
+        encoder = self._encoder
+        decode = encoder.decode if body.skips_special_tokens else encoder.decode_with_specials
         text = decode(rollout.token_ids)
         if rollout.finish_reason is not FinishReason.STOP:
             return text
@@ -58,7 +59,7 @@ class OutputTexts:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The fields that all chunks of one answer repeat."""
+    """The fields that all parts of one answer repeat."""
 
     id: str
     object: str  # its kind
@@ -67,6 +68,7 @@ class Heading:
 
     @classmethod
     def new(cls, prefix: str, kind: str, model: str) -> Heading:
+        """With an id of its own that begins with ``prefix``."""
         return cls(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
     def over(
@@ -85,23 +87,6 @@ class Heading:
         }
 
 
-def usage(prompt_lens: Sequence[int], rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Tokens of each prompt once, whatever n; speculation's counters under sglang's names."""
-    completion_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-    firsts = [rollout for rollout in rollouts if rollout.sample_index == 0]
-    return {
-        "prompt_tokens": sum(prompt_lens),
-        "completion_tokens": completion_tokens,
-        "total_tokens": sum(prompt_lens) + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(rollout.stats.cached_tokens for rollout in firsts)
-        },
-        "spec_verify_ct": sum(rollout.stats.verify_steps for rollout in rollouts),
-        "spec_draft_token_num": sum(rollout.stats.drafted for rollout in rollouts),
-        "spec_accept_token_num": sum(rollout.stats.accepted for rollout in rollouts),
-    }
-
-
 def finish(rollout: Rollout) -> dict[str, Any]:
     """How a choice ends: beside OpenAI's reasons ``abort`` and ``error``, which it does not have.
 
@@ -114,23 +99,103 @@ def finish(rollout: Rollout) -> dict[str, Any]:
     return fields if rollout.error is None else {**fields, "error": rollout.error}
 
 
-async def json_response(build: Callable[[], dict[str, Any]]) -> Response:
-    """Built and written off the event loop: answers may be long."""
-
-    def content() -> bytes:
-        return json_bytes(build())
-
-    return Response(await asyncio.to_thread(content), media_type="application/json")
+WritePart = Callable[[str, Delta], dict[str, Any] | None]
+"""A choice's next part, of the text that may be shown now and the new tokens; None: it says
+nothing."""
 
 
-async def stream_while_connected(
-    request: Request, serving: Serving, samples: Sequence[SampleRequest]
-) -> DeltaStream:
-    """Once it has something to say, so that what is wrong with the request has its status."""
-    deltas = serving.stream(samples)
-    try:
-        await while_connected(request, deltas.ready())
-    except BaseException:
-        await deltas.aclose()
-        raise
-    return deltas
+@dataclass(frozen=True, kw_only=True)
+class Answer(ABC, Generic[BodyType]):
+    """The answer to one body, whole or in parts."""
+
+    heading: Heading
+    body: BodyType
+    samples: Sequence[SampleRequest]  # one for each choice
+    texts: OutputTexts
+
+    @cached_property
+    def writer(self) -> LogprobWriter:
+        """Writes tokens as the body asks for them."""
+        return LogprobWriter(self.texts.spelling, bool(self.body.return_tokens_as_token_ids))
+
+    @abstractmethod
+    def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
+        """A whole choice."""
+
+    @abstractmethod
+    def part_writers(self) -> list[WritePart]:
+        """One for each choice."""
+
+    @property
+    def part_heading(self) -> Heading:
+        """The heading of parts."""
+        return self.heading
+
+    def openings(self) -> list[dict[str, Any]]:
+        """Fields of the parts that come before the first token's."""
+        return []
+
+    def answer_fields(self) -> dict[str, Any]:
+        """What is said once, beside the choices."""
+        return {}
+
+    def text(self, index: int, rollout: Rollout) -> str:
+        """The text of a choice."""
+        return self.texts.whole(self.body, self.samples[index].params.stop, rollout)
+
+    def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """Everything at once."""
+        choices = [self.choice(index, rollout) for index, rollout in enumerate(rollouts)]
+        usage = self.usage(rollouts)
+        return self.heading.over(choices, _versions(rollouts), usage=usage, **self.answer_fields())
+
+    async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream."""
+        heading, write = self.part_heading, self.part_writers()
+        skips = self.body.skips_special_tokens
+        texts = [self.texts.streams.open(skips, sample.params.stop) for sample in self.samples]
+        no_usage = {"usage": None} if self.body.wants_usage else {}
+        rollouts: dict[int, Rollout] = {}
+        for opening in self.openings():
+            yield heading.over([opening], [], **no_usage, **self.answer_fields())
+        async for delta in deltas:
+            text = texts[delta.index].push(delta.token_ids)
+            if delta.rollout is not None:
+                rollouts[delta.index] = delta.rollout
+                text += texts[delta.index].finish(self.text(delta.index, delta.rollout))
+            part = write[delta.index](text, delta)
+            if part is not None:
+                yield heading.over([part], delta.weight_versions, **no_usage)
+        if self.body.wants_usage:
+            ended = [rollouts[index] for index in range(len(rollouts))]
+            yield heading.over([], _versions(ended), usage=self.usage(ended))
+
+    def usage(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """Tokens of each prompt once, whatever n; speculation's counters under sglang's names."""
+        prompts = self.samples[:: self.body.num_samples]
+        prompt_tokens = sum(len(sample.prompt_ids) for sample in prompts)
+        completion_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        firsts = [rollout for rollout in rollouts if rollout.sample_index == 0]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(rollout.stats.cached_tokens for rollout in firsts)
+            },
+            "spec_verify_ct": sum(rollout.stats.verify_steps for rollout in rollouts),
+            "spec_draft_token_num": sum(rollout.stats.drafted for rollout in rollouts),
+            "spec_accept_token_num": sum(rollout.stats.accepted for rollout in rollouts),
+        }
+
+    async def respond(self, request: Request, serving: Serving) -> Response:
+        """Generate, and answer whole or in parts, as the body asks."""
+        if self.body.stream:
+            deltas = await open_stream(request, serving.stream(self.samples))
+            return EventStream(self.parts(deltas), deltas)
+        rollouts = await while_connected(request, serving.generate(self.samples))
+        return await json_response(lambda: self.whole(rollouts))
+
+
+def _versions(rollouts: Sequence[Rollout]) -> list[int]:
+    return [version for rollout in rollouts for version in rollout.weight_versions]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,27 +10,19 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import Listed, check_extra_fields
-from rollout.server.delta_stream import Delta, DeltaStream, SampleRequest
-from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream, while_connected
-from rollout.server.openai.answer import (
-    Heading,
-    OutputTexts,
-    finish,
-    json_response,
-    stream_while_connected,
-    usage,
-)
-from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens, TokenSpelling
-from rollout.server.openai.models import require_model
-from rollout.server.openai.route import OpenAIRoute
+from rollout.server.body_fields import EVENTS, Listed, check_extra_fields
+from rollout.server.openai.answer import Answer, Heading, OutputTexts, WritePart, finish
+from rollout.server.openai.logprobs import ScoredTokens
+from rollout.server.openai.route import OpenAIRoute, require_model
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
+from rollout.server.streams import Delta, SampleRequest
 from rollout.types import Rollout, SamplingParams
 
 
 class ContentPart(BaseModel):
+    """One of several contents of a message."""
+
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: str
@@ -51,6 +42,8 @@ _NOT_TEXT = ("tool_calls", "function_call", "audio")  # parts of messages
 
 
 class ChatBody(OpenAISamplingBody):
+    """Messages, to be answered by the assistant."""
+
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, description="default: what the context leaves")
     max_tokens: int | None = Field(None, description="its former name")
@@ -100,8 +93,8 @@ class ChatBody(OpenAISamplingBody):
         content = message.content
         if not isinstance(content, str):
             content = "\n".join(
-                _text(part, f"messages[{index}].content[{place}]")
-                for place, part in enumerate(content)
+                _text(part, f"messages[{index}].content[{position}]")
+                for position, part in enumerate(content)
             )
         return {**extra, "role": message.role, "content": content}
 
@@ -126,55 +119,40 @@ def _text(part: ContentPart, field: str) -> str:
 _ROLE = "assistant"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer:
-    heading: Heading
-    body: ChatBody
-    samples: Sequence[SampleRequest]  # one for each choice
-    writer: LogprobWriter
-    texts: OutputTexts
+@dataclass(frozen=True, kw_only=True)
+class ChatAnswer(Answer[ChatBody]):
+    """One message of the assistant for each sample."""
 
-    def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": _ROLE, "content": self._text(rollout), "refusal": None},
-                **self._of_tokens(rollout),
-                **finish(rollout),
-            }
-            for index, rollout in enumerate(rollouts)
-        ]
-        versions = [version for rollout in rollouts for version in rollout.weight_versions]
-        return self.heading.over(
-            choices, versions, usage=self._usage(rollouts), **self._prompt_fields()
-        )
+    def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
+        content = self.text(index, rollout)
+        return {
+            "index": index,
+            "message": {"role": _ROLE, "content": content, "refusal": None},
+            **self._of_tokens(rollout),
+            **finish(rollout),
+        }
 
-    async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
-        heading = replace(self.heading, object="chat.completion.chunk")
-        texts = [self.texts.stream(self.body, sample.params.stop) for sample in self.samples]
-        no_usage = {"usage": None} if self.body.wants_usage else {}
-        rollouts: dict[int, Rollout] = {}
+    @property
+    def part_heading(self) -> Heading:
+        return replace(self.heading, object="chat.completion.chunk")
+
+    def openings(self) -> list[dict[str, Any]]:
         begin = {"role": _ROLE, "content": "", "refusal": None}
-        for index in range(len(self.samples)):
-            yield heading.over([_part(index, begin)], [], **no_usage, **self._prompt_fields())
-        async for delta in deltas:
-            text = texts[delta.index].push(delta.token_ids)
-            if delta.rollout is not None:
-                rollouts[delta.index] = delta.rollout
-                text += texts[delta.index].finish(self._text(delta.rollout))
-            part = _part(delta.index, {"content": text} if text else {}) | self._of_tokens(delta)
-            if delta.rollout is not None:
-                part |= finish(delta.rollout)
-            elif not (text or self.body.logprobs or self.body.return_token_ids):
-                continue
-            yield heading.over([part], delta.weight_versions, **no_usage)
-        if self.body.wants_usage:
-            ended = [rollouts[index] for index in range(len(rollouts))]
-            versions = [version for rollout in ended for version in rollout.weight_versions]
-            yield heading.over([], versions, usage=self._usage(ended))
+        return [_part(index, begin) for index in range(len(self.samples))]
 
-    def _text(self, rollout: Rollout) -> str:
-        return self.texts.whole(self.body, self.samples[0].params.stop, rollout)
+    def answer_fields(self) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self.samples[0].prompt_ids)}
+
+    def part_writers(self) -> list[WritePart]:
+        return [self._next_part] * len(self.samples)
+
+    def _next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
+        part = _part(delta.index, {"content": text} if text else {}) | self._of_tokens(delta)
+        if delta.rollout is not None:
+            return part | finish(delta.rollout)
+        return part if text or self.body.logprobs or self.body.return_token_ids else None
 
     def _of_tokens(self, tokens: Rollout | Delta) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": None}
@@ -184,14 +162,6 @@ class ChatAnswer:
             fields["token_ids"] = list(tokens.token_ids)
         return fields
 
-    def _prompt_fields(self) -> dict[str, Any]:
-        if not self.body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self.samples[0].prompt_ids)}
-
-    def _usage(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        return usage([len(self.samples[0].prompt_ids)], rollouts)
-
 
 def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -200,7 +170,6 @@ def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
     texts = OutputTexts(serving.encoder)
-    spelling = TokenSpelling(serving.encoder.tokenizer)
 
     @router.post("/v1/chat/completions", responses=EVENTS)
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -213,14 +182,9 @@ def routes(serving: Serving) -> APIRouter:
             heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
             body=body,
             samples=samples,
-            writer=LogprobWriter(spelling, bool(body.return_tokens_as_token_ids)),
             texts=texts,
         )
-        if body.stream:
-            deltas = await stream_while_connected(request, serving, samples)
-            return EventStream(answer.parts(deltas), deltas)
-        rollouts = await while_connected(request, serving.generate(samples))
-        return await json_response(lambda: answer.whole(rollouts))
+        return await answer.respond(request, serving)
 
     return router
 

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Request, Response
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import KnownIds, Listed
-from rollout.server.delta_stream import DeltaStream, SampleRequest
-from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream, while_connected
+from rollout.server.body_fields import EVENTS, KnownIds, Listed
+from rollout.server.json_route import json_response
 from rollout.server.openai.answer import (
+    Answer,
     Heading,
     OutputTexts,
+    WritePart,
     finish,
-    json_response,
-    stream_while_connected,
-    usage,
 )
-from rollout.server.openai.logprobs import (
-    NO_TOKENS,
-    LogprobWriter,
-    ScoredTokens,
-    TextOffsets,
-    TokenSpelling,
-)
-from rollout.server.openai.models import require_model
-from rollout.server.openai.route import OpenAIRoute
+from rollout.server.openai.logprobs import NO_TOKENS, ScoredTokens, TextOffsets
+from rollout.server.openai.route import OpenAIRoute, require_model
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
+from rollout.server.streams import Delta, SampleRequest, while_connected
 from rollout.types import Rollout, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionBody(OpenAISamplingBody):
+    """A prompt, or several, to be continued."""
+
     prompt: Annotated[str | Listed[str] | Listed[int] | Listed[Listed[int]], KnownIds]
     max_tokens: int | None = None  # 0 with echo: score the prompt
     logprobs: int | None = None
@@ -84,6 +77,8 @@ class CompletionBody(OpenAISamplingBody):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
+    """A prompt as an answer repeats it."""
+
     text: str
     tokens: ScoredTokens | None  # where logprobs are asked for
 
@@ -119,60 +114,26 @@ async def echo_of(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionAnswer:
-    heading: Heading
-    body: CompletionBody
-    samples: Sequence[SampleRequest]  # one for each choice
-    echoes: Sequence[Echo]  # by prompt; empty where prompts are not echoed
-    writer: LogprobWriter
-    texts: OutputTexts
+@dataclass(frozen=True, kw_only=True)
+class CompletionAnswer(Answer[CompletionBody]):
+    """One text completion for each sample of each prompt."""
 
-    def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        choices = [
-            _Choice(self, index).part(self._text(index, rollout), ScoredTokens.of(rollout), rollout)
-            for index, rollout in enumerate(rollouts)
-        ]
-        versions = [version for rollout in rollouts for version in rollout.weight_versions]
-        return self.heading.over(choices, versions, usage=self._usage(rollouts))
+    echoes: Sequence[Echo]  # by prompt; empty where prompts are not echoed
+
+    def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
+        tokens = ScoredTokens.of(rollout)
+        return _Choice(self, index).part(self.text(index, rollout), tokens, rollout)
+
+    def part_writers(self) -> list[WritePart]:
+        return [_Choice(self, index).next_part for index in range(len(self.samples))]
 
     def of_prompts(self) -> dict[str, Any]:
-        """Where nothing is generated."""
+        """The answer where nothing is generated."""
         choices = [
             {**_Choice(self, index).part("", NO_TOKENS, None), "finish_reason": "length"}
             for index in range(len(self.samples))
         ]
-        return self.heading.over(choices, [], usage=self._usage([]))
-
-    async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
-        choices = [_Choice(self, index) for index in range(len(self.samples))]
-        texts = [self.texts.stream(self.body, sample.params.stop) for sample in self.samples]
-        no_usage = {"usage": None} if self.body.wants_usage else {}
-        rollouts: dict[int, Rollout] = {}
-        async for delta in deltas:
-            text = texts[delta.index].push(delta.token_ids)
-            if delta.rollout is not None:
-                rollouts[delta.index] = delta.rollout
-                text += texts[delta.index].finish(self._text(delta.index, delta.rollout))
-            part = choices[delta.index].part(text, ScoredTokens.of(delta), delta.rollout)
-            if self._says_something(part):
-                yield self.heading.over([part], delta.weight_versions, **no_usage)
-        if self.body.wants_usage:
-            ended = [rollouts[index] for index in range(len(rollouts))]
-            versions = [version for rollout in ended for version in rollout.weight_versions]
-            yield self.heading.over([], versions, usage=self._usage(ended))
-
-    def _text(self, index: int, rollout: Rollout) -> str:
-        return self.texts.whole(self.body, self.samples[index].params.stop, rollout)
-
-    def _says_something(self, part: dict[str, Any]) -> bool:
-        return bool(part["text"] or part["logprobs"] or part["finish_reason"]) or bool(
-            self.body.return_token_ids
-        )
-
-    def _usage(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        firsts = self.samples[:: self.body.num_samples]
-        return usage([len(sample.prompt_ids) for sample in firsts], rollouts)
+        return self.heading.over(choices, [], usage=self.usage([]))
 
 
 class _Choice:
@@ -181,13 +142,19 @@ class _Choice:
     def __init__(self, answer: CompletionAnswer, index: int) -> None:
         sample = answer.samples[index]
         self._answer = answer
-        self._detokenizer = answer.texts.detokenizer(answer.body)
+        self._detokenizer = answer.texts.streams.detokenizer(answer.body.skips_special_tokens)
         self._index = index
         self._prompt_ids = sample.prompt_ids
         self._echo = answer.echoes[sample.prompt_index] if answer.echoes else None
         echo_len = 0 if self._echo is None else len(self._echo.text)
         self._offsets = TextOffsets(self._detokenizer, echo_len)
         self._begun = False
+
+    def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
+        """None where it would say nothing."""
+        part = self.part(text, ScoredTokens.of(delta), delta.rollout)
+        says_something = part["text"] or part["logprobs"] or part["finish_reason"]
+        return part if says_something or self._answer.body.return_token_ids else None
 
     def part(self, text: str, tokens: ScoredTokens, ended: Rollout | None) -> dict[str, Any]:
         """``tokens``: those since the last part; ``text``: what may be shown by now."""
@@ -215,7 +182,6 @@ class _Choice:
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
     texts = OutputTexts(serving.encoder)
-    spelling = TokenSpelling(serving.encoder.tokenizer)
 
     @router.post("/v1/completions", responses=EVENTS)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -229,16 +195,11 @@ def routes(serving: Serving) -> APIRouter:
             body=body,
             samples=samples,
             echoes=await while_connected(request, _echoes(serving, body, samples)),
-            writer=LogprobWriter(spelling, bool(body.return_tokens_as_token_ids)),
             texts=texts,
         )
         if body.only_scores:
             return await json_response(answer.of_prompts)
-        if body.stream:
-            deltas = await stream_while_connected(request, serving, samples)
-            return EventStream(answer.parts(deltas), deltas)
-        rollouts = await while_connected(request, serving.generate(samples))
-        return await json_response(lambda: answer.whole(rollouts))
+        return await answer.respond(request, serving)
 
     return router
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine.min_token_count import BYTE_OF_CHARACTER
-from rollout.server.delta_stream import Delta
+from rollout.server.streams import Delta
 from rollout.server.text_stream import Detokenizer, TokenText
 from rollout.types import Rollout
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenSpelling:
@@ -43,11 +43,11 @@ class TokenSpelling:
         too."""
         text = self.text(token_id)
         if "\N{REPLACEMENT CHARACTER}" in text:
-            piece = self._tokenizer.convert_ids_to_tokens(token_id)
-            if match := _BYTE_PIECE.fullmatch(piece):
+            spelled = self._tokenizer.convert_ids_to_tokens(token_id)
+            if match := _BYTE_TOKEN.fullmatch(spelled):
                 return [int(match[1], 16)]
-            if all(character in BYTE_OF_CHARACTER for character in piece):
-                return [BYTE_OF_CHARACTER[character] for character in piece]
+            if all(character in BYTE_OF_CHARACTER for character in spelled):
+                return [BYTE_OF_CHARACTER[character] for character in spelled]
         return list(text.encode())
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -68,7 +68,7 @@ class ScoredTokens:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float | None]
-    tops: Sequence[Sequence[tuple[int, float]]]  # the most likely tokens in the place of each
+    tops: Sequence[Sequence[tuple[int, float]]]  # the most likely tokens at the position of each
 
     @classmethod
     def of(cls, generated: Rollout | Delta) -> ScoredTokens:

@@ -1,17 +1,17 @@
-"""How OpenAI's servers answer what is wrong with a request."""
+"""How OpenAI's servers answer what is wrong with a request, and `/v1/models`: the one there is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from rollout.errors import InvalidInputError, OutOfMemoryError, RolloutError
 from rollout.server.errors import error_body
-from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_route import JsonRoute
+from rollout.server.json_route import JsonAnswer, JsonRoute
+from rollout.server.serving import Serving
 
 
 class ModelNotFoundError(RolloutError):
@@ -30,8 +30,8 @@ class OpenAIRoute(JsonRoute):
             try:
                 return await answer(request)
             except RequestValidationError as error:
-                place = error.errors()[0]["loc"]
-                return _refusal(400, error, {"param": _top_level(place), "code": 400})
+                location = error.errors()[0]["loc"]
+                return _refusal(400, error, {"param": _top_level(location), "code": 400})
             except (InvalidInputError, OutOfMemoryError) as error:
                 return _refusal(400, error, {"code": 400})
             except ModelNotFoundError as error:
@@ -43,11 +43,44 @@ class OpenAIRoute(JsonRoute):
 _NO_MODEL = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
 
 
-def _top_level(place: Sequence[str | int]) -> str | None:
-    """The client's field of a place such as ``body, prompt, list[int], 3``, without unions."""
-    return str(place[1]) if len(place) > 1 and isinstance(place[1], str) else None
+def _top_level(location: Sequence[str | int]) -> str | None:
+    """The client's field of a location such as ``body, prompt, list[int], 3``, without unions."""
+    return str(location[1]) if len(location) > 1 and isinstance(location[1], str) else None
 
 
 def _refusal(status: int, error: Exception, fields: dict[str, Any]) -> Response:
     body = error_body(error)[1]
     return JsonAnswer({"error": {**body["error"], **fields}}, status)
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(serving)]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        require_model(serving, name)
+        return _model(serving)
+
+    return router
+
+
+def require_model(serving: Serving, name: str | None) -> None:
+    """Raises ModelNotFoundError unless ``name`` is the served model's; None asks for no other."""
+    if name not in (None, serving.model_name):
+        raise ModelNotFoundError(
+            f"the model {name!r} does not exist: this server has {serving.model_name!r}"
+        )
+
+
+def _model(serving: Serving) -> dict[str, Any]:
+    return {
+        "id": serving.model_name,
+        "object": "model",
+        "created": int(serving.started),
+        "owned_by": "specrollout",
+        "max_model_len": serving.max_context_len,  # vLLM's field
+    }

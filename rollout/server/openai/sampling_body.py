@@ -6,11 +6,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
 from rollout.sampling_names import our_fields
-from rollout.server.body_fields import Biases, Listed, check_extra_fields
+from rollout.server.body_fields import Biases, Listed, biases_by_id, check_extra_fields
 from rollout.types import SamplingParams
 
 
 class StreamOptions(BaseModel):
+    """Of them only this one."""
+
     include_usage: bool | None = None
 
 
@@ -51,6 +53,11 @@ class OpenAISamplingBody(BaseModel):
         return 1 if self.n is None else self.n
 
     @property
+    def skips_special_tokens(self) -> bool:
+        """Special tokens are no part of the text."""
+        return self.skip_special_tokens is not False
+
+    @property
     def wants_usage(self) -> bool:
         """Whether usage comes as a last event of its own."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -64,7 +71,8 @@ class OpenAISamplingBody(BaseModel):
     def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
         """Raises InvalidInputError naming the body's field."""
         given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
-        given |= {"logit_bias": self._logit_bias()} | ({} if "seed" in given else {"seed": seed})
+        given["logit_bias"] = biases_by_id(self.logit_bias, "logit_bias")
+        given.setdefault("seed", seed)
         try:
             return SamplingParams(
                 **given | {"max_new_tokens": max_tokens, "top_logprobs": top_logprobs}
@@ -73,14 +81,6 @@ class OpenAISamplingBody(BaseModel):
             name = error.field.removeprefix("sampling.")
             raise InvalidInputError(
                 _BODY_NAMES.get(name, name), error.value, error.remedy
-            ) from None
-
-    def _logit_bias(self) -> dict[int, float]:
-        try:
-            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        except ValueError:
-            raise InvalidInputError(
-                "logit_bias", self.logit_bias, "its keys must be token ids"
             ) from None
 
 

@@ -1,26 +1,85 @@
-"""Pausing, continuing, aborting, flushing, sleep: what a trainer does between its steps."""
+"""Calls that change the engine, and how they are answered: pausing, aborting, flushing, sleep."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from rollout.engine.protocol import Engine
-from rollout.errors import InvalidInputError
-from rollout.server.body_fields import Body
-from rollout.server.documented import CHANGED
-from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_route import JsonRoute
+from rollout.errors import InvalidInputError, RolloutError
+from rollout.server.body_fields import CHANGED, Body
+from rollout.server.errors import error_body
+from rollout.server.json_route import JsonAnswer, JsonRoute
 from rollout.server.middleware import require_admin
 from rollout.server.serving import Serving
-from rollout.server.sglang.changes import Answer, change
 from rollout.types import MemoryTag, PauseMode
 
 _LONGEST_WAIT = 600.0  # seconds
+
+T = TypeVar("T")
+Answer = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """The engine refused a change, or failed in it.
+
+    ``unavailable_reason``: why no step can run since.
+    """
+
+    def __init__(self, error: Exception, unavailable_reason: str = "") -> None:
+        self.error = error
+        self.unavailable_reason = unavailable_reason
+
+    @property
+    def response(self) -> JsonAnswer:
+        """400, or the status of an HTTPException."""
+        error = self.error
+        status, body = error_body(error)
+        message = str(error)
+        if isinstance(error, HTTPException):
+            message = error.detail
+        else:
+            status = 400
+            if not isinstance(error, RolloutError):
+                message = f"{type(error).__name__}: {error}"
+        message = ". ".join([message, *getattr(error, "__notes__", [])])
+        body["error"] |= {"message": message, "code": status}
+        answer = {"success": False, "message": message, "state": self.unavailable_reason}
+        return JsonAnswer(answer | body, status)
+
+
+async def attempt(serving: Serving, function: Callable[[Engine], T]) -> T:
+    """Its value, run between two steps. Raises RefusedError for what can be expected to fail."""
+
+    def run(engine: Engine) -> T:
+        try:
+            return function(engine)
+        except (RolloutError, OSError, HTTPException) as error:
+            raise RefusedError(error, engine.unavailable_reason) from None
+
+    return await serving.call(run)
+
+
+async def change(serving: Serving, function: Callable[[Engine], Answer]) -> JsonAnswer:
+    """Run it between two steps; answer ``{"success", "message", ...}`` with what it returns.
+
+    Where the engine refuses or fails the status is 400, and ``state`` says why no step can run now
+    (empty: one can).
+    """
+    try:
+        return success(**await attempt(serving, function))
+    except RefusedError as refused:
+        return refused.response
+
+
+def success(message: str = "", **answer: Any) -> JsonAnswer:
+    return JsonAnswer({"success": True, "message": message} | answer)
 
 
 class AbortBody(BaseModel):
@@ -94,7 +153,7 @@ def admin_routes(serving: Serving) -> APIRouter:
     async def post_flush_cache(
         query: Annotated[FlushFields, Query()], body: FlushFields | None = None
     ) -> JsonAnswer:
-        """The same; ``timeout`` may come in either place, and the longer one counts."""
+        """The same; ``timeout`` may come in the address or the body, and the longer one counts."""
         return await flush(max(query.timeout, 0.0 if body is None else body.timeout))
 
     async def flush(timeout: float) -> JsonAnswer:

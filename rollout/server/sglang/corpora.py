@@ -13,13 +13,11 @@ from rollout.engine.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.allowed_paths import AllowedPaths
-from rollout.server.body_fields import Body, KnownIds, Listed
-from rollout.server.documented import CHANGED
+from rollout.server.body_fields import CHANGED, Body, KnownIds, Listed
 from rollout.server.errors import DrainingError
-from rollout.server.json_answer import JsonAnswer
-from rollout.server.json_route import JsonRoute, json_body, openapi_body
+from rollout.server.json_route import JsonAnswer, JsonRoute, json_body, openapi_body
 from rollout.server.serving import Serving
-from rollout.server.sglang.changes import Answer, RefusedError, attempt, change, success
+from rollout.server.sglang.control import Answer, RefusedError, attempt, change, success
 
 _POLL_SECONDS = (0.005, 0.25)  # the first pause, and the longest
 
@@ -59,7 +57,7 @@ def routes(serving: Serving) -> APIRouter:
     async def add_external_corpus(request: Request) -> JsonAnswer:
         """Load a corpus in the background, beside generation and beside other loads.
 
-        409 for an id that is taken; 400 for what cannot be loaded, of which nothing is kept.
+        409 for an id that is taken; 400 for what cannot be loaded, of which nothing stays.
         """
         body = await json_body(request, AddBody)
 

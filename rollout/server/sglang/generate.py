@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.server.delta_stream import Delta, DeltaStream
-from rollout.server.documented import EVENTS
-from rollout.server.event_stream import EventStream, while_connected
-from rollout.server.json_answer import json_bytes
-from rollout.server.json_route import JsonRoute
+from rollout.server.body_fields import EVENTS
+from rollout.server.json_route import JsonRoute, json_response
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items
-from rollout.server.text_stream import Detokenizer, TextStream
+from rollout.server.streams import Delta, DeltaStream, EventStream, open_stream, while_connected
+from rollout.server.text_stream import TextStream, TextStreams
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
-
-
-class TextStreams:
-    """Makes the text streams of samples."""
-
-    def __init__(self, encoder: PromptEncoder) -> None:
-        self._detokenizers = {
-            skips: None if encoder.tokenizer is None else Detokenizer(encoder.tokenizer, skips)
-            for skips in (True, False)
-        }
-
-    def open(self, question: GenerateItem) -> TextStream:
-        return TextStream(self._detokenizers[question.skip_special_tokens], question.params.stop)
 
 
 class _SoFar:
@@ -41,12 +24,12 @@ class _SoFar:
 
     def __init__(
         self,
-        question: GenerateItem,
+        item: GenerateItem,
         sample_index: int,
         prompt_logprobs: dict[str, Any],
         text: TextStream,
     ) -> None:
-        self.question = question
+        self.item = item
         self.sample_index = sample_index
         self.prompt_logprobs = prompt_logprobs
         self.token_ids: list[int] = []
@@ -67,55 +50,6 @@ class _SoFar:
         self._num_pushed = max(len(self.token_ids) - 1, self._num_pushed)
 
 
-class AnswerStream:
-    """The answers to several questions as they grow."""
-
-    def __init__(self, deltas: DeltaStream, writer: AnswerWriter, texts: TextStreams) -> None:
-        self._deltas, self._writer, self._texts = deltas, writer, texts
-        self._samples: list[_SoFar] = []  # in the order of the deltas' indices
-
-    def expect(self, question: GenerateItem, prompt_logprobs: dict[str, Any]) -> None:
-        self._samples += [
-            _SoFar(question, index, prompt_logprobs, self._texts.open(question))
-            for index in range(question.params.n)
-        ]
-
-    async def events(
-        self, serving: Serving, is_single: bool, started: float
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Raises RolloutError when the only sample has failed."""
-        async for delta in self._deltas:
-            sample, rollout = self._samples[delta.index], delta.rollout
-            sample.add(delta)
-            if rollout is None:
-                event = self._unfinished(sample)
-            elif is_single and rollout.finish_reason is FinishReason.ERROR:
-                raise RolloutError(rollout.error)
-            else:
-                version = 0
-                if not rollout.token_ids:
-                    version = await serving.call(lambda engine: engine.weight_version)
-                event = self._writer.answer(
-                    sample.question,
-                    rollout,
-                    sample.prompt_logprobs,
-                    version,
-                    time.monotonic() - started,
-                )
-            yield event if is_single else {"index": delta.index, **event}
-
-    def _unfinished(self, sample: _SoFar) -> dict[str, Any]:
-        question, writer = sample.question, self._writer
-        meta = {
-            **writer.meta(
-                question, sample.sample_index, sample.weight_versions, len(sample.token_ids)
-            ),
-            **writer.output_logprobs(question, sample.token_ids, sample.logprobs, sample.extras),
-            **sample.prompt_logprobs,
-        }
-        return {"text": sample.text, "output_ids": list(sample.token_ids), "meta_info": meta}
-
-
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["sglang"], route_class=JsonRoute)
     generator = _Generator(serving)
@@ -124,10 +58,10 @@ def routes(serving: Serving) -> APIRouter:
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
         started = time.monotonic()
-        questions, is_single = await generate_items(body, serving)
+        items, is_single = await generate_items(body, serving)
         if body.stream:
-            return await generator.stream(questions, is_single, request, started)
-        return await while_connected(request, generator.whole(questions, is_single, started))
+            return await generator.stream(items, is_single, request, started)
+        return await while_connected(request, generator.whole(items, is_single, started))
 
     return router
 
@@ -136,71 +70,96 @@ class _Generator:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._writer = AnswerWriter(serving.encoder)
-        self._texts = TextStreams(serving.encoder)
+        self._texts = TextStreams(serving.encoder.tokenizer)
 
     async def whole(
-        self, questions: Sequence[GenerateItem], is_single: bool, started: float
+        self, items: Sequence[GenerateItem], is_single: bool, started: float
     ) -> Response:
-        samples = [sample for question in questions for sample in question.samples()]
+        samples = [sample for item in items for sample in item.samples()]
         rollouts = await self._serving.generate(samples) if samples else []
         if is_single and rollouts and rollouts[0].finish_reason is FinishReason.ERROR:
             raise RolloutError(rollouts[0].error)
-        scores = [await self._prompt_logprobs(question) for question in questions]
-        version = await self._weight_version(rollouts, questions)
+        scores = [await self._prompt_logprobs(item) for item in items]
+        version = await self._weight_version(rollouts, items)
         seconds = time.monotonic() - started
 
-        def write() -> bytes:
+        def build() -> Any:
             answers: list[dict[str, Any]] = []
             unwritten = iter(rollouts)
-            for question, scored in zip(questions, scores, strict=True):
-                if not question.generates:
-                    answers.append(self._writer.scored(question, scored, version, seconds))
-                for _ in question.samples():
+            for item, scored in zip(items, scores, strict=True):
+                if not item.generates:
+                    answers.append(self._writer.scored(item, scored, version, seconds))
+                for _ in item.samples():
                     rollout = next(unwritten)
-                    answers.append(self._writer.answer(question, rollout, scored, version, seconds))
-            return json_bytes(answers[0] if is_single else answers)
+                    answers.append(self._writer.answer(item, rollout, scored, version, seconds))
+            return answers[0] if is_single else answers
 
-        # Decoding the text of many samples takes long, and lets other threads run.
-        return Response(await asyncio.to_thread(write), media_type="application/json")
+        return await json_response(build)
 
     async def stream(
-        self, questions: Sequence[GenerateItem], is_single: bool, request: Request, started: float
+        self, items: Sequence[GenerateItem], is_single: bool, request: Request, started: float
     ) -> Response:
-        if not all(question.generates for question in questions):
+        if not all(item.generates for item in items):
             raise InvalidInputError(
                 "stream", True, "needs max_new_tokens >= 1: scores come all at once"
             )
-        scores = [
-            await while_connected(request, self._prompt_logprobs(question))
-            for question in questions
+        scores = [await while_connected(request, self._prompt_logprobs(item)) for item in items]
+        samples = [sample for item in items for sample in item.samples()]
+        deltas = await open_stream(request, self._serving.stream(samples))
+        so_far = [
+            _SoFar(item, index, scored, self._open_text(item))
+            for item, scored in zip(items, scores, strict=True)
+            for index in range(item.params.n)
         ]
-        deltas = self._serving.stream([s for question in questions for s in question.samples()])
-        try:
-            await while_connected(request, deltas.ready())  # so that errors have their status
-        except BaseException:
-            await deltas.aclose()
-            raise
-        answers = AnswerStream(deltas, self._writer, self._texts)
-        for question, scored in zip(questions, scores, strict=True):
-            answers.expect(question, scored)
-        return EventStream(answers.events(self._serving, is_single, started), deltas)
+        return EventStream(self._events(deltas, so_far, is_single, started), deltas)
 
-    async def _prompt_logprobs(self, question: GenerateItem) -> dict[str, Any]:
+    async def _events(
+        self, deltas: DeltaStream, samples: Sequence[_SoFar], is_single: bool, started: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The answers as they grow. Raises RolloutError when the only sample has failed."""
+        async for delta in deltas:
+            sample, rollout = samples[delta.index], delta.rollout
+            sample.add(delta)
+            if rollout is None:
+                event = self._unfinished(sample)
+            elif is_single and rollout.finish_reason is FinishReason.ERROR:
+                raise RolloutError(rollout.error)
+            else:
+                version = await self._weight_version([rollout], [sample.item])
+                seconds = time.monotonic() - started
+                event = self._writer.answer(
+                    sample.item, rollout, sample.prompt_logprobs, version, seconds
+                )
+            yield event if is_single else {"index": delta.index, **event}
+
+    def _unfinished(self, sample: _SoFar) -> dict[str, Any]:
+        item, ids, writer = sample.item, sample.token_ids, self._writer
+        meta = {
+            **writer.meta(item, sample.sample_index, sample.weight_versions, len(ids)),
+            **writer.output_logprobs(item, ids, sample.logprobs, sample.extras),
+            **sample.prompt_logprobs,
+        }
+        return {"text": sample.text, "output_ids": list(ids), "meta_info": meta}
+
+    def _open_text(self, item: GenerateItem) -> TextStream:
+        return self._texts.open(item.skip_special_tokens, item.params.stop)
+
+    async def _prompt_logprobs(self, item: GenerateItem) -> dict[str, Any]:
         """By the model alone: what the parameters do to the samples is not done to the prompt."""
         logprobs: list[float] = []
         extras = TokenExtras()
-        if question.score_from is not None:
-            first = max(question.score_from, 1)
-            known, scored = question.prompt_ids[:first], question.prompt_ids[first:]
+        if item.score_from is not None:
+            first = max(item.score_from, 1)
+            known, scored = item.prompt_ids[:first], item.prompt_ids[first:]
             if scored:
-                params = SamplingParams(top_logprobs=question.params.top_logprobs)
+                params = SamplingParams(top_logprobs=item.params.top_logprobs)
                 logprobs, extras = await self._serving.score(known, scored, params)
-        return self._writer.prompt_logprobs(question, logprobs, extras)
+        return self._writer.prompt_logprobs(item, logprobs, extras)
 
     async def _weight_version(
-        self, rollouts: Sequence[Rollout], questions: Sequence[GenerateItem]
+        self, rollouts: Sequence[Rollout], items: Sequence[GenerateItem]
     ) -> int:
         """The engine's, where an answer has no tokens to tell theirs; else any."""
-        if all(r.token_ids for r in rollouts) and all(q.generates for q in questions):
+        if all(rollout.token_ids for rollout in rollouts) and all(item.generates for item in items):
             return 0
         return await self._serving.call(lambda engine: engine.weight_version)

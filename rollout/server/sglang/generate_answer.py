@@ -20,22 +20,22 @@ class AnswerWriter:
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder = encoder
 
-    def text(self, question: GenerateItem, rollout: Rollout) -> str:
+    def text(self, item: GenerateItem, rollout: Rollout) -> str:
         """The text without its end, a stop token or a stop string, unless ``no_stop_trim``."""
         if self._encoder.tokenizer is None:
             return ""
-        skips = question.skip_special_tokens
+        skips = item.skip_special_tokens
         decode = self._encoder.decode if skips else self._encoder.decode_with_specials
         ids = rollout.token_ids
-        if question.no_stop_trim or rollout.finish_reason is not FinishReason.STOP:
+        if item.no_stop_trim or rollout.finish_reason is not FinishReason.STOP:
             return decode(ids)
-        if isinstance(self._matched(question, rollout), int):
+        if isinstance(self._matched(item, rollout), int):
             return decode(ids[:-1])
-        return cut_at_stop(decode(ids), len(decode(ids[:-1])), question.params.stop)
+        return cut_at_stop(decode(ids), len(decode(ids[:-1])), item.params.stop)
 
     def answer(
         self,
-        question: GenerateItem,
+        item: GenerateItem,
         rollout: Rollout,
         prompt_logprobs: dict[str, Any],
         weight_version: int,
@@ -45,8 +45,8 @@ class AnswerWriter:
         stats, count = rollout.stats, len(rollout.token_ids)
         versions = rollout.weight_versions
         meta = {
-            **self.meta(question, rollout.sample_index, versions or [weight_version], count),
-            "finish_reason": self._finish_reason(question, rollout),
+            **self.meta(item, rollout.sample_index, versions or [weight_version], count),
+            "finish_reason": self._finish_reason(item, rollout),
             "cached_tokens": stats.cached_tokens,
             "weight_versions": [
                 {"version": str(version), "start": start, "end": end}
@@ -60,90 +60,90 @@ class AnswerWriter:
             "spec_draft_token_num": stats.drafted,
             "spec_accept_length": stats.accept_length,
             "spec_accept_rate": stats.accepted / stats.drafted if stats.drafted else 0.0,
-            **self.output_logprobs(question, rollout.token_ids, rollout.logprobs, rollout.extras),
+            **self.output_logprobs(item, rollout.token_ids, rollout.logprobs, rollout.extras),
             **prompt_logprobs,
-            **_routed_experts(question, rollout),
+            **_routed_experts(item, rollout),
         }
         return {
-            "text": self.text(question, rollout),
+            "text": self.text(item, rollout),
             "output_ids": rollout.token_ids,
             "meta_info": meta,
         }
 
     def scored(
         self,
-        question: GenerateItem,
+        item: GenerateItem,
         prompt_logprobs: dict[str, Any],
         weight_version: int,
         seconds: float,
     ) -> dict[str, Any]:
         """The answer to a prompt for which nothing is generated."""
         meta = {
-            **self.meta(question, 0, [weight_version], 0),
+            **self.meta(item, 0, [weight_version], 0),
             "finish_reason": {"type": "length", "length": 0},
             "cached_tokens": 0,
             "e2e_latency": seconds,
-            **self.output_logprobs(question, [], [], TokenExtras()),
+            **self.output_logprobs(item, [], [], TokenExtras()),
             **prompt_logprobs,
         }
         return {"text": "", "output_ids": [], "meta_info": meta}
 
     def meta(
-        self, question: GenerateItem, sample_index: int, versions: Sequence[int], count: int
+        self, item: GenerateItem, sample_index: int, versions: Sequence[int], count: int
     ) -> dict[str, Any]:
         """The meta information of a sample, known from its first token on."""
         return {
-            "id": question.sample_rid(sample_index),
+            "id": item.sample_rid(sample_index),
             "finish_reason": None,
-            "prompt_tokens": len(question.prompt_ids),
+            "prompt_tokens": len(item.prompt_ids),
             "completion_tokens": count,
             "weight_version": str(versions[-1]),
-            "seed": question.params.seed,
+            "seed": item.params.seed,
         }
 
     def output_logprobs(
         self,
-        question: GenerateItem,
+        item: GenerateItem,
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         extras: TokenExtras,
     ) -> dict[str, Any]:
-        if not question.return_logprob:
+        if not item.return_logprob:
             return {}
         found: dict[str, Any] = {
-            "output_token_logprobs": self._triples(question, logprobs, token_ids),
+            "output_token_logprobs": self._triples(item, logprobs, token_ids),
             "output_token_logprobs_length": len(token_ids),
         }
-        if question.params.top_logprobs:
-            found["output_top_logprobs"] = self._tops(question, extras)
+        if item.params.top_logprobs:
+            found["output_top_logprobs"] = self._tops(item, extras)
         return found
 
     def prompt_logprobs(
-        self, question: GenerateItem, logprobs: Sequence[float], extras: TokenExtras
+        self, item: GenerateItem, logprobs: Sequence[float], extras: TokenExtras
     ) -> dict[str, Any]:
         """Logprobs of the prompt from ``score_from`` on; the very first token follows nothing:
         null.
 
         ``logprobs``: of those that follow something.
         """
-        if not question.return_logprob:
+        if not item.return_logprob:
             return {}
-        if question.score_from is None:
+        if item.score_from is None:
             return {"input_token_logprobs": []}
-        ids = question.prompt_ids[question.score_from :]
+        ids = item.prompt_ids[item.score_from :]
         unscored = len(ids) - len(logprobs)  # the first token of all, if it is among them
         none: list[None] = [None] * unscored
         found: dict[str, Any] = {
-            "input_token_logprobs": self._triples(question, [*none, *logprobs], ids)
+            "input_token_logprobs": self._triples(item, [*none, *logprobs], ids)
         }
-        if question.params.top_logprobs:
-            found["input_top_logprobs"] = [*none, *self._tops(question, extras)]
+        if item.params.top_logprobs:
+            found["input_top_logprobs"] = [*none, *self._tops(item, extras)]
         return found
 
-    def _tops(self, question: GenerateItem, extras: TokenExtras) -> list[list[list[Any]]]:
+    def _tops(self, item: GenerateItem, extras: TokenExtras) -> list[list[list[Any]]]:
         return [
             self._triples(
-                question,
+                item,
                 [max(logprob, _LOWEST) for _, logprob in top],
                 [token for token, _ in top],
             )
@@ -151,19 +151,19 @@ class AnswerWriter:
         ]
 
     def _triples(
-        self, question: GenerateItem, logprobs: Sequence[float | None], token_ids: Sequence[int]
+        self, item: GenerateItem, logprobs: Sequence[float | None], token_ids: Sequence[int]
     ) -> list[list[Any]]:
-        spells = question.text_in_logprobs and self._encoder.tokenizer is not None
+        spells = item.text_in_logprobs and self._encoder.tokenizer is not None
         spell = self._encoder.decode_with_specials
         return [
             [logprob, token, spell([token]) if spells else None]
             for logprob, token in zip(logprobs, token_ids, strict=True)
         ]
 
-    def _finish_reason(self, question: GenerateItem, rollout: Rollout) -> dict[str, Any]:
+    def _finish_reason(self, item: GenerateItem, rollout: Rollout) -> dict[str, Any]:
         match rollout.finish_reason:
             case FinishReason.STOP:
-                return {"type": "stop", "matched": self._matched(question, rollout)}
+                return {"type": "stop", "matched": self._matched(item, rollout)}
             case FinishReason.LENGTH:
                 return {"type": "length", "length": len(rollout.token_ids)}
             case FinishReason.ABORT:
@@ -171,17 +171,17 @@ class AnswerWriter:
             case FinishReason.ERROR:
                 return {"type": "abort", "message": rollout.error, "status_code": 500}
 
-    def _matched(self, question: GenerateItem, rollout: Rollout) -> int | str:
+    def _matched(self, item: GenerateItem, rollout: Rollout) -> int | str:
         """The stop string, or the last token, that ended it."""
-        params, ids = question.params, rollout.token_ids
+        params, ids = item.params, rollout.token_ids
         if ids[-1] in params.stop_token_ids or not params.stop:
             return ids[-1]
         return completed_stop(params.stop, ids, self._encoder.decode_with_specials) or ids[-1]
 
 
-def _routed_experts(question: GenerateItem, rollout: Rollout) -> dict[str, str]:
+def _routed_experts(item: GenerateItem, rollout: Rollout) -> dict[str, str]:
     """The bytes of int32 [positions, sparse layers, experts per token], as trainers read them."""
     if rollout.routed_experts is None:
         return {}
-    routes = rollout.routed_experts[question.routes_from :].astype(np.int32)
+    routes = rollout.routed_experts[item.routes_from :].astype(np.int32)
     return {"routed_experts": base64.b64encode(routes.tobytes()).decode("ascii")}

@@ -10,10 +10,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import KnownIds, Listed, refuse_unknown
-from rollout.server.delta_stream import SampleRequest
+from rollout.sampling_names import our_fields
+from rollout.server.body_fields import Biases, KnownIds, Listed, biases_by_id, refuse_unknown
 from rollout.server.serving import Serving
-from rollout.server.sglang.sampling_body import SglangSamplingBody
+from rollout.server.streams import SampleRequest
 from rollout.types import Prompt, SamplingParams
 
 T = TypeVar("T")
@@ -42,6 +42,83 @@ _HARMLESS = frozenset(
         "use_audio_in_video",
     }
 )
+_HARMLESS_SAMPLING = frozenset(
+    {
+        "custom_params",  # for a custom logit processor, which is refused
+        "spaces_between_special_tokens",  # the tokenizer's own spacing stays
+        "stream_interval",  # events come as often as the reader takes them
+    }
+)
+_GREEDY_BELOW = 1e-6  # as temperatures that small are taken there
+_MAX_TOP_K = 2**30  # a whole vocabulary, however large
+
+
+class SglangSamplingBody(BaseModel):
+    """A field that is null has its default, but for ``max_new_tokens``: as many as fit."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    max_new_tokens: int | None = 128  # 0: the prompt is scored, and nothing is generated
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Biases | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int | None] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    n: int | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None  # the same
+    request_seed: int | None = None  # ours: a sample's own, as meta_info tells it
+
+    def to_params(
+        self, *, seed: int, max_context_len: int, top_logprobs: int, routed_experts: bool
+    ) -> SamplingParams:
+        """Raises InvalidInputError. ``seed``: where none came along."""
+        refuse_unknown(self.model_extra, _HARMLESS_SAMPLING, "sampling_params.")
+        given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
+        # A context is never longer, and counts beyond all sizes would meet arrays of 32 bits.
+        most = max_context_len if self.max_new_tokens is None else self.max_new_tokens
+        least = self.min_new_tokens or 0
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if not 0 <= least <= most:
+            raise InvalidInputError("min_new_tokens", least, f"must be in [0, {most}]")
+        if given.get("top_k", 0) > _MAX_TOP_K:
+            del given["top_k"]
+        given |= {
+            "temperature": 0.0 if 0 <= temperature < _GREEDY_BELOW else temperature,
+            "logit_bias": biases_by_id(self.logit_bias, "sampling_params.logit_bias"),
+            "stop_token_ids": [token for token in self.stop_token_ids or [] if token is not None],
+            "max_new_tokens": min(max(most, 1), max_context_len),
+            "min_new_tokens": min(least, max_context_len),
+            "seed": self._seed(seed),
+        }
+        return SamplingParams(
+            **given,
+            n=1 if self.n is None else self.n,
+            top_logprobs=top_logprobs,
+            routed_experts=routed_experts,
+        )
+
+    @property
+    def generates(self) -> bool:
+        """Tokens are asked for, not the prompt's score alone."""
+        return self.max_new_tokens != 0
+
+    def _seed(self, default: int) -> int:
+        if None not in (self.seed, self.sampling_seed) and self.seed != self.sampling_seed:
+            raise InvalidInputError(
+                "sampling_params.seed", self.seed, "differs from sampling_seed: give one"
+            )
+        given = self.sampling_seed if self.seed is None else self.seed
+        return default if given is None else given
 
 
 class GenerateBody(BaseModel):
@@ -80,9 +157,11 @@ class GenerateItem:
     routes_from: int  # the first position whose experts are told, where they are
 
     def sample_rid(self, sample_index: int) -> str:
+        """The name to abort that sample by."""
         return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
 
     def samples(self) -> list[SampleRequest]:
+        """None where nothing is generated."""
         return [
             SampleRequest(
                 prompt_ids=self.prompt_ids,
@@ -97,7 +176,7 @@ class GenerateItem:
 
 
 async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[GenerateItem], bool]:
-    """The questions, and whether the answer is one object rather than a list.
+    """The items, and whether the answer is one object rather than a list.
 
     Raises InvalidInputError.
     """
@@ -120,7 +199,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
         key = (id(each), top_logprobs, routes)
         if key not in known:
             known[key] = each.to_params(
-                fresh_seed=lambda: seed,
+                seed=seed,
                 max_context_len=serving.max_context_len,
                 top_logprobs=top_logprobs,
                 routed_experts=routes,
@@ -136,7 +215,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
     serving.require_batch(sum(each.n for each in params))
     field = "input_ids" if body.text is None else "text"
     all_ids = await serving.encode(prompts, field)
-    questions = [
+    items = [
         GenerateItem(
             rid=rids[index],
             prompt_ids=prompt_ids,
@@ -149,11 +228,11 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
             return_logprob=wants_logprob[index],
             score_from=_score_from(starts[index], wants_logprob[index], prompt_ids),
             text_in_logprobs=bool(body.return_text_in_logprobs),
-            routes_from=_routes_from(routes_from[index], prompt_ids),
+            routes_from=_check_start("routed_experts_start_len", routes_from[index], 0, prompt_ids),
         )
         for index, prompt_ids in enumerate(all_ids)
     ]
-    return questions, is_single and questions[0].params.n == 1
+    return items, is_single and items[0].params.n == 1
 
 
 def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
@@ -196,16 +275,13 @@ def _request_seed(sampling: SglangSamplingBody, params: SamplingParams) -> int |
 
 
 def _score_from(start: int, wanted: bool, prompt_ids: list[int]) -> int | None:
-    if not -1 <= start <= len(prompt_ids):
-        raise InvalidInputError(
-            "logprob_start_len", start, f"must be -1, or in [0, {len(prompt_ids)}] of this prompt"
-        )
+    _check_start("logprob_start_len", start, -1, prompt_ids)
     return start if wanted and start >= 0 else None
 
 
-def _routes_from(start: int, prompt_ids: list[int]) -> int:
-    if not 0 <= start <= len(prompt_ids):
+def _check_start(field: str, start: int, least: int, prompt_ids: list[int]) -> int:
+    if not least <= start <= len(prompt_ids):
         raise InvalidInputError(
-            "routed_experts_start_len", start, f"must be in [0, {len(prompt_ids)}] of this prompt"
+            field, start, f"must be in [{least}, {len(prompt_ids)}] of this prompt"
         )
     return start

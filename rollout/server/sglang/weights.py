@@ -23,10 +23,9 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.allowed_paths import AllowedPaths
-from rollout.server.body_fields import Body
-from rollout.server.documented import CHANGED
-from rollout.server.json_answer import JsonAnswer
+from rollout.server.body_fields import CHANGED, Body
 from rollout.server.json_route import (
+    JsonAnswer,
     JsonRoute,
     content_type,
     json_of_texts,
@@ -35,7 +34,7 @@ from rollout.server.json_route import (
 )
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
 from rollout.server.serving import Serving
-from rollout.server.sglang.changes import Answer, RefusedError, change
+from rollout.server.sglang.control import Answer, RefusedError, change
 from rollout.server.sglang.weight_bodies import (
     AbandonBody,
     BeginBody,

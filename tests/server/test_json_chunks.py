@@ -1,4 +1,4 @@
-"""Long JSON read in pieces is what the C parser makes of it as a whole, right or wrong."""
+"""Long JSON read in chunks is what the C parser makes of it as a whole, right or wrong."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rollout.server import json_pieces
-from rollout.server.json_pieces import Integers, loads_in_pieces
+from rollout.server import json_route
+from rollout.server.json_route import Integers, loads_in_chunks
 
-PIECE = 8  # so that the borders of pieces meet everything
+CHUNK = 8  # so that the borders of chunks meet everything
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_pieces, "_PIECE", PIECE)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_route, "_CHUNK", CHUNK)
 
 
 def parsed(loads: Any, data: bytes) -> tuple[Any, Any]:
@@ -57,13 +57,13 @@ def test_it_reads_what_the_c_parser_reads_and_refuses_what_it_refuses(seed: int)
             indent=randomness.choice([None, 0, 2]),
         )
         data = text.encode("utf-8", "surrogatepass")
-        assert parsed(loads_in_pieces, data) == parsed(json.loads, data)
+        assert parsed(loads_in_chunks, data) == parsed(json.loads, data)
         place = randomness.randrange(len(data))
         junk = bytes([randomness.choice(b'0123456789,,,]]}}[{":-.eE tn\\\xff')])
         wrong = data[:place] + junk + data[place + randomness.randrange(2) :]
         expected = parsed(json.loads, wrong)
         refused += expected[0] is None
-        assert parsed(loads_in_pieces, wrong) == expected, wrong
+        assert parsed(loads_in_chunks, wrong) == expected, wrong
     assert refused > 500
 
 
@@ -81,11 +81,11 @@ def test_it_reads_what_the_c_parser_reads_and_refuses_what_it_refuses(seed: int)
 def test_odd_texts(text: str) -> None:
     for encoding in ("utf-8", "utf-16", "utf-32-le"):
         data = text.encode(encoding)
-        assert parsed(loads_in_pieces, data) == parsed(json.loads, data)
+        assert parsed(loads_in_chunks, data) == parsed(json.loads, data)
 
 
 def test_arrays_of_integers_are_known_and_no_others() -> None:
-    integers, mixed, nested = loads_in_pieces(
+    integers, mixed, nested = loads_in_chunks(
         b"[[1,2,3,4,5,6,7,8,9], [1,2,3,4,5,6,7.5,8,9,10], [[1,2,3,4],[true]]]"
     )
     assert type(integers) is Integers
@@ -95,9 +95,9 @@ def test_arrays_of_integers_are_known_and_no_others() -> None:
 
 def test_lists_and_objects_are_bounded(monkeypatch) -> None:
     """Each takes longer to make, and more memory, than the bytes that say it."""
-    monkeypatch.setattr(json_pieces, "_MAX_CONTAINERS", 10)
+    monkeypatch.setattr(json_route, "_MAX_CONTAINERS", 10)
     for few in (b"[" + b"[]," * 8 + b"{}]", b'{"a":[[1,2],[3]],"b":[{},{},{},{},{}]}'):
-        assert loads_in_pieces(few) == json.loads(few)
+        assert loads_in_chunks(few) == json.loads(few)
     for many in (b"[" + b"[]," * 9 + b"{}]", b'{"a":' * 10 + b"[]" + b"}" * 10):
         with pytest.raises(ValueError, match="more than 10 lists and objects"):
-            loads_in_pieces(many)
+            loads_in_chunks(many)

@@ -1,17 +1,29 @@
-"""DeltaStream: a request's tokens on the way to a reader in asyncio, however slow."""
+"""A request's tokens on the way to a client that may be slow, or leave."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self, TypeVar
+
+from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from rollout.engine.loop import OnTokens, RequestHandle
+from rollout.errors import RolloutError
+from rollout.server.errors import error_body
+from rollout.server.json_route import json_bytes
 from rollout.types import Request, Rollout, SamplingParams, TokenExtras
+
+T = TypeVar("T")
+
+_EXTRAS = tuple(TokenExtras.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,33 +141,84 @@ def call_soon(event_loop: asyncio.AbstractEventLoop, function: Callable[[], obje
 
 
 def _delta(index: int, request: Request, first: int) -> Delta:
-    extras = request.extras
+    extras = {name: getattr(request.extras, name)[first:] for name in _EXTRAS}
     return Delta(
         index=index,
         token_ids=request.tokens[request.prompt_len + first :],
         logprobs=request.logprobs[first:],
         weight_versions=request.weight_versions[first:],
-        extras=TokenExtras(
-            raw_logprobs=extras.raw_logprobs[first:],
-            sampling_logprobs=extras.sampling_logprobs[first:],
-            top_logprobs=extras.top_logprobs[first:],
-            entropies=extras.entropies[first:],
-        ),
+        extras=TokenExtras(**extras),
     )
 
 
 def _joined(former: Delta, later: Delta) -> Delta:
-    before, after = former.extras, later.extras
+    extras = {name: getattr(former.extras, name) + getattr(later.extras, name) for name in _EXTRAS}
     return Delta(
         index=former.index,
         token_ids=former.token_ids + later.token_ids,
         logprobs=former.logprobs + later.logprobs,
         weight_versions=former.weight_versions + later.weight_versions,
-        extras=TokenExtras(
-            raw_logprobs=before.raw_logprobs + after.raw_logprobs,
-            sampling_logprobs=before.sampling_logprobs + after.sampling_logprobs,
-            top_logprobs=before.top_logprobs + after.top_logprobs,
-            entropies=before.entropies + after.entropies,
-        ),
+        extras=TokenExtras(**extras),
         rollout=later.rollout,
     )
+
+
+class EventStream(StreamingResponse):
+    """Each object as one event, then ``[DONE]``.
+
+    An error of ours comes as an event of its own, for the status has been sent. Whatever ends the
+    response (its last event, a client that leaves), the deltas are closed when it returns; the
+    generator, which never ran if the client was quick, need not do it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, objects: AsyncGenerator[dict[str, Any], None], deltas: DeltaStream) -> None:
+        self._objects, self._deltas = objects, deltas
+        super().__init__(_events(objects), headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._deltas, aclosing(self._objects):
+            await super().__call__(scope, receive, send)
+
+
+async def _events(objects: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+    try:
+        async for each in objects:
+            yield b"data: " + json_bytes(each) + b"\n\n"
+    except RolloutError as error:
+        yield b"data: " + json_bytes(error_body(error)[1]) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; cancels it and raises ClientDisconnect when the client has left.
+
+    The request's body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def open_stream(request: HttpRequest, deltas: DeltaStream) -> DeltaStream:
+    """The stream once it has something to say, so that what is wrong with the request has its
+    status. Closed where it has not."""
+    try:
+        await while_connected(request, deltas.ready())
+    except BaseException:
+        await deltas.aclose()
+        raise
+    return deltas
+
+
+async def _disconnected(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
