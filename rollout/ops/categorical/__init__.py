@@ -1,8 +1,8 @@
-"""One token, logprob or entropy per row of logits. R rows, V vocabulary.
+"""Sampling, logprobs and entropy of rows of logits. R rows, V vocabulary.
 
-Temperature 0 is greedy: the most likely token, the lowest of equals, and the distribution of
-temperature 1 for logprob and entropy. A row with a NaN, a +inf or nothing above -inf has no
-distribution: its logprob and entropy are NaN.
+Temperature 0 is greedy: the most likely token, the lowest of equal ones, with the logprob and
+entropy of temperature 1. A row with a NaN, a +inf or nothing above -inf has no distribution: its
+logprob and entropy are NaN.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ def categorical(
     uniform_R: torch.Tensor,
     threshold_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw by inverse distribution function: the first token whose cumulative exceeds uniform.
+    """Sample by inverse distribution function: the first token whose cumulative exceeds uniform.
 
-    logits_RV: float32, bfloat16 or float16; temperature_R: float32 >= 0; uniform_R: float64 in
-    [0, 1). Returns tokens_R (int64) and logprobs_R (float32). A token of probability zero never
-    comes out; a row without a distribution gives token -1 and logprob NaN.
+    Returns tokens_R (int64) and logprobs_R (float32). A token of probability zero is never drawn. A
+    row without a distribution gives token -1 and logprob NaN.
 
-    threshold_R, float32: tokens whose logit is less are not drawn; logprobs stay those of all.
+    Args:
+        logits_RV: float32, bfloat16 or float16.
+        temperature_R: float32 >= 0.
+        uniform_R: float64 in [0, 1).
+        threshold_R: float32; tokens with a lower logit are not drawn. Logprobs ignore it.
     """
     if gpu.supports(logits_RV):
         from rollout.ops.categorical import triton
 
         return triton.categorical(logits_RV, temperature_R, uniform_R, threshold_R)
     if threshold_R is not None:
-        kept_RV = logits_RV.masked_fill(logits_RV < threshold_R[:, None], float("-inf"))
-        tokens_R, _ = categorical(kept_RV, temperature_R, uniform_R)
+        cut_RV = logits_RV.masked_fill(logits_RV < threshold_R[:, None], float("-inf"))
+        tokens_R, _ = categorical(cut_RV, temperature_R, uniform_R)
         logprobs_R = token_logprobs(logits_RV, temperature_R, tokens_R.clamp(min=0))
         return tokens_R, logprobs_R.masked_fill(tokens_R < 0, float("nan"))
     if native.supports(logits_RV):
@@ -44,11 +47,11 @@ def categorical(
 def token_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, tokens_R: torch.Tensor
 ) -> torch.Tensor:
-    """``logit/T - logsumexp(logits/T)`` of the given tokens, float32.
+    """``logit/T - logsumexp(logits/T)`` of the given tokens, float32 in the shape of ``tokens_R``.
 
-    tokens_R: int64, [R] or, for several of each row, [R, K]; the result has its shape. Bitwise what
-    ``categorical`` returned for the same row and token. Raises IndexError for a token outside the
-    vocabulary; on a GPU its logprob is NaN instead.
+    ``tokens_R``: int64, [R] or [R, K]. Bitwise what `categorical` returns for the same row and
+    token. Raises IndexError for a token outside the vocabulary; on a GPU its logprob is NaN
+    instead.
     """
     if gpu.supports(logits_RV):
         from rollout.ops.categorical import triton

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p as the least logit that survives. R rows, V vocabulary."""
+"""Top-k, top-p and min-p as the smallest surviving logit. R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ def truncation_threshold(
     top_p_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
-    """The threshold that `rollout.sampling.truncation` defines: float32 [R], -inf where nothing is
-    cut.
+    """The threshold that `rollout.sampling.truncation` defines: float32 [R], -inf for no cut.
 
-    Args: logits float32, bfloat16 or float16; temperature float32 (0 counts as 1); top_k int64
-    (<= 0 is off); top_p float32 (1 is off); min_p float32 (0 is off).
+    Args:
+        logits_RV: float32, bfloat16 or float16.
+        temperature_R: float32; 0 counts as 1.
+        top_k_R: int64; <= 0 is off.
+        top_p_R: float32; 1 is off.
+        min_p_R: float32; 0 is off.
     """
     if gpu.supports(logits_RV):
         from rollout.ops.truncation import triton

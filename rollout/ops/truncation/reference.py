@@ -20,7 +20,7 @@ def truncation_threshold(
     probs_RV = torch.softmax(sorted_RV.double() / scale_R.double()[:, None], dim=1) * by_k_RV
     mass_RV = probs_RV.cumsum(dim=1)
     wanted_R1 = top_p_R.double()[:, None] * mass_RV[:, -1:]
-    # A token stays if what is likelier has not reached p yet: the first always does.
+    # A token stays if more likely ones have not reached p yet; the first one always stays.
     enough_RV = (mass_RV - probs_RV >= wanted_R1) & (top_p_R < 1)[:, None]
     last_R = (by_k_RV & ~enough_RV).sum(dim=1).clamp(min=1) - 1
     threshold_R = sorted_RV.gather(1, last_R[:, None]).squeeze(1)

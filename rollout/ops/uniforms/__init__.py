@@ -1,4 +1,4 @@
-"""The sampling noise of each row, where its logits are. R rows."""
+"""The sampling noise of each row, on the device of its logits. R rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollout.ops.uniforms import reference
 
 
 def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-    """Float64 [R] in [0, 1): bit for bit rollout.sampling.noise.uniforms, on any device.
+    """Float64 [R] in [0, 1), bit for bit those of `rollout.sampling.noise.uniforms`.
 
     seeds_R: int64, the bits of the unsigned request seeds. positions_R: int64.
     """

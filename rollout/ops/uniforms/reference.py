@@ -1,4 +1,4 @@
-"""Counter-based noise in plain torch, whose int64 products wrap as unsigned ones do."""
+"""Counter-based noise in plain torch, whose int64 products wrap like unsigned ones."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros coming in."""
+    """Logical right shift."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
