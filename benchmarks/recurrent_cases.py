@@ -19,8 +19,8 @@ from gpu_case import Case, copies, each, normal
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.delta_gates import delta_gates
 from rollout.ops.gated_delta_rule import gated_delta_rule
-from rollout.ops.gated_delta_rule.chunked import ChunkedPlan, chunked_pieces, chunked_plan
-from rollout.ops.gated_delta_rule.fla import piece_kernel
+from rollout.ops.gated_delta_rule.chunked import ChunkedPlan, chunked_plan, torch_kernel
+from rollout.ops.gated_delta_rule.fla import chunked_kernel
 from rollout.ops.gated_rms_norm import gated_rms_norm
 from rollout.ops.sigmoid_gate import sigmoid_gate_
 from rollout.ops.state_plan import StatePlan
@@ -133,9 +133,9 @@ def _step_cases(
         flop=6 * rows * shape.heads * shape.key_dim * shape.value_dim,
     )
     yield plain
-    kernels = {"chunks": chunked_pieces, "fla": piece_kernel(states[0], torch.bfloat16)}
+    kernels = {"chunks": torch_kernel, "fla": chunked_kernel(states[0], torch.bfloat16)}
     for kind, kernel in kernels.items():
-        if kernel is None or (kind == "fla" and kernel is chunked_pieces):
+        if kernel is None or (kind == "fla" and kernel is torch_kernel):
             continue
         chunks = chunked_plan(host, torch.device(device), kernel)
         if chunks is not None:

@@ -140,7 +140,7 @@ class TargetWorker:
             device=device,
             features=features,
             graphs=self.graphs,
-            piece_kernel=padding.piece_kernel,
+            chunked_kernel=padding.chunked_kernel,
         )
         self._scorer = Scorer(
             self.memory,

@@ -1,4 +1,4 @@
-"""The compiled ops, ``rollout.ops._cpu``, set up once: absent only in a source tree not built."""
+"""Imports the compiled ops, ``rollout.ops._cpu``, which only an unbuilt source tree lacks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ except ModuleNotFoundError as error:
 
 
 def _gomp_parallel() -> int:
-    """Address of the function torch's own OpenMP threads are forked with; 0 if it has none."""
+    """Address of GOMP_parallel, which starts torch's own OpenMP threads; 0 if torch has none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        # A symbol is looked up in the library and what it is linked with: torch's runtime, not
-        # another copy that numpy or scipy brought.
+        # The lookup searches the library and its dependencies, so it finds torch's runtime and not
+        # a copy that numpy or scipy loaded.
         torch_cpu = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         return ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
@@ -31,7 +31,7 @@ def _gomp_parallel() -> int:
 
 
 IS_INT64 = {torch.int32: False, torch.int64: True}
-"""Index tensors the compiled ops read, and whether they are the wide ones."""
+"""Dtypes of index tensors that the compiled ops read, and whether they are int64."""
 
 DTYPE_CODES: dict[torch.dtype, int] = {}
 if cpu is not None:
@@ -44,7 +44,7 @@ if cpu is not None:
 
 
 def supports(*tensors: torch.Tensor) -> bool:
-    """Whether the compiled ops take these: on the CPU, of one dtype they know, rows adjacent."""
+    """Whether the compiled ops take these tensors: CPU, one known dtype, contiguous last dims."""
     dtype = tensors[0].dtype
     if dtype not in DTYPE_CODES:
         return False

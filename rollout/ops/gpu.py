@@ -1,10 +1,10 @@
 """Helpers that the Triton ops share.
 
-They are written for CUDA tensors; with TRITON_INTERPRET=1 in the environment from the start, CPU
-tensors go the same way, and so does all of an engine's code for GPUs.
+The ops are for CUDA tensors. With TRITON_INTERPRET=1 in the environment from the start, CPU tensors
+take the same path, and so does all of an engine's code for GPUs.
 
-All are launched with ``enable_fp_fusion=False``: every multiplication and addition rounds as it is
-written, so kernels that share lines share bits, and Triton need not warn of a default that changes.
+All kernels are launched with ``enable_fp_fusion=False``: every multiplication and addition rounds
+as written, so kernels that share code give the same bits.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_INTERPRETED_PROGRAMS = 3  # few, so that each has several tiles to walk
+_INTERPRETED_PROGRAMS = 3  # few, so that each has several tiles
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether tensors there are the Triton ops' business."""
+    """Whether the Triton ops take tensors on this device."""
     return device.type == "cuda" or (_INTERPRETED and device.type == "cpu")
 
 
 def supports(*tensors: torch.Tensor) -> bool:
-    """Whether the Triton ops take these: on a GPU, of one dtype they know, rows adjacent."""
+    """Whether the Triton ops take these tensors: GPU, one known dtype, contiguous last dims."""
     dtype = tensors[0].dtype
     return dtype in DTYPES and all(
         runs_on(tensor.device) and tensor.dtype is dtype and tensor.stride(-1) == 1
@@ -36,20 +36,22 @@ def supports(*tensors: torch.Tensor) -> bool:
 
 
 def check_row_alignment(rows_RV: torch.Tensor) -> None:
-    """Raises ValueError where rows lie otherwise than in a tensor of their own: by their address
-    Triton decides which numbers a thread is given, and so in which order they are added up."""
+    """Raise ValueError unless rows are aligned as in a tensor of their own.
+
+    Alignment decides which numbers Triton gives to a thread, and so the order of sums.
+    """
     if rows_RV.data_ptr() % 16 and rows_RV.stride(0) % 16 == 0:
         raise ValueError("rows must begin at a multiple of 16 bytes: pass a copy")
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Within it kernels are launched on the device. Triton asks the thread which GPU it is on, not
-    the tensors which one they are on."""
+    """A context in which kernels are launched on the device: Triton uses the thread's current GPU,
+    not that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, each having a multiprocessor to itself."""
+    """The number of multiprocessors of the device."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return _multiprocessors(device)

@@ -16,8 +16,8 @@ from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenS
 from rollout.models.causal_lm import CausalLM
 from rollout.ops import gpu, tree_accept
 from rollout.ops.categorical import categorical, entropy, token_logprobs
-from rollout.ops.gated_delta_rule.chunked import ChunkedPlan, PieceKernel, chunked_plan
-from rollout.ops.gated_delta_rule.fla import piece_kernel
+from rollout.ops.gated_delta_rule.chunked import ChunkedKernel, ChunkedPlan, chunked_plan
+from rollout.ops.gated_delta_rule.fla import chunked_kernel
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.ops.truncation import truncation_threshold
@@ -43,14 +43,14 @@ class DummyRun:
             device=self._device,
         )
         self._states: StatePool | None = None
-        self.piece_kernel: PieceKernel | None = None  # for long runs of recurrent layers
+        self.chunked_kernel: ChunkedKernel | None = None  # for long runs of recurrent layers
         if spec.linear_attention is not None:
             self._states = StatePool(
                 spec.linear_attention, num_slots=1, dtype=model.dtype, device=self._device
             )
             if not exact:
                 with gpu.on(self._device):
-                    self.piece_kernel = piece_kernel(self._states.recurrent[0], model.dtype)
+                    self.chunked_kernel = chunked_kernel(self._states.recurrent[0], model.dtype)
 
     @torch.inference_mode()
     def forward(self, rows: int, *, nodes: int = 0, longest: int = 1) -> torch.Tensor:
@@ -120,7 +120,7 @@ class DummyRun:
 
     def _chunks(self, rows: int) -> ChunkedPlan | None:
         """All rows as one run, the first of slot 1."""
-        if self.piece_kernel is None:
+        if self.chunked_kernel is None:
             return None
         targets_T = torch.zeros(rows, dtype=torch.int32)
         targets_T[-1] = 1
@@ -130,7 +130,7 @@ class DummyRun:
             parents_T=torch.arange(-1, rows - 1, dtype=torch.int32),
             targets_T=targets_T,
         )
-        return chunked_plan(run, self._device, self.piece_kernel)
+        return chunked_plan(run, self._device, self.chunked_kernel)
 
     def _zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(length, dtype=dtype, device=self._device)

@@ -20,8 +20,8 @@ from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenS
 from rollout.models.causal_lm import CausalLM
 from rollout.ops.gated_delta_rule.chunked import (
     MIN_ROWS,
+    ChunkedKernel,
     ChunkedPlan,
-    PieceKernel,
     chunked_plan,
 )
 from rollout.runner.attention import PagedAttention, RecurrentStates, state_plan
@@ -60,14 +60,14 @@ class ModelRunner:
         device: torch.device,
         features: AuxHiddenStates | None = None,
         graphs: ForwardGraphs | None = None,
-        piece_kernel: PieceKernel | None = None,
+        chunked_kernel: ChunkedKernel | None = None,
     ) -> None:
         """
         Args:
             state_pool: where the model has recurrent layers.
             features: hidden states that every forward keeps; default: none.
             graphs: capture forwards; default: each is launched anew.
-            piece_kernel: for long runs of recurrent layers; default: row after row, as all others.
+            chunked_kernel: for long runs of recurrent layers; default: row after row.
         """
         self.model = model
         self._kv_pool = kv_pool
@@ -78,7 +78,7 @@ class ModelRunner:
         self._minimum_rows = minimum_rows
         self._device = device
         self._graphs = graphs
-        self._piece_kernel = piece_kernel
+        self._chunked_kernel = chunked_kernel
         self.features = features or AuxHiddenStates()
 
     @torch.inference_mode()
@@ -156,11 +156,11 @@ class ModelRunner:
 
     def _chunks(self, step: StepArrays) -> ChunkedPlan | None:
         """The chunks of long runs, where there is a kernel for them."""
-        if self._piece_kernel is None or step.run_lens_B.max(initial=0) < MIN_ROWS:
+        if self._chunked_kernel is None or step.run_lens_B.max(initial=0) < MIN_ROWS:
             return None
         arrays = {"q_offsets_B1": step.q_offsets_B1} | step.states
         plan = state_plan({name: torch.from_numpy(array) for name, array in arrays.items()})
-        return chunked_plan(plan, self._device, self._piece_kernel)
+        return chunked_plan(plan, self._device, self._chunked_kernel)
 
     def _states(
         self, tensors: dict[str, torch.Tensor], chunks: ChunkedPlan | None

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from rollout.ops.gated_delta_rule.chunked import chunked_pieces
-from rollout.ops.gated_delta_rule.fla import piece_kernel
+from rollout.ops.gated_delta_rule.chunked import torch_kernel
+from rollout.ops.gated_delta_rule.fla import chunked_kernel
 
 
 def test_a_package_that_raises_is_left_alone(gpu, monkeypatch, caplog) -> None:
@@ -24,7 +24,7 @@ def test_a_package_that_raises_is_left_alone(gpu, monkeypatch, caplog) -> None:
     )
     states = torch.empty(1, 4, 24, 40, device="cuda")
     with caplog.at_level("WARNING"):
-        assert piece_kernel(states, torch.bfloat16) is chunked_pieces
+        assert chunked_kernel(states, torch.bfloat16) is torch_kernel
     assert "cu_seqlens" in caplog.text
 
 
@@ -32,4 +32,4 @@ def test_a_package_that_raises_is_left_alone(gpu, monkeypatch, caplog) -> None:
 def test_without_the_package_ours_is_taken(gpu, monkeypatch, dtype) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
-    assert piece_kernel(torch.empty(1, 4, 24, 40, device="cuda"), dtype) is chunked_pieces
+    assert chunked_kernel(torch.empty(1, 4, 24, 40, device="cuda"), dtype) is torch_kernel

@@ -10,10 +10,10 @@ from rollout.ops.gated_delta_rule.chunked import (
     CHUNK,
     MIN_ROWS,
     ChunkedPlan,
-    chunked_pieces,
     chunked_plan,
+    torch_kernel,
 )
-from rollout.ops.gated_delta_rule.fla import agrees, piece_kernel
+from rollout.ops.gated_delta_rule.fla import agrees, chunked_kernel
 from tests.helpers.state_cases import Step, make_plan
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ LONG = MIN_ROWS + CHUNK
 
 
 def plan_of(steps: list[Step]) -> ChunkedPlan | None:
-    return chunked_plan(make_plan(steps, 10), CPU, chunked_pieces)
+    return chunked_plan(make_plan(steps, 10), CPU, torch_kernel)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def plan_of(steps: list[Step]) -> ChunkedPlan | None:
 def test_chunks_are_the_recurrence(dtype: torch.dtype, steps: list[Step]) -> None:
     torch.manual_seed(0)
     plan = make_plan(steps, 10)
-    chunks = chunked_plan(plan, CPU, chunked_pieces)
+    chunks = chunked_plan(plan, CPU, torch_kernel)
     assert chunks is not None
     rows = len(plan.parents_T)
     qkv = [torch.randn(rows, *shape).to(dtype) for shape in SHAPES]
@@ -76,15 +76,15 @@ def test_a_round_takes_one_piece_of_each_run() -> None:
 
 def test_another_kernel_is_taken_where_it_agrees() -> None:
     states = torch.empty(1, 4, 24, 40)
-    assert piece_kernel(states, torch.bfloat16) is None
+    assert chunked_kernel(states, torch.bfloat16) is None
 
     def forgetful(q, k, v, log_decay, beta, part, states):
-        return chunked_pieces(q, k, v, log_decay * 2, beta, part, states)
+        return torch_kernel(q, k, v, log_decay * 2, beta, part, states)
 
     def transposed(*inputs):
-        out, states = chunked_pieces(*inputs)
+        out, states = torch_kernel(*inputs)
         return out, states.transpose(2, 3)
 
-    assert agrees(chunked_pieces, states, torch.bfloat16)
+    assert agrees(torch_kernel, states, torch.bfloat16)
     assert not agrees(forgetful, states, torch.bfloat16)
     assert not agrees(transposed, states, torch.bfloat16)

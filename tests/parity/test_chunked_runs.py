@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.ops.gated_delta_rule.chunked import MIN_ROWS, chunked_pieces
+from rollout.ops.gated_delta_rule.chunked import MIN_ROWS, torch_kernel
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
@@ -24,9 +24,9 @@ def test_long_prompts_in_chunks(tmp_path, monkeypatch) -> None:
 
     def counted(*inputs):
         seen.extend(inputs[5].lengths_R)
-        return chunked_pieces(*inputs)
+        return torch_kernel(*inputs)
 
-    monkeypatch.setattr("rollout.runner.dummy_run.piece_kernel", lambda states, dtype: counted)
+    monkeypatch.setattr("rollout.runner.dummy_run.chunked_kernel", lambda states, dtype: counted)
     engine = RolloutEngine.from_pretrained(target, "ngram", exact=False, **options)
     for _ in range(2):  # the second time in the prefix cache
         for found, plain in zip(engine.generate(prompts, PARAMS), expected, strict=True):

@@ -91,7 +91,7 @@ def _block_sums(
     rows, vocab = logits_RV.shape
     blocks = triton.cdiv(vocab, _BLOCK)
     tops_RB = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
-    # Apart: where the second half of one tensor begins would depend on the number of rows.
+    # Two tensors: the alignment of a shared one's second half would depend on the number of rows.
     sums = [torch.empty_like(tops_RB) for _ in range(2)]
     _tops_kernel[(rows, blocks)](
         logits_RV, tops_RB, logits_RV.stride(0), vocab, blocks,
@@ -142,14 +142,14 @@ def _sums_kernel(
     token, logit = _block_logits(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
     shifted = tl.math.div_rn(logit - top, _scale(temperature_ptr, row))
     weight = tl.where(token < vocab, tl.exp(shifted), 0.0)
-    place = row * blocks + block
-    tl.store(sums_ptr + place, tl.sum(weight, axis=0))
+    index = row * blocks + block
+    tl.store(sums_ptr + index, tl.sum(weight, axis=0))
     if TRUNCATED:
-        kept = tl.where(logit < tl.load(threshold_ptr + row), 0.0, weight)
-        tl.store(other_ptr + place, tl.sum(kept, axis=0))
+        surviving = tl.where(logit < tl.load(threshold_ptr + row), 0.0, weight)
+        tl.store(other_ptr + index, tl.sum(surviving, axis=0))
     if MOMENTS:
         moment = tl.where(weight == 0, 0.0, weight * shifted)  # 0 * -inf is 0 here
-        tl.store(other_ptr + place, tl.sum(moment, axis=0))
+        tl.store(other_ptr + index, tl.sum(moment, axis=0))
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _total(sums_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _logprob(logits_ptr, token, vocab, top, scale, total):
-    """NaN for a token that is none."""
+    """A token's logprob; NaN for one outside the vocabulary."""
     inside = (token >= 0) & (token < vocab)
     logit = tl.load(logits_ptr + token, mask=inside, other=float("nan")).to(tl.float32)
     shifted = tl.math.div_rn(logit - top, scale)
@@ -168,7 +168,7 @@ def _logprob(logits_ptr, token, vocab, top, scale, total):
 
 @triton.jit
 def _first_over(weights, before, target, SIZE: tl.constexpr):
-    """First index whose cumulative weight exceeds the target; if none does, the last with any."""
+    """The first index whose cumulative weight exceeds the target; else the last with any weight."""
     index = tl.arange(0, SIZE)
     over = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0)
     first = tl.min(tl.where(over, index, SIZE), axis=0)
@@ -178,7 +178,7 @@ def _first_over(weights, before, target, SIZE: tl.constexpr):
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, temperature_ptr, uniform_ptr, threshold_ptr, tops_ptr, sums_ptr, kept_ptr,
+    logits_ptr, temperature_ptr, uniform_ptr, threshold_ptr, tops_ptr, sums_ptr, surviving_ptr,
     tokens_ptr, logprobs_ptr, stride, vocab, blocks,
     TRUNCATED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -196,7 +196,7 @@ def _draw_kernel(
     else:
         sums = _row_of_blocks(sums_ptr, row, blocks, 0.0, BLOCKS).to(tl.float64)
         if TRUNCATED:
-            sums = _row_of_blocks(kept_ptr, row, blocks, 0.0, BLOCKS).to(tl.float64)
+            sums = _row_of_blocks(surviving_ptr, row, blocks, 0.0, BLOCKS).to(tl.float64)
         target = tl.load(uniform_ptr + row) * tl.sum(sums, axis=0)
         chosen = _first_over(sums, 0.0, target, BLOCKS)
         before = tl.sum(tl.where(block < chosen, sums, 0.0), axis=0)
@@ -217,18 +217,18 @@ def _token_logprobs_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    place = row * tl.num_programs(1) + tl.program_id(1)
+    index = row * tl.num_programs(1) + tl.program_id(1)
     top = tl.max(_row_of_blocks(tops_ptr, row, blocks, float("-inf"), BLOCKS), axis=0)
     total = _total(sums_ptr, row, blocks, BLOCKS)
     scale = _scale(temperature_ptr, row)
-    token = tl.load(tokens_ptr + place)
+    token = tl.load(tokens_ptr + index)
     logprob = _logprob(logits_ptr + row * stride, token, vocab, top, scale, total)
-    tl.store(logprobs_ptr + place, logprob)
+    tl.store(logprobs_ptr + index, logprob)
 
 
 @triton.jit
 def _entropy_kernel(sums_ptr, moments_ptr, entropy_ptr, blocks, BLOCKS: tl.constexpr):
-    """log(total) - sum(weight * log weight) / total, weights relative to the top's."""
+    """log(total) - sum(weight * log weight) / total, with weights relative to the top token's."""
     row = tl.program_id(0).to(tl.int64)
     total = _total(sums_ptr, row, blocks, BLOCKS)
     moment = _total(moments_ptr, row, blocks, BLOCKS)

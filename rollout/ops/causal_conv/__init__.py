@@ -21,12 +21,12 @@ def causal_conv(
 ) -> torch.Tensor:
     """``silu(bias + sum over taps of weight * input)``, summed in float32, oldest first.
 
-    A row's inputs are x of the row and of the w rows before it on its path, those of earlier steps
-    from its entry's source. The state after a row, its last w inputs, oldest first, is written to
-    the row's target. x_TC: rows may be strided, elements are adjacent; all of one dtype, rounded
-    once. Rows of padding come out as zeros. Returns a new contiguous [T, C].
-    Raises ValueError or IndexError when the plan contradicts itself or names a row or slot that is
-    not there; on a GPU nothing checks that.
+    A row's inputs are x of the row and of the w rows before it on its path; those of earlier steps
+    come from its entry's source. The state after a row, its last w inputs, oldest first, is written
+    to the row's target. All tensors have one dtype, and the result is rounded once. Rows of x_TC
+    may be strided, with contiguous elements. Padding rows give zeros. Returns a new contiguous [T,
+    C]. Raises ValueError or IndexError if the plan contradicts itself or names a row or slot that
+    does not exist; on a GPU nothing checks that.
     """
     if gpu.runs_on(x_TC.device):
         from rollout.ops.causal_conv import triton

@@ -1,7 +1,7 @@
 """The short convolution on a GPU: a program per row and block of channels.
 
-Inputs are taken from the row's path, wherever they lie: its ancestors' rows of x, before them the
-state its entry began with. So no row waits for another.
+Inputs are read along the row's path: its ancestors' rows of x, and before them the entry's source
+state. So no row waits for another.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ def combine_experts(
 ) -> torch.Tensor:
     """``sum_x weights[:, x] * outputs[:, x] + sigmoid(shared_gate) * shared``: a new [T, E].
 
-    In float32, term by term in the order of x, the shared expert last; rounded once, to the dtype
-    of the outputs. transformers rounds weights, terms and, in some of its forms, every partial sum.
+    Summed in float32 in the order of x, the shared expert last, and rounded once to the dtype of
+    the outputs. transformers rounds weights, terms and, in some implementations, every partial sum.
 
-    outputs [T, X, E], shared [T, E], shared_gate [T] (before its sigmoid; strided): of one dtype;
-    weights float32. A shared expert needs both, or neither is given.
+    Args: weights_TX: float32. shared_TE, shared_gate_T: both or neither; of the outputs' dtype. The
+        gate is the value before its sigmoid and may be strided.
     """
     if gpu.supports(outputs_TXE):
         from rollout.ops.combine_experts import triton

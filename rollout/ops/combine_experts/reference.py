@@ -1,8 +1,8 @@
 """The sum of a row's experts in plain torch.
 
-Row-invariant: products and sums are operations of their own, each of which rounds every element
-alike wherever it lies. torch's sigmoid does not, which is another one for the last few elements;
-its softmax goes row by row, and over (gate, 0) it is the sigmoid of the gate.
+Row-invariant: products and sums are separate operations that round every element alike at any
+position. torch's sigmoid does not: it computes the last few elements in another way. Its softmax
+works row by row, and the softmax of (gate, 0) is the sigmoid of the gate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much a gated delta rule forgets and learns of each row. T rows, G value heads."""
+"""The decay and step size of a gated delta rule. T rows, G value heads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollout.ops.delta_gates import native, reference
 def delta_gates(
     a_TG: torch.Tensor, b_TG: torch.Tensor, A_log_G: torch.Tensor, dt_bias_G: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``-exp(A_log) * softplus(a + dt_bias)``, the log decay, and ``sigmoid(b)``, the step size.
+    """The log decay ``-exp(A_log) * softplus(a + dt_bias)`` and the step size ``sigmoid(b)``.
 
-    a_TG, b_TG: one dtype, rows may be strided but their elements are adjacent; A_log_G, dt_bias_G:
-    any dtype. All in float32. Returns two new contiguous float32 [T, G].
+    Computed in float32. Returns two new contiguous float32 [T, G]. a_TG and b_TG have one dtype;
+    their rows may be strided, with contiguous elements. A_log_G and dt_bias_G have any dtype.
     """
     if gpu.supports(a_TG, b_TG):
         from rollout.ops.delta_gates import triton

@@ -26,16 +26,20 @@ def gated_delta_rule(
     """``S = decay S'; S += k (beta (v - k^T S))^T; o = q^T S``, row after row along each path.
 
     S' [K, V] is the state of the row's parent, or of its entry's source. Value head g reads key
-    head g // (G // H). Keys and queries are normalised to length one (epsilon 1e-6 under the root),
-    queries then scaled by K^-0.5. All of it is in float32, o alone is rounded. The state after a
-    row is written to the row's target.
+    head g // (G // H). Keys and queries are normalised to length one (epsilon 1e-6 under the root);
+    queries are then scaled by K^-0.5. Everything is float32; only o is rounded. The state after a
+    row is written to the row's target. Padding rows give zeros.
 
-    q_THK, k_THK, v_TGV: one dtype, strided views are fine where elements of a head are adjacent.
-    log_decay_TG (natural logarithms, <= 0), beta_TG and states_SGKV: float32. Rows of padding come
-    out as zeros. With ``chunks``, made of the plan, long runs are computed in chunks: quicker on a
-    GPU, and not the same to the last bit. Returns a new contiguous [T, G, V] in the dtype of v.
-    Raises ValueError or IndexError when the plan contradicts itself or names a row or slot that is
-    not there; on a GPU nothing checks that.
+    Returns a new contiguous [T, G, V] in the dtype of v. Raises ValueError or IndexError if the
+    plan contradicts itself or names a row or slot that does not exist; on a GPU nothing checks
+    that.
+
+    Args:
+        q_THK, k_THK, v_TGV: of one dtype; may be strided, with contiguous elements of a head.
+        log_decay_TG: float32 natural logarithms, <= 0.
+        beta_TG, states_SGKV: float32.
+        chunks: made from the plan; long runs are then computed in chunks, which is faster on a GPU
+            and differs in the last bits.
     """
     if chunks is not None:
         return chunked.gated_delta_rule(

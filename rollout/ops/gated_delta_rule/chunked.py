@@ -1,15 +1,15 @@
 """The gated delta rule over long runs, a chunk of rows at a time, for ``exact=false``.
 
-Within a chunk the rows' updates are one triangular system (the UT transform of Yang et al. 2024,
+The updates of a chunk's rows are one triangular system (the UT transform of Yang et al. 2024,
 Parallelizing Linear Transformers with the Delta Rule over the Sequence Length; with decay in Yang,
-Kautz and Hatamizadeh 2024, section 3.3), so that a chunk is a few matrix products. The same sums as
-row after row, in another order: where a run is cut shows in the last bits.
+Kautz and Hatamizadeh 2024, section 3.3), so that a chunk is a few matrix products. The sums are
+those of the recurrence in another order, so the last bits depend on where a run is cut.
 
-A run is cut after each row whose state is kept. The pieces of a round depend on none of their own
-round, so they are computed together; what is left over of a step, draft nodes above all, comes row
-after row.
+A run is cut into sections, after each row whose state is stored. The sections of a round do not
+depend on each other and are computed together. The rest of a step, mostly draft nodes, is computed
+row after row.
 
-Legend: as in the op; R pieces of a round, N chunks of L rows.
+Legend: as in the op; R sections of a round, N chunks of L rows.
 """
 
 from __future__ import annotations
@@ -24,42 +24,44 @@ from rollout.ops.gated_delta_rule.reference import unit_length
 from rollout.ops.state_plan import NO_STATE, StatePlan
 
 CHUNK = 64
-MIN_ROWS = 4 * CHUNK  # of an entry's run: shorter ones are left to the recurrence
+MIN_ROWS = 4 * CHUNK  # of an entry's run: shorter ones use the recurrence
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Round:
-    """Pieces of runs, one after another in its rows, the longest first.
+    """Sections of runs, one after another in its rows, the longest first.
 
-    Its chunks are all pieces' first ones, then the second ones of those that have two, and so on.
+    Its chunks are the first chunks of all sections, then the second ones, and so on.
     """
 
     rows: torch.Tensor  # int64, of T
     lengths_R: list[int]
-    offsets_R1: torch.Tensor  # int64: where each begins in ``rows``
+    offsets_R1: torch.Tensor  # int64: offset of each section in ``rows``
     sources_R: torch.Tensor  # int64 slots, or NO_STATE
     targets_R: torch.Tensor  # int64 slots
-    chunk_counts: list[int]  # of first chunks, of second ones, ...
-    places: torch.Tensor  # int64: in chunk n at row l, each of ``rows`` is at n * L + l
-    places_NL: torch.Tensor  # int64: and which of ``rows`` is there, or -1
+    chunk_counts: list[int]  # number of first chunks, of second chunks, ...
+    positions: torch.Tensor  # int64: n * L + l for each of ``rows``, which is row l of chunk n
+    rows_NL: torch.Tensor  # int64: the inverse: index into ``rows``, or -1 for none
 
 
-PieceKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+ChunkedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """``(q, k, v, log_decay, beta, round, states_RGKV) -> (o, states)``, on the round's rows alone."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ChunkedPlan:
-    """A step's `StatePlan` with the long runs taken out of it."""
+    """A step's `StatePlan`, split into long runs and the rest."""
 
-    kernel: PieceKernel
+    kernel: ChunkedKernel
     rounds: list[Round]
-    rest: StatePlan  # of the other rows, alone
-    rest_rows: torch.Tensor  # int64, of T: those rows
+    rest: StatePlan  # of the other rows
+    rest_rows: torch.Tensor  # int64, of T: the other rows
 
 
-def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> ChunkedPlan | None:
-    """The chunks of a plan on the CPU, for tensors on ``device``; None where no run is long."""
+def chunked_plan(
+    plan: StatePlan, device: torch.device, kernel: ChunkedKernel
+) -> ChunkedPlan | None:
+    """The chunks of a CPU plan, for tensors on ``device``; None if no run is long enough."""
     offsets, sources = plan.q_offsets_B1.tolist(), plan.sources_B.tolist()
     parents, targets = plan.parents_T.tolist(), plan.targets_T.tolist()
     rounds: list[list[tuple[range, int, int]]] = []
@@ -67,14 +69,14 @@ def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> 
     rest_rows: list[int] = []
     for entry, source in enumerate(sources):
         first, end = offsets[entry], offsets[entry + 1]
-        pieces = _pieces(range(first, end), parents, targets)
-        taken = pieces[-1].stop - first if pieces else 0
-        for index, piece in enumerate(pieces):
+        sections = _sections(range(first, end), parents, targets)
+        taken = sections[-1].stop - first if sections else 0
+        for index, section in enumerate(sections):
             if index == len(rounds):
                 rounds.append([])
-            before, source = source, targets[piece.stop - 1]
-            rounds[index].append((piece, before, source))
-        # The rows after the pieces continue the last one's state, or each other.
+            before, source = source, targets[section.stop - 1]
+            rounds[index].append((section, before, source))
+        # The rows after the sections continue the last section's state, or each other.
         moved = len(rest_rows) - (first + taken)
         rest_parents += [
             parent + moved if parent >= first + taken else -1
@@ -87,33 +89,33 @@ def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> 
         return None
 
     def sent(tensor: torch.Tensor) -> torch.Tensor:
-        if device.type == "cuda":  # from other memory a copy waits for all that came before
+        if device.type == "cuda":  # a copy from pageable memory would wait for earlier work
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
     def tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return sent(torch.tensor(values, dtype=dtype))
 
-    def round_of(pieces: list[tuple[range, int, int]]) -> Round:
-        pieces.sort(key=lambda piece: -len(piece[0]))
-        lengths_R = [len(piece) for piece, _, _ in pieces]
-        counts, places = _chunks(lengths_R)
-        at_places = torch.full((sum(counts) * CHUNK,), -1)
-        at_places[places] = torch.arange(len(places))
+    def round_of(sections: list[tuple[range, int, int]]) -> Round:
+        sections.sort(key=lambda section: -len(section[0]))
+        lengths_R = [len(section) for section, _, _ in sections]
+        counts, positions = _chunks(lengths_R)
+        inverse = torch.full((sum(counts) * CHUNK,), -1)
+        inverse[positions] = torch.arange(len(positions))
         return Round(
-            rows=tensor([row for piece, _, _ in pieces for row in piece], torch.int64),
+            rows=tensor([row for section, _, _ in sections for row in section], torch.int64),
             lengths_R=lengths_R,
             offsets_R1=tensor([0, *itertools.accumulate(lengths_R)], torch.int64),
-            sources_R=tensor([before for _, before, _ in pieces], torch.int64),
-            targets_R=tensor([after for _, _, after in pieces], torch.int64),
+            sources_R=tensor([before for _, before, _ in sections], torch.int64),
+            targets_R=tensor([after for _, _, after in sections], torch.int64),
             chunk_counts=counts,
-            places=tensor(places, torch.int64),
-            places_NL=sent(at_places.view(-1, CHUNK)),
+            positions=tensor(positions, torch.int64),
+            rows_NL=sent(inverse.view(-1, CHUNK)),
         )
 
     return ChunkedPlan(
         kernel=kernel,
-        rounds=[round_of(pieces) for pieces in rounds],
+        rounds=[round_of(sections) for sections in rounds],
         rest=StatePlan(
             q_offsets_B1=tensor(rest_offsets, torch.int32),
             sources_B=tensor(rest_sources, torch.int32),
@@ -124,22 +126,22 @@ def chunked_plan(plan: StatePlan, device: torch.device, kernel: PieceKernel) -> 
     )
 
 
-def _pieces(rows: range, parents: list[int], targets: list[int]) -> list[range]:
-    """The pieces of an entry's first rows, which continue each other, cut after each kept state.
+def _sections(rows: range, parents: list[int], targets: list[int]) -> list[range]:
+    """The sections of an entry's first rows, which form a chain, cut after each stored state.
 
-    What is left of the entry continues the last of them alone, or itself.
+    The entry's other rows continue the last section's state, or each other.
     """
-    pieces, start, end = [], rows.start, rows.stop
+    sections, start, end = [], rows.start, rows.stop
     for row in rows:
         if row > rows.start and parents[row] != row - 1:
             end = min(end, row, parents[row] + 1)
     for row in range(rows.start, end):
         if targets[row]:
-            pieces.append(range(start, row + 1))
+            sections.append(range(start, row + 1))
             start = row + 1
-    while pieces and len(pieces[-1]) < CHUNK:  # draft nodes, or what a checkpoint has left over
-        pieces.pop()
-    return pieces if pieces and pieces[-1].stop - rows.start >= MIN_ROWS else []
+    while sections and len(sections[-1]) < CHUNK:  # draft nodes, or rows after a checkpoint
+        sections.pop()
+    return sections if sections and sections[-1].stop - rows.start >= MIN_ROWS else []
 
 
 def gated_delta_rule(
@@ -152,7 +154,8 @@ def gated_delta_rule(
     plan: ChunkedPlan,
     recurrent: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """The op with the plan's kernel on long runs, and ``recurrent``, the op, on what is left."""
+    """The op with the plan's kernel for long runs, and ``recurrent``, the op itself, for the
+    rest."""
     inputs = (q_THK, k_THK, v_TGV, log_decay_TG, beta_TG)
     out_TGV = torch.zeros_like(v_TGV, memory_format=torch.contiguous_format)
     for part in plan.rounds:
@@ -167,7 +170,7 @@ def gated_delta_rule(
     return out_TGV
 
 
-def chunked_pieces(
+def torch_kernel(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -176,12 +179,13 @@ def chunked_pieces(
     part: Round,
     states_RGKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In plain torch, float32 inside; the pieces' first chunks together, then their second ones."""
+    """A `ChunkedKernel` in plain torch, float32 inside: all first chunks together, then the
+    second."""
     group = v.shape[1] // k.shape[1]
-    rows_NL, no_row_NL = part.places_NL.clamp_min(0), part.places_NL < 0
+    rows_NL, no_row_NL = part.rows_NL.clamp_min(0), part.rows_NL < 0
 
     def chunked(x: torch.Tensor) -> torch.Tensor:
-        """[N, heads, L, ...] of [rows, heads, ...], zero where a chunk has no row."""
+        """[N, heads, L, ...] from [rows, heads, ...]; zero where a chunk has no row."""
         x_NL = x.float()[rows_NL]
         x_NL.masked_fill_(no_row_NL.view(*no_row_NL.shape, *[1] * (x.dim() - 1)), 0)
         return x_NL.transpose(1, 2)
@@ -195,7 +199,7 @@ def chunked_pieces(
     between_NGLL = between_NGLL.masked_fill(later, -torch.inf).exp()
     decay_NGL1 = decay_NGL.exp().unsqueeze(3)
 
-    # What each row learns of the chunk's own rows alone, and how much of the state it unlearns.
+    # Each row's update from the chunk's own rows alone, and its correction by the state.
     system_NGLL = (beta_NGL1 * k_NGLK) @ k_NGLK.transpose(2, 3) * between_NGLL
     learned_NGLV, unlearned_NGLK = torch.linalg.solve_triangular(
         system_NGLL,
@@ -217,18 +221,18 @@ def chunked_pieces(
         out_NGLV[at] = q_NGLK[at] @ state + seen_NGLL[at] @ delta
         state_RGKV[:count] = end_NG11[at] * state + k_NGLK[at].transpose(2, 3) @ delta
         start += count
-    return out_NGLV.transpose(1, 2).flatten(0, 1)[part.places].to(v.dtype), state_RGKV
+    return out_NGLV.transpose(1, 2).flatten(0, 1)[part.positions].to(v.dtype), state_RGKV
 
 
 def _chunks(lengths_R: list[int]) -> tuple[list[int], list[int]]:
-    """``chunk_counts`` and ``places`` of a `Round`."""
+    """``chunk_counts`` and ``positions`` of a `Round`."""
     counts = [
         sum(length > first for length in lengths_R) for first in range(0, max(lengths_R), CHUNK)
     ]
     starts = [0, *itertools.accumulate(counts)]
-    places = [
-        (starts[row // CHUNK] + piece) * CHUNK + row % CHUNK
-        for piece, length in enumerate(lengths_R)
+    positions = [
+        (starts[row // CHUNK] + section) * CHUNK + row % CHUNK
+        for section, length in enumerate(lengths_R)
         for row in range(length)
     ]
-    return counts, places
+    return counts, positions

@@ -1,6 +1,6 @@
-"""flash-linear-attention's chunked kernels, where they are installed and agree with ours.
+"""flash-linear-attention's chunked kernels, used if installed and in agreement with ours.
 
-Written for version 0.6 and not run on a GPU yet. A package that gives other numbers is left alone.
+Written for version 0.6; not run on a GPU yet. A package whose numbers differ is not used.
 """
 
 from __future__ import annotations
@@ -13,41 +13,43 @@ import torch
 
 from rollout.ops.gated_delta_rule.chunked import (
     MIN_ROWS,
-    PieceKernel,
+    ChunkedKernel,
     Round,
-    chunked_pieces,
     chunked_plan,
+    torch_kernel,
 )
 from rollout.ops.state_plan import StatePlan
 
 log = logging.getLogger(__name__)
 
-_TOLERANCE = 0.02  # of the largest number: its products are of 16-bit numbers
+_TOLERANCE = 0.02  # of the largest number: its matrix products are 16-bit
 
 
-def piece_kernel(states_SGKV: torch.Tensor, dtype: torch.dtype) -> PieceKernel | None:
-    """For these states and inputs of ``dtype``: theirs, or else `chunked_pieces`.
+def chunked_kernel(states_SGKV: torch.Tensor, dtype: torch.dtype) -> ChunkedKernel | None:
+    """The kernel for these states and inputs of ``dtype``: theirs, or else `torch_kernel`.
 
-    None on a CPU: there our recurrence is quicker, its states being in cache.
+    None on a CPU, where our recurrence is faster because its states are in the cache.
     """
     if not states_SGKV.is_cuda:
         return None
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:
-        return chunked_pieces
-    if dtype is torch.float32:  # their products are of 16-bit numbers
-        return chunked_pieces
-    theirs = fla_pieces(chunk_gated_delta_rule)
+        return torch_kernel
+    if dtype is torch.float32:  # their matrix products are 16-bit
+        return torch_kernel
+    theirs = fla_kernel(chunk_gated_delta_rule)
     try:
-        return theirs if agrees(theirs, states_SGKV, dtype) else chunked_pieces
-    except Exception as error:  # of whatever version it is, ours does as well
-        log.warning("flash-linear-attention is there and is not used: %r", error)
-        return chunked_pieces
+        return theirs if agrees(theirs, states_SGKV, dtype) else torch_kernel
+    except Exception as error:  # any error of another version: ours is always available
+        log.warning("flash-linear-attention is installed but not used: %r", error)
+        return torch_kernel
 
 
-def fla_pieces(chunk_gated_delta_rule: Callable[..., Any]) -> PieceKernel:
-    def pieces(
+def fla_kernel(chunk_gated_delta_rule: Callable[..., Any]) -> ChunkedKernel:
+    """A `ChunkedKernel` that calls flash-linear-attention's function."""
+
+    def kernel(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -67,13 +69,13 @@ def fla_pieces(chunk_gated_delta_rule: Callable[..., Any]) -> PieceKernel:
         )
         return out.squeeze(0), states
 
-    return pieces
+    return kernel
 
 
-def agrees(kernel: PieceKernel, states_SGKV: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``kernel`` gives what `chunked_pieces` gives, on two pieces of other lengths.
+def agrees(kernel: ChunkedKernel, states_SGKV: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``kernel`` agrees with `torch_kernel` on two sections of different lengths.
 
-    ``states_SGKV``: for its sizes and its device.
+    ``states_SGKV``: gives the sizes and the device.
     """
     _, heads, key_dim, value_dim = states_SGKV.shape
     device, generator = states_SGKV.device, torch.Generator().manual_seed(0)
@@ -102,7 +104,7 @@ def agrees(kernel: PieceKernel, states_SGKV: torch.Tensor, dtype: torch.dtype) -
     q, k, v = (normal(rows, heads, dim).to(dtype) for dim in (key_dim, key_dim, value_dim))
     log_decay, beta = -normal(rows, heads).abs() / 10, normal(rows, heads).sigmoid()
     states = normal(2, heads, key_dim, value_dim)
-    expected = chunked_pieces(q, k, v, log_decay, beta, part, states)
+    expected = torch_kernel(q, k, v, log_decay, beta, part, states)
     found = kernel(q, k, v, log_decay, beta, part, states.clone())
     return all(
         a.shape == b.shape and bool(((a - b).abs().max() <= _TOLERANCE * b.abs().max()).item())

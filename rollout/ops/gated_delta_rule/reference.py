@@ -38,5 +38,6 @@ def gated_delta_rule(
 
 
 def unit_length(x_THK: torch.Tensor) -> torch.Tensor:
+    """Vectors normalised to length one, float32."""
     x = x_THK.float()
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + EPS)

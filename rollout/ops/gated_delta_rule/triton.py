@@ -1,10 +1,9 @@
-"""The gated delta rule on a GPU: a program per entry, value head and few of the values' columns.
+"""The gated delta rule on a GPU: a program per entry, value head and few columns of the state.
 
-It goes through the entry's rows one after another and holds its columns of the state in registers.
-A column of the state never meets another, and a state is float32 wherever it lies: so a row's bits
-depend on its path alone. A row that does not continue the row before it loads the state that its
-parent has stored. One warp, as every row takes two sums over the key's dimensions: more of them
-would have to wait for each other twice a row.
+A program runs the entry's rows in order and holds its columns of the state in registers. Columns do
+not interact, and states are always float32, so a row's bits depend on its path alone. A row that
+does not continue the row before it loads the state that its parent stored. A program has one warp:
+every row takes two sums over the key's dimensions, for which several warps would have to wait.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """``rms_norm(x, weight, eps)`` of every head, times ``silu(gate)`` in float32, rounded again.
 
-    All of one dtype; strided views are fine where elements of a head are adjacent. Returns a new
+    All tensors have one dtype and may be strided, with contiguous elements of a head. Returns a new
     contiguous [T, G, V].
     """
     if gpu.supports(x_TGV, gate_TGV, weight_V):

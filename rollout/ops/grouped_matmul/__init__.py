@@ -1,4 +1,4 @@
-"""Each row times its own expert's weight.
+"""The product of each row with its own experts' weights.
 
 Legend: M rows of input, S pairs of a row and an expert (a multiple of M), N experts, I input,
 O output features.
@@ -26,12 +26,13 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """``y[p] = x[p // (S / M)] @ weights[n].T`` for the pairs p of each expert n: [S, O].
 
-    So x has a row for all of a row's experts, or one for each pair. A float32 sum and one rounding,
-    all of one dtype; rows of x may be strided. On a GPU y[p] has the bits that ``ops.matmul`` gives
-    x's row and that weight, whatever other rows there are and wherever they go; on the CPU that is
-    what packed products are for (`rollout.models.layers.grouped_linear`), and this is the plain
-    definition.
-    ``left_out``: tiles that a GPU is not to use.
+    x has one row for all of a row's experts, or one for each pair. All tensors have one dtype; a
+    sum is float32 and rounded once; rows of x may be strided. On a GPU y[p] has the bits that
+    `ops.matmul` gives for x's row and that weight, whatever other rows there are. On the CPU this
+    is only the plain definition; exact mode there uses packed products
+    (`rollout.models.layers.grouped_linear`).
+
+    ``left_out``: tiles that a GPU must not use.
     """
     if gpu.supports(x_MI, weights_NOI):
         from rollout.ops.grouped_matmul import triton

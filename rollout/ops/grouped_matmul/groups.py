@@ -1,4 +1,4 @@
-"""Rows, sorted by the expert they go to.
+"""Pairs of rows and experts, sorted by expert.
 
 Legend: T rows, X experts per row, S = T * X pairs of both, N experts.
 """
@@ -12,9 +12,9 @@ import torch
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RowGroups:
-    """Pair ``t * X + x`` is row t going to its expert of rank x. Tensors of one device.
+    """Pair ``t * X + x`` is row t with its expert of rank x. Tensors are on one device.
 
-    Expert n owns pairs_S[offsets[n] : offsets[n + 1]], ascending; every pair is some expert's.
+    Expert n owns pairs_S[offsets[n] : offsets[n + 1]], ascending. Every pair has an owner.
     """
 
     pairs_S: torch.Tensor  # int64
@@ -22,7 +22,7 @@ class RowGroups:
 
     @staticmethod
     def of(experts_TX: torch.Tensor, num_experts: int) -> RowGroups:
-        """``experts_TX``: integers in [0, N). Nothing is asked of the device on the way."""
+        """Sort the pairs of ``experts_TX``, integers in [0, N). Does not wait for the device."""
         sorted_S, pairs_S = experts_TX.flatten().sort(stable=True)
         bounds_N1 = torch.arange(num_experts + 1, dtype=sorted_S.dtype, device=sorted_S.device)
         offsets_N1 = torch.searchsorted(sorted_S, bounds_N1, out_int32=True)

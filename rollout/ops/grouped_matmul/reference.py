@@ -1,4 +1,4 @@
-"""Each row times its own expert's weight, in plain torch: a loop over experts."""
+"""The grouped matrix product in plain torch: a loop over experts."""
 
 from __future__ import annotations
 

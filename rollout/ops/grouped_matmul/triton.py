@@ -1,7 +1,7 @@
-"""Each row times its own expert's weight on a GPU: one persistent kernel over (expert, tile).
+"""The grouped matrix product on a GPU: one persistent kernel over (expert, tile).
 
-A tile is one of ops.matmul's, and so is the walk along the features: what is said there of a row's
-bits holds here. How many rows an expert has is known on the device alone; programs read it there.
+Tiles and the walk along the features are those of ops.matmul, and so are a row's bits. Only the
+device knows how many rows an expert has; programs read it there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     num_experts, outputs, _ = weights_NOI.shape
     num_pairs = len(groups.pairs_S)
-    # On the average, to a power of two: steps of twice as many rows each run every tile.
+    # The mean, rounded to a power of two: warm-up steps of 1, 2, 4, ... rows then run every tile.
     rows_of_one = min(_MAX_ROWS, triton.next_power_of_2(num_pairs // num_experts))
     all_outputs = outputs * min(num_experts, num_pairs)
     processors = multiprocessors(x_MI.device)
@@ -40,11 +40,12 @@ def grouped_matmul(
 def tiled_grouped_matmul(
     x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups, tile: Tile
 ) -> torch.Tensor:
+    """`grouped_matmul` with a given tile of one block of rows."""
     assert not tile.more_rows
     num_experts, outputs, features = weights_NOI.shape
     num_pairs = len(groups.pairs_S)
     y_SO = x_MI.new_empty(num_pairs, outputs)
-    # Each expert that has rows may have one tile that is not full.
+    # Each expert with rows may have one tile that is not full.
     max_tiles = min(num_pairs, num_experts + num_pairs // tile.rows)
     max_tiles *= triton.cdiv(outputs, tile.outputs)
     if max_tiles:
@@ -78,13 +79,13 @@ def _grouped_matmul_kernel(
         here = index == expert
         start = tl.sum(tl.where(here, starts, 0), axis=0)
         end = tl.sum(tl.where(here, ends, 0), axis=0)
-        place = tile - tl.sum(tl.where(here, last_tiles - tiles, 0), axis=0)
+        index_of_expert = tile - tl.sum(tl.where(here, last_tiles - tiles, 0), axis=0)
         height = (end - start + ROWS - 1) // ROWS
-        # An expert's row tiles come one after another while its tile of weights is in the cache.
-        number = start + place % height * ROWS + tl.arange(0, ROWS)
+        # Row tiles of the same weights are consecutive, while the weights are in the cache.
+        number = start + index_of_expert % height * ROWS + tl.arange(0, ROWS)
         present = (number < end)[:, None]
         pair = tl.load(pairs_ptr + number, mask=number < end, other=0)[:, None]
-        output = place // height * OUTPUTS + tl.arange(0, OUTPUTS)
+        output = index_of_expert // height * OUTPUTS + tl.arange(0, OUTPUTS)
         weight_row = output.to(tl.int64)[:, None]
         is_output = output < outputs
         x_rows = x_ptr + pair // fan_out * x_stride

@@ -1,4 +1,4 @@
-"""A matrix product whose rows do not depend on each other. M rows, I input, O output features."""
+"""The row-invariant matrix product. M rows, I input, O output features."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def matmul(
     bias_O: torch.Tensor | None = None,
     left_out: Set[Tile] = frozenset(),
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` with a float32 sum and one rounding, all of one dtype.
+    """``x @ weight.T + bias``, a new contiguous [M, O]; all tensors have one dtype.
 
-    On a GPU a row has the same bits whatever rows are beside it and however many; on the CPU that
-    is what packed products are for (`rollout.models.layers.linear`), and this is the plain
-    definition. Rows may be strided. ``left_out``: tiles that a GPU is not to use. Returns a new
-    contiguous [M, O].
+    A sum is float32 and rounded once. On a GPU a row has the same bits whatever the other rows are.
+    On the CPU this is only the plain definition; exact mode there uses packed products
+    (`rollout.models.layers.linear`). Rows may be strided.
+
+    ``left_out``: tiles that a GPU must not use.
     """
     if gpu.supports(x_MI, weight_OI):
         from rollout.ops.matmul import triton

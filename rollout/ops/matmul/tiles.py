@@ -1,8 +1,8 @@
-"""Tile shapes of the row-invariant matrix product, and which of them a product is given.
+"""Tile shapes of the row-invariant matrix product, and the choice among them.
 
-Every tile gives a row the same bits (`rollout.ops.matmul.triton` says why), so the choice is one of
-time alone. Rows are covered in steps of 16: a block of Triton's is a power of two high, and a tile
-may have two of them, as 64 + 16, which share the weights that are read.
+Every tile gives a row the same bits (see `rollout.ops.matmul.triton`), so the choice affects only
+time. Heights are multiples of 16: the height of a Triton block is a power of two, and a tile may
+have two blocks, such as 64 + 16, that share the weights they read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ _FEW_ROWS = 64
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor
 _MAX_STAGES = 8
 _MAX_OF_A_WARPGROUP = 128 * 96  # sums that the registers of four warps hold
-_MIN_SHARE = 16  # outputs: two lines of memory where they are written
+_MIN_SHARE = 16  # outputs of a tile: 32 bytes of a written row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
+    """The shape of a tile and of the kernel that computes it."""
+
     rows: int
     more_rows: int = 0  # a second block of rows below the first
     outputs: int
@@ -30,30 +32,30 @@ class Tile:
     warps: int
     stages: int
     programs: int  # per multiprocessor
-    even: bool = False  # outputs are shared out evenly, and part of each tile may stay empty
+    even: bool = False  # outputs are split evenly over programs; part of a tile may stay empty
 
     @property
     def height(self) -> int:
-        """All rows of a tile."""
+        """Rows of a tile."""
         return self.rows + self.more_rows
 
     def padded_rows(self, rows: int) -> int:
-        """Rows that tiles of this kind multiply where there are so many."""
+        """Rows that tiles of this shape compute for ``rows`` rows."""
         return _ceil_div(rows, self.height) * self.height
 
     def share(self, outputs: int, processors: int) -> int:
-        """How many outputs of so many a tile is given."""
+        """Outputs that a tile gets, of ``outputs`` in all."""
         if not self.even:
             return self.outputs
         part = _ceil_div(outputs, processors * _MIN_SHARE) * _MIN_SHARE
         return min(self.outputs, max(_MIN_SHARE, part))
 
     def number(self, rows: int, outputs: int, processors: int) -> int:
-        """Tiles of a product."""
+        """The number of tiles of a product."""
         return _ceil_div(rows, self.height) * _ceil_div(outputs, self.share(outputs, processors))
 
     def padding(self, rows: int, outputs: int, processors: int) -> float:
-        """Sums that tiles compute for each of the product's."""
+        """Computed outputs over needed outputs, at least 1."""
         computed = self.number(rows, outputs, processors) * self.height * self.outputs
         return computed / (rows * outputs)
 
@@ -63,7 +65,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def make_tile(height: int, outputs: int, programs: int = 1, *, even: bool = False) -> Tile:
-    """One or two blocks of rows, and as many stages as fit shared memory."""
+    """A tile with one or two blocks of rows, and as many stages as shared memory holds."""
     rows = 1 << (height.bit_length() - 1)
     features = 128 if even else 64
     stage = 2 * features * (height + outputs)
@@ -85,29 +87,29 @@ _TILES_16_BIT = (
 _TILES_FLOAT32 = (Tile(rows=32, outputs=64, features=32, warps=4, stages=2, programs=2),)
 TWO_BLOCK_TILES = frozenset(tile for tile in _TILES_16_BIT if tile.more_rows)
 
-# GB/s, which is bytes in a nanosecond, and FLOP in one. Of the whole GPU divided by its 132
-# multiprocessors, as others have more or fewer.
+# Bytes per nanosecond (GB/s) and FLOP per nanosecond of one multiprocessor: those of an H200
+# divided by its 132.
 _FROM_MEMORY = 4300 / 132
 _FROM_CACHE = 6000 / 132
 _INTO_ONE = 80.0
-_LATENCY = 1400.0  # ns until weights come, under load
+_LATENCY = 1400.0  # ns until a load returns, under load
 _SHARED = 225.0  # 128 bytes a clock
 _FLOP = 790_000 / 132
-_MIN_BLOCK = 32  # rows of a product that takes no less time with fewer: weights are read anyway
+_MIN_BLOCK = 32  # rows below which a block takes no less time: the weights' reads dominate
 
 
 def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
-    """Estimated nanoseconds per input feature of a product by five ceilings of a Hopper GPU: its
-    memory, its L2 cache, what one multiprocessor takes in with so much on its way, shared memory
-    and tensor cores. A last wave that is not full counts whole. Source: docs/gpu.md, which
-    has the figures and where they come from.
+    """Estimated nanoseconds per input feature of a product, by five ceilings of a Hopper GPU.
+
+    These are memory, L2 cache, the loads in flight of one multiprocessor, shared memory and tensor
+    cores. A last wave that is not full counts whole. docs/gpu.md has the figures.
     """
     share = tile.share(outputs, processors)
     blocks = [tile.rows] + ([tile.more_rows] if tile.more_rows else [])
     num_tiles = tile.number(rows, outputs, processors)
-    waves = _ceil_div(num_tiles, processors)  # tiles of the multiprocessor that has most
+    waves = _ceil_div(num_tiles, processors)  # tiles of the multiprocessor with the most
     read = 2 * (share + min(tile.height, rows))  # bytes of a tile
-    on_their_way = min(tile.programs, waves) * (tile.stages - 1) * tile.features * read
+    in_flight = min(tile.programs, waves) * (tile.stages - 1) * tile.features * read
     in_shared = 2 * (
         (tile.outputs + tile.height)  # written
         + tile.outputs * len(blocks)  # read for each block
@@ -117,16 +119,19 @@ def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
     times = (
         2 * outputs / (_FROM_MEMORY * processors),
         num_tiles * read / (_FROM_CACHE * processors),
-        waves * read / min(_INTO_ONE, on_their_way / _LATENCY),
+        waves * read / min(_INTO_ONE, in_flight / _LATENCY),
         waves * in_shared / _SHARED,
         waves * multiplied / _FLOP,
     )
-    return max(times) + sum(times) / 8  # they overlap, but not wholly
+    return max(times) + sum(times) / 8  # they overlap, but not completely
 
 
 def _is_wasteful(tile: Tile, rows: int) -> bool:
-    """Whether a third of the rows or more is added to a count that is rounded up to ``rows``. Of
-    few rows, where weights take the time, whether they are padded beyond the next power of two."""
+    """Whether a tile pads too much.
+
+    ``rows`` is rounded up to ROW_STEP. Padding may add at most a third to the smallest count that
+    rounds to ``rows``; for few rows, where weights take the time, up to the next power of two.
+    """
     padded = tile.padded_rows(rows)
     if rows <= _FEW_ROWS:
         return padded > 1 << (rows - 1).bit_length()
@@ -134,7 +139,7 @@ def _is_wasteful(tile: Tile, rows: int) -> bool:
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """All that may serve this dtype."""
+    """All tiles for this dtype."""
     return _TILES_FLOAT32 if dtype is torch.float32 else _TILES_16_BIT
 
 
@@ -145,14 +150,19 @@ def tile_for(
     processors: int,
     left_out: Set[Tile] = frozenset(),
 ) -> Tile:
-    """The one estimated to be the fastest of those that waste little, on a GPU of so many
-    multiprocessors, but for those ``left_out``. It changes after multiples of ROW_STEP rows only.
+    """The tile with the smallest estimated time among those that pad little.
+
+    It changes only after multiples of ROW_STEP rows.
+
+    Args:
+        processors: multiprocessors of the GPU.
+        left_out: tiles that must not be used.
     """
     rounded = max(ROW_STEP, _ceil_div(rows, ROW_STEP) * ROW_STEP)
     return _tile_for(dtype, rounded, max(1, outputs), processors, frozenset(left_out))
 
 
-@lru_cache(maxsize=1 << 14)  # asked for every product that is launched
+@lru_cache(maxsize=1 << 14)  # called for every launched product
 def _tile_for(
     dtype: torch.dtype, rows: int, outputs: int, processors: int, left_out: frozenset[Tile]
 ) -> Tile:
@@ -173,7 +183,8 @@ def tiles_up_to(
     processors: int,
     left_out: Set[Tile] = frozenset(),
 ) -> dict[Tile, int]:
-    """The tiles of products of so many rows or fewer, each with the least number that runs it."""
+    """The tiles of products with up to ``rows`` rows, each with the smallest row count that uses
+    it."""
     found: dict[Tile, int] = {}
     for count in range(1, rows + 1, ROW_STEP):
         found.setdefault(tile_for(dtype, count, outputs, processors, left_out), count)

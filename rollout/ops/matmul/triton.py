@@ -1,25 +1,25 @@
-"""A persistent matrix product on a GPU that adds a row's terms in one order, always.
+"""A persistent matrix product on a GPU that always adds a row's terms in the same order.
 
 Every tile shape used for a dtype gives a row the same bits:
 
-- An output is one accumulator that walks the features from first to last. Nothing is split over
-  programs or warps along them, so there are no partial sums to add in another order.
-- Tensor cores add a whole instruction's products to the accumulator at once, 16 features of them
-  for 16-bit numbers, and how they round inside is theirs. What matters is that the instruction
-  and its 16 features are the same. On Hopper weights are the 64-high side of all tiles, which are
-  run by whole warpgroups, so that all are ``wgmma.m64nNk16``, N being the number of rows beside
-  ours, and the features of one instruction are [16 j, 16 j + 16) whatever a tile's features are.
-- Rows, outputs and features that are not there are zeros, and adding zeros changes no sum.
+- An output is one accumulator over the features from first to last. Features are not split over
+  programs or warps, so there are no partial sums to add in another order.
+- Tensor cores add the products of one instruction at once, 16 features of 16-bit numbers, with
+  undocumented rounding inside. So the instruction and its 16 features must be the same. On Hopper,
+  weights are the 64-high side of all tiles and whole warpgroups run them, so all instructions are
+  ``wgmma.m64nNk16``, where N is the number of rows. The features of an instruction are
+  [16 j, 16 j + 16) in every tile.
+- Missing rows, outputs and features are zeros, and adding zeros changes no sum.
 - float32 is multiplied and added feature by feature, without tensor cores.
 
-That N changes nothing inside a tensor core, nor the place of an output among the 64, is a property
-of the hardware: tests marked ``gpu`` compare all tiles, and `rollout.models.layers.row_invariance`
-asks again when an engine starts.
+It is a property of the hardware that N and an output's position among the 64 change nothing inside
+a tensor core. Tests marked ``gpu`` compare all tiles, and `rollout.models.layers.row_invariance`
+tests them again when an engine starts.
 
-At few rows the product is bound by reading the weights. Hence they are the 64-high side: with rows
-there, the zeros that fill 64 of them up would take more of shared memory and its bandwidth than
-the weights do. A tile may have a second, lower block of rows, so that 80 rows are 64 + 16: one
-program multiplies both by weights that it reads once. `rollout.ops.matmul.tiles` has the shapes.
+At few rows the product is bound by reading the weights, so they are the 64-high side. With rows on
+that side, zeros that fill up 64 rows would take more shared memory and bandwidth than the weights.
+A tile may have a second, lower block of rows, so that 80 rows are 64 + 16: one program multiplies
+both by weights that it reads once. `rollout.ops.matmul.tiles` has the shapes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def matmul(
 def tiled_matmul(
     x_MI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
+    """`matmul` with a given tile."""
     rows, features = x_MI.shape
     outputs = len(weight_OI)
     y_MO = x_MI.new_empty(rows, outputs)
@@ -74,11 +75,13 @@ def tile_product(
     EVEN: tl.constexpr, ROWS: tl.constexpr, MORE_ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Float32 [ROWS, OUTPUTS] and [MORE_ROWS, OUTPUTS]: the walk along the features that every
-    product shares. A weight is read once for both; without MORE_ROWS the second is a scalar zero.
+    """The walk along the features that every product shares.
+
+    Returns float32 [ROWS, OUTPUTS] and [MORE_ROWS, OUTPUTS]; without MORE_ROWS the second is a
+    scalar zero. A weight is read once for both.
 
     x_rows, x_more_rows, weight_rows: pointers to first elements, [ROWS, 1], [MORE_ROWS, 1] and
-    [OUTPUTS, 1]. Those that are not present are zeros, and nothing is read there.
+    [OUTPUTS, 1]. Rows that are not present count as zeros and are not read.
     """
     feature = tl.arange(0, FEATURES)[None, :]
     x_ptrs = x_rows + feature
@@ -130,13 +133,13 @@ def _matmul_kernel(
     for tile in range(tl.program_id(0), row_tiles * output_tiles, tl.num_programs(0)):
         first = tile // group_tiles * GROUP
         height = min(GROUP, row_tiles - first)
-        place = tile % group_tiles
-        first_row = (first + place % height) * (ROWS + MORE_ROWS)
+        index_in_group = tile % group_tiles
+        first_row = (first + index_in_group % height) * (ROWS + MORE_ROWS)
         row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         more_row = row
         if MORE_ROWS:
             more_row = (first_row + ROWS + tl.arange(0, MORE_ROWS)).to(tl.int64)[:, None]
-        first_output = place // height * share
+        first_output = index_in_group // height * share
         output = first_output + tl.arange(0, OUTPUTS)
         is_output = output < tl.minimum(first_output + share, outputs)
         weight_row = output.to(tl.int64)[:, None]

@@ -1,4 +1,4 @@
-"""Attention of a step's query rows over the KV slots, causal runs and draft trees alike.
+"""Attention of a step's query rows over the KV slots, for causal runs and draft trees.
 
 Legend: T query rows, H query heads, K kv heads, D head_dim, S slots.
 """
@@ -21,13 +21,12 @@ def paged_attention(
     plan: AttentionPlan,
     scale: float,
 ) -> torch.Tensor:
-    """``softmax(q k^T * scale) v`` for every query row over the keys the plan gives it.
+    """``softmax(q k^T * scale) v`` for every query row over its keys by the plan.
 
-    The step's own keys and values are in the pools already. Query head h reads kv head
-    h // (H / K). All of one dtype, float32 inside, one rounding. Padding rows come out as zeros.
-    Returns a new contiguous [T, H, D].
-    Raises ValueError when the plan contradicts itself or names a row or slot that is not there; on
-    a GPU nothing checks that.
+    The step's own keys and values must be in the pools already. Query head h reads kv head
+    h // (H / K). All tensors have one dtype; computed in float32, rounded once. Padding rows give
+    zeros. Returns a new contiguous [T, H, D]. Raises ValueError if the plan contradicts itself or
+    names a row or slot that does not exist; on a GPU nothing checks that.
     """
     group = q_THD.shape[1] // k_pool_SKD.shape[1]
     if gpu.supports(q_THD, k_pool_SKD, v_pool_SKD) and group <= 64:

@@ -1,7 +1,7 @@
 """Paged attention on CPU tensors.
 
-The compiled op wants the plan as a schedule of tiles. It is made by the first layer of a step and
-kept on the plan for the others.
+The compiled op reads the plan as a schedule of tiles. The first layer of a step makes it and stores
+it in the plan for the others.
 """
 
 from __future__ import annotations

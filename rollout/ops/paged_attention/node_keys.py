@@ -1,4 +1,4 @@
-"""Where a draft node's own keys are: found once per step, read by every layer.
+"""The slots of draft nodes' own keys, computed once per step and read by every layer.
 
 Legend: as in the plan; W columns, two blocks of positions.
 """
@@ -14,6 +14,7 @@ from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan, NodeKeys
 
 
 def node_keys(plan: AttentionPlan) -> NodeKeys:
+    """The `NodeKeys` of a plan on a GPU."""
     nodes, device = plan.node_slots_N.numel(), plan.node_slots_N.device
     keys = NodeKeys(
         slots_NW=torch.empty((nodes, 2 * BLOCK), dtype=torch.int32, device=device),
@@ -36,7 +37,7 @@ def _node_keys_kernel(
     own_slots_ptr, own_lens_ptr, table_stride, num_entries, BLOCK: tl.constexpr,
 ):  # fmt: skip
     node = tl.program_id(0)
-    if node >= tl.load(node_offsets_ptr + num_entries):  # no entry's: a plan may be padded
+    if node >= tl.load(node_offsets_ptr + num_entries):  # belongs to no entry: a plan may be padded
         tl.store(own_lens_ptr + node, 0)
         return
     entry = entry_of_row(node_offsets_ptr, num_entries, node)
@@ -44,7 +45,8 @@ def _node_keys_kernel(
     first = context // BLOCK * BLOCK
     left = context - first
 
-    # Tree node b + 1 is draft node b of the entry; those on the path, in order, are its depths.
+    # Bit b + 1 of the mask is draft node b of the entry. The path's nodes, in order, are its
+    # depths.
     bit = tl.arange(0, BLOCK)
     mask = tl.load(masks_ptr + node)
     on_path = ((mask >> (bit + 1).to(tl.int64)) & 1).to(tl.int32)

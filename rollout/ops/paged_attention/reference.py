@@ -26,7 +26,7 @@ def paged_attention(
 
 
 def _slots_by_query_row(plan: AttentionPlan) -> list[tuple[int, torch.Tensor]]:
-    """Each query row with the slots of its keys in position order."""
+    """The query rows, each with the slots of its keys in position order."""
     node_offsets, node_masks = plan.node_offsets_B1.tolist(), plan.node_masks_N.tolist()
     q_offsets = plan.q_offsets_B1.tolist()
     rows: list[tuple[int, torch.Tensor]] = []

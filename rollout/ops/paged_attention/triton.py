@@ -1,21 +1,21 @@
 """Paged attention on a GPU (after FlashAttention, Dao et al. 2022, and Flash-Decoding, 2023).
 
-What a query row computes is fixed by its own keys. They are taken in blocks of 64 at absolute
-positions, a block's columns being positions; eight blocks make a split. Within a split the blocks
-follow each other with online rescaling, and the splits are folded in order. Whether one program
-walks all splits or several do and a second kernel folds what they leave, as `work_list` has it, the
-row sees the same operations (`_attend`, `_fold`) on the same numbers. A block of which a row sees
-nothing leaves it as it is: its weights are exp2(-inf) and its scale is exp2(0).
+A query row's computation depends on its own keys alone. Keys are read in blocks of 64 absolute
+positions; eight blocks make a split. Within a split, blocks follow each other with online
+rescaling; splits are folded in order. One program may walk all splits, or several programs and a
+second kernel that folds their results (see `work_list`): the row sees the same operations
+(`_attend`, `_fold`) on the same numbers. A block in which a row sees nothing does not change it:
+its weights are exp2(-inf) and its scale is exp2(0).
 
-A tile is 64 rows (of float32 16, if a group of heads is no larger): a few query rows of one entry
-times the query heads of one kv head. They share the whole blocks of the context. From there on
-draft nodes have keys of their own, at most two blocks: what is left of the context, then the path,
-in position order, so that a path sums as plain decoding would. Those blocks are gathered for one
-node after another and touch its rows alone. All products, of 64 rows on four warps, are of one
-kind: see rollout.ops.matmul.triton.
+A tile is 64 rows (16 for float32, if a group of heads is no larger): a few query rows of one entry
+times the query heads of one kv head. They share the whole blocks of the context. After these, draft
+nodes have keys of their own, at most two blocks: the rest of the context, then the path, in
+position order, so that a path's sums are those of plain decoding. These blocks are gathered for one
+node after another and change only its rows. All products have 64 rows on four warps, so their
+instructions are the same: see rollout.ops.matmul.triton.
 
-Probabilities are rounded to the values' dtype before the second product. A token whose values are
-not finite may make earlier rows of its run NaN too, those of the same tile; a draft node none.
+Probabilities are rounded to the values' dtype before the second product. A token with values that
+are not finite may make earlier rows of its run in the same tile NaN too; a draft node does not.
 
 Legend: as in the op; G query heads per kv head, W columns of a node's own blocks.
 """
@@ -40,7 +40,7 @@ from rollout.ops.paged_attention.work_list import (
 )
 
 RESIDENT = 2  # programs of a multiprocessor that run at once
-_MAX_PART_BYTES = 128 << 20  # of sums kept between the two kernels
+_MAX_PART_BYTES = 128 << 20  # of sums between the two kernels
 
 
 def paged_attention(
@@ -66,7 +66,7 @@ def paged_attention(
 
 
 def tile_rows(dtype: torch.dtype, group: int) -> int:
-    """Query rows times heads. Tensor cores want 64; without them more than 16 fit no registers."""
+    """Rows of a tile, query rows times heads: 64 for tensor cores, else 16 to fit registers."""
     return 16 if dtype is torch.float32 and group <= 16 else 64
 
 
@@ -78,7 +78,10 @@ def listed_attention(
     scale: float,
     work: WorkList,
 ) -> torch.Tensor:
-    """No bit depends on ``work``, of tiles that have at most `tile_rows` rows."""
+    """Attention by a given work list, whose tiles must have at most `tile_rows` rows.
+
+    The list does not change a bit of the result.
+    """
     heads, head_dim = q_THD.shape[1:]
     kv_heads = k_pool_SKD.shape[1]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -113,26 +116,26 @@ def listed_attention(
 
 @triton.jit
 def _attend(q, k, v, visible, top, total, sums, scale):
-    """One block of keys: the largest score, the sum of weights and the weighted values so far."""
+    """Add one block of keys to the largest score, the sum of weights and the weighted values."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    kept = tl.exp2(top - base)
+    rescale = tl.exp2(top - base)
     weights = tl.exp2(scores - base[:, None])
-    total = total * kept + tl.sum(weights, axis=1)
-    sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
+    total = total * rescale + tl.sum(weights, axis=1)
+    sums = tl.dot(weights.to(v.dtype), v, sums * rescale[:, None], input_precision="ieee")
     return new_top, total, sums
 
 
 @triton.jit
 def _fold(top, total, sums, split_top, split_total, split_sums):
-    """A split after those before it."""
+    """Add a split to the splits before it."""
     new_top = tl.maximum(top, split_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    kept, added = tl.exp2(top - base), tl.exp2(split_top - base)
-    total = total * kept + split_total * added
-    sums = sums * kept[:, None] + split_sums * added[:, None]
+    rescale, added = tl.exp2(top - base), tl.exp2(split_top - base)
+    total = total * rescale + split_total * added
+    sums = sums * rescale[:, None] + split_sums * added[:, None]
     return new_top, total, sums
 
 
@@ -146,7 +149,7 @@ def _attention_kernel(
     HAS_NODES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Items are in the order of programs, so that those behind the last one come last.
+    # Items are in the order of programs, so that programs without an item come last.
     item_ptr, kv_head = items_ptr + tl.program_id(0) // kv_heads * 6, tl.program_id(0) % kv_heads
     tile_len = tl.load(item_ptr + 2)
     if tile_len == 0:
@@ -154,29 +157,30 @@ def _attention_kernel(
     entry, tile_start = tl.load(item_ptr), tl.load(item_ptr + 1)
     first_split, split_end = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
     part_row = tl.load(item_ptr + 5)
-    is_entry = entry < num_entries  # the rows after the last entry's are padding, and see nothing
+    is_entry = entry < num_entries  # rows after the last entry are padding and see nothing
     entry_end = tl.load(q_offsets_ptr + entry + 1, mask=is_entry, other=tile_start)
     start = tl.load(starts_ptr + entry, mask=is_entry, other=0)
     run_len = tl.load(run_lens_ptr + entry, mask=is_entry, other=0)
     node_start = tl.load(node_offsets_ptr + entry)
     nodes = tl.load(node_offsets_ptr + entry + 1, mask=is_entry, other=node_start) - node_start
-    own_block = (start + run_len) // BLOCK  # the first of which nodes have a version of their own
-    first_place = run_len + nodes - (entry_end - tile_start)  # of the run's rows, then the nodes
+    own_block = (start + run_len) // BLOCK  # the first block with nodes' own keys
+    # Index of the tile's first row among the entry's run rows and nodes.
+    first_index = run_len + nodes - (entry_end - tile_start)
 
     tile_row = tl.arange(0, ROWS)
     query, head = tile_row // GROUP, tile_row % GROUP
     group = heads // kv_heads
-    place = first_place + query
+    index = first_index + query
     is_row = (query < tile_len) & (head < group)
-    seen = tl.where(place < run_len, start + place + 1, own_block * BLOCK)
+    seen = tl.where(index < run_len, start + index + 1, own_block * BLOCK)
     seen = tl.where(is_row, seen, 0)
     tile_seen = tl.max(seen)
     end_block = tl.cdiv(tile_seen, BLOCK)
-    first_node = tl.maximum(run_len - first_place, 0)  # the tile's first query that is a node
+    first_node = tl.maximum(run_len - first_index, 0)  # the tile's first query that is a node
     last_block = end_block
     if HAS_NODES:
-        is_node = (place >= run_len) & (place < run_len + nodes) & (query < tile_len)
-        node_lens = tl.load(node_lens_ptr + node_start + place - run_len, mask=is_node, other=0)
+        is_node = (index >= run_len) & (index < run_len + nodes) & (query < tile_len)
+        node_lens = tl.load(node_lens_ptr + node_start + index - run_len, mask=is_node, other=0)
         last_block = tl.maximum(last_block, own_block + tl.cdiv(tl.max(node_lens), BLOCK))
 
     dim = tl.arange(0, DIM)[None, :]
@@ -189,7 +193,7 @@ def _attention_kernel(
     v_ptr += kv_head * v_head_stride + dim
     table_row = tl.load(rows_ptr + entry, mask=is_entry, other=0).to(tl.int64)
     table_ptr += table_row * table_stride
-    local = query * heads + head  # of the tile's rows, where all heads are kept
+    local = query * heads + head  # index in the tile's rows of all heads
     first_part = part_row.to(tl.int64) * heads + kv_head * group
     sums_ptr += first_part * head_dim
     weights_ptr += first_part * 2
@@ -214,7 +218,7 @@ def _attention_kernel(
             end_own = tl.minimum(last_block, split * SPLIT + SPLIT)
             for block in range(first_own, end_own):
                 for i in range(first_node, tile_len):
-                    node = node_start + first_place + i - run_len
+                    node = node_start + first_index + i - run_len
                     own = (block - own_block) * BLOCK + column
                     own_len = tl.load(node_lens_ptr + node)
                     slot_ptrs = node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own
@@ -272,7 +276,7 @@ def _fold_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM), tl.float32)
-    for _ in tl.range(0, parts, num_stages=4):  # three parts are on their way while one is folded
+    for _ in tl.range(0, parts, num_stages=4):  # three parts are loading while one is folded
         part_sums = tl.load(sums_ptr + part[:, None] * head_dim + dim, mask=inside, other=0.0)
         part_top = tl.load(weights_ptr + part * 2, mask=is_row, other=0.0)
         part_total = tl.load(weights_ptr + part * 2 + 1, mask=is_row, other=0.0)

@@ -1,20 +1,21 @@
-"""The work of each program of a step's attention on a GPU: made once per step, read by every layer.
+"""The work list of a step's attention on a GPU: made once per step, read by every layer.
 
-A tile is a few query rows of one entry, `tile_queries` at most. Its keys are `splits`, and an item
-is some of its splits one after another, for one program per kv head. A tile that is one item is
-written by it. One that is cut into several has its splits folded by a second kernel: the first
-item's as one part, for they are folded as they come, and each later split as a part of its own.
+A tile is at most `tile_queries` query rows of one entry. Its keys are split, and an item is a
+number of consecutive splits of a tile, for one program per kv head. The program of a tile with one
+item writes the output. Tiles with several items are cut: a second kernel folds their splits. The
+first item's splits are folded as they come and make one part; each later split is a part of its
+own.
 
-The list is made on the device, where the lengths of contexts are, so a graph that is captured once
+The device makes the list, since it knows the lengths of contexts. So a graph that is captured once
 serves every step of its bucket, and the levels of a draft's trees, whose plans never are on the
-host. What the host knows of a step, the shapes of its plan and how long the longest run may be,
-bounds the list (`list_sizes`): memory and grids depend on nothing else.
+host, have lists too. The host only knows bounds (`list_sizes`), from the shapes of the plan and the
+longest possible run; memory and grids depend on nothing else.
 
-An item takes so many splits that items of equal length would fill the device `_WAVES` times, for
-the device then hands them out evenly whatever their length; and twice as many for as long as the
-parts exceed their memory. Where there are draft nodes, and tiles of half the rows still make no
-more items than half of the programs that run at once, tiles are halved: the keys that each node has
-of its own are walked one node of a tile after another.
+An item has so many splits that items of equal length would fill the device `_WAVES` times: the
+device then balances items of different lengths. The number doubles while the parts exceed their
+memory. With draft nodes, tiles are halved as long as the halved tiles make at most half as many
+items as there are programs at once, because the nodes of a tile walk their own keys one after
+another.
 
 Legend: B entries, I items, F tiles that are cut.
 """
@@ -36,15 +37,15 @@ _WAVES = 4
 
 
 class Limits(NamedTuple):
-    """The limits that a device and the heads of a model set."""
+    """Limits of a device and of a model's heads."""
 
     tile_queries: int  # query rows of the widest tiles
-    programs: int  # that run at once, per kv head
-    part_rows: int  # query rows of all parts that there is memory for
+    programs: int  # programs that run at once, per kv head
+    part_rows: int  # query rows of all parts that memory holds
 
 
 class ListSizes(NamedTuple):
-    """Upper bounds of the lists of all steps of certain shapes."""
+    """Upper bounds of the lists of all steps of given shapes."""
 
     items: int
     folds: int
@@ -52,13 +53,14 @@ class ListSizes(NamedTuple):
 
 
 def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
+    """Bounds for plans of these shapes with ``rows`` query rows, padding included."""
     entries, nodes = plan.rows_B.numel(), plan.node_slots_N.numel()
     longest = plan.req_to_token.shape[1] if plan.longest is None else plan.longest
-    # A path's nodes come behind the run. Padding sees nothing and has an item all the same.
+    # A path's nodes follow the run. Padding sees nothing but has an item.
     splits = triton.cdiv(longest + BLOCK - 1, SPLIT_BLOCKS * BLOCK)
     tiles = min(rows, rows // limits.tile_queries + entries + 1)
     items = min(tiles * splits, tiles + _WAVES * limits.programs)
-    if nodes:  # tiles are narrower only where so few items come of it
+    if nodes:  # tiles are narrower only if that makes few items
         items = max(items, min(rows * splits, limits.programs // 2))
     if splits == 1:
         return ListSizes(items, folds=0, part_rows=0)
@@ -71,20 +73,20 @@ def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """The items and folds of one step. Behind the last one only the length, 0, is defined."""
+    """The items and folds of one step. After the last one only the length, 0, is defined."""
 
     rows: int  # query rows, padding included
     limits: Limits
     sizes: ListSizes
     # int32: entry (B: padding rows), first query row, number of query rows, first split, end split,
-    # and the first row of its parts; -1: it writes the tile's output.
+    # and first row of its parts (-1: it writes the tile's output).
     items_I6: torch.Tensor
     # int32: first query row, number of query rows, first row of the parts, number of parts.
     folds_F4: torch.Tensor
 
 
 def work_list(plan: AttentionPlan, rows: int, limits: Limits, sizes: ListSizes) -> WorkList:
-    """``sizes``: those of `list_sizes` or larger ones."""
+    """Make the list of a plan. ``sizes``: those of `list_sizes`, or larger ones."""
     like, nodes = plan.q_offsets_B1, plan.node_slots_N.numel()
     items_I6, folds_F4 = like.new_empty((sizes.items, 6)), like.new_empty((sizes.folds, 4))
     _work_list_kernel[(1,)](
@@ -100,7 +102,7 @@ def work_list(plan: AttentionPlan, rows: int, limits: Limits, sizes: ListSizes) 
 def _entry(
     q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, entry, num_entries, num_rows
 ):  # fmt: skip
-    """First and end row, start, run length and draft nodes; entry ``num_entries`` is padding."""
+    """First row, end row, start, run length and draft nodes; entry ``num_entries`` is padding."""
     there = entry < num_entries
     first = tl.load(q_offsets_ptr + entry, mask=entry <= num_entries, other=num_rows)
     end = tl.load(q_offsets_ptr + entry + 1, mask=there, other=num_rows)
@@ -116,8 +118,11 @@ def _wanted(
     q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
     length, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Splits of all tiles of so many query rows, and rows of all parts where an item is ``length``
-    splits, both as if every row saw what its entry's last one may."""
+    """Splits of all tiles of ``queries`` rows, and rows of all parts with ``length`` splits an
+    item.
+
+    Both assume that every row sees the keys of its entry's last row.
+    """
     lane = tl.arange(0, 128)
     splits_of_all = tl.zeros((128,), tl.int32)
     part_rows = tl.zeros((128,), tl.int32)

@@ -1,4 +1,4 @@
-"""Rows of a weight in oneDNN's packed layout.
+"""Reads and writes rows of a weight in oneDNN's packed layout.
 
 Legend: O output features (rows), I input features, P panels of 64 rows, U units of a row (one
 float32 or two 16-bit numbers), L a unit of 64 rows: 64 or 128 numbers.
@@ -14,7 +14,7 @@ LANES = 64
 
 
 def write_panels(panels_PUL: torch.Tensor, first_row: int, rows_MI: torch.Tensor) -> None:
-    """Put M rows in place of rows [first_row, first_row + M). Same dtype; nothing else changes."""
+    """Replace rows [first_row, first_row + M) by M rows of the same dtype."""
     if native.supports(panels_PUL, rows_MI):
         native.write_panels(panels_PUL, first_row, rows_MI)
     else:

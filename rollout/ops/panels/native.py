@@ -11,6 +11,7 @@ from rollout.ops.extension import supports as supports_tensors
 
 
 def supports(panels_PUL: torch.Tensor, rows_MI: torch.Tensor) -> bool:
+    """Whether the compiled ops take these tensors."""
     return supports_tensors(panels_PUL, rows_MI) and panels_PUL.is_contiguous()
 
 

@@ -20,7 +20,7 @@ def read_panels(panels_PUL: torch.Tensor, first_row: int, rows_MI: torch.Tensor)
 def _lanes(
     panels_PUL: torch.Tensor, first_row: int, rows_MI: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of each row, in the panels and plain: every first, or every second, number of units."""
+    """Views of each row in the panels and in ``rows_MI``; for 16-bit numbers, one per unit half."""
     elements = 4 // panels_PUL.element_size()
     panels_PULE = panels_PUL.view(*panels_PUL.shape[:2], -1, elements)
     for row, row_I in enumerate(rows_MI, start=first_row):

@@ -13,9 +13,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """``x * rsqrt(mean(x^2) + eps)`` rounded to x.dtype, times weight, rounded again.
 
-    With ``unit_offset``, as Qwen3-Next and Gemma have it, all in float32, times ``1 + weight``, and
-    rounded once. x: [..., E], rows may be strided but their elements are adjacent; weight_E has x's
-    dtype. Returns a new contiguous tensor of x's shape and dtype.
+    With ``unit_offset``, as in Qwen3-Next and Gemma: times ``1 + weight``, all in float32, rounded
+    once. x: [..., E]; rows may be strided, with contiguous elements. weight_E has x's dtype.
+    Returns a new contiguous tensor of x's shape and dtype.
     """
     if gpu.supports(x, weight_E):
         from rollout.ops.rms_norm import triton
@@ -33,7 +33,8 @@ def add_rms_norm(
     eps: float,
     unit_offset: bool = False,
 ) -> torch.Tensor:
-    """``residual += x`` in place, rounded; returns ``rms_norm(residual)``. All of one dtype."""
+    """``residual += x`` in place, rounded; returns ``rms_norm(residual)``. Tensors have one
+    dtype."""
     if gpu.supports(x_TE, residual_TE, weight_E):
         from rollout.ops.rms_norm import triton
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_WARP_ELEMENTS = 512  # of a row: more of them and another warp shares it
+_WARP_ELEMENTS = 512  # elements of a row per warp
 
 
 def rms_norm(
@@ -52,7 +52,7 @@ def _num_warps(block: int) -> int:
 
 @triton.jit
 def _normed(x, weight, width, eps, UNIT_OFFSET: tl.constexpr):
-    """One row, float32; what lies past the width is zero. Rounded where the reference rounds."""
+    """The norm of one float32 row, zero past the width. Rounds where the reference rounds."""
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
     if UNIT_OFFSET:
         normed = (x * scale * (1.0 + weight.to(tl.float32))).to(weight.dtype)

@@ -23,15 +23,18 @@ def rotary_store_kv_(
 ) -> None:
     """Rotate q in place; ``pool[slots[t]] = row t`` for rotated keys and for values.
 
-    The first R <= D dims of every head are rotated, in float32 with one rounding: dim i turns with
-    dim i + R/2. What ``k_TKD`` holds afterwards is unspecified.
+    The first R <= D dims of every head are rotated, in float32 with one rounding; dim i pairs with
+    dim i + R/2. ``k_TKD`` is undefined afterwards.
 
-    q, k, v and pools: one dtype, strided views are fine where elements of a head are adjacent.
-    positions_T, slots_T: int32 or int64. cos_sin_PR: float32, R/2 cosines then R/2 sines per
-    position; R may be 0.
-    Raises IndexError for a position outside the table or a slot outside [0, S); the pools are as
-    they were then. On a GPU nothing is raised: a position outside the table makes its row's rotated
-    dims NaN, and a row whose slot is outside is not stored.
+    Raises IndexError for a position outside the table or a slot outside [0, S), and then leaves the
+    pools as they were. On a GPU nothing is raised: a position outside the table makes its row's
+    rotated dims NaN, and a row whose slot is outside is not stored.
+
+    Args:
+        q_THD, k_TKD, v_TKD, k_pool_SKD, v_pool_SKD: of one dtype; may be strided, with contiguous
+            elements of a head.
+        positions_T, slots_T: int32 or int64.
+        cos_sin_PR: float32, R/2 cosines then R/2 sines per position; R may be 0.
     """
     tensors = (q_THD, k_TKD, v_TKD, k_pool_SKD, v_pool_SKD)
     if gpu.supports(*tensors):

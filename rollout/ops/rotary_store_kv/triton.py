@@ -1,7 +1,7 @@
 """Rotary position embedding and the scatter of keys and values on a GPU.
 
-A program has a few heads of one row: it turns query heads in place, or turns key heads on their way
-into the pool and copies the value heads beside them.
+A program has a few heads of one row. It rotates query heads in place, or rotates key heads while it
+copies them and the value heads into the pools.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_NUMBERS = 1024  # of the heads of a program
+_NUMBERS = 1024  # elements of a program's heads
 
 
 def rotary_store_kv_(
@@ -54,7 +54,7 @@ def _rotary_store_kv_kernel(
     part = tl.program_id(1)
     position = tl.load(positions_ptr + row).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    # A position that is not in the table makes its row NaN: nothing on a GPU can raise.
+    # A position outside the table makes its row NaN, because a GPU cannot raise.
     known = tl.where((position >= 0) & (position < num_positions), half, 0)
     pair = tl.arange(0, PAIRS)
     angle_ptr = cos_sin_ptr + position * table_stride + pair
@@ -83,7 +83,7 @@ def _rotary_store_kv_kernel(
 
 @triton.jit
 def _turn(from_ptr, to_ptr, inside, cos, sin, half, PAIRS: tl.constexpr):
-    """Rotates the heads at ``from_ptr`` and stores them at ``to_ptr``, which may be the same."""
+    """Rotate the heads at ``from_ptr`` and store them at ``to_ptr``, which may be the same."""
     pair = tl.arange(0, PAIRS)[None, :]
     inside = inside & (pair < half)
     first = tl.load(from_ptr + pair, mask=inside).to(tl.float32)

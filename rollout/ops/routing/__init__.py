@@ -1,4 +1,4 @@
-"""Which experts a row goes to. T rows, N experts, X experts per row."""
+"""Top-k routing of rows to experts. T rows, N experts, X experts per row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts with the largest logits and their probabilities: int32 and float32 [T, X].
 
-    The largest first, of equal ones that with the lower index. Probabilities are the float32
-    softmax over all N; with ``normalizes`` those chosen are scaled to add up to 1. A row's choice
-    depends on that row alone. Rows of NaN get experts that exist, nothing else is said of them.
+    The largest first; of equal ones the lower index first. Probabilities are the float32 softmax
+    over all N; with ``normalizes`` the chosen ones are scaled to add up to 1. A row's choice
+    depends on that row alone. Rows with NaN get valid but arbitrary experts.
     """
     if gpu.supports(logits_TN):
         from rollout.ops.routing import triton

@@ -1,6 +1,6 @@
 """Top-k routing in plain torch (Shazeer et al. 2017, Outrageously Large Neural Networks).
 
-Row-invariant: torch's softmax goes row by row, and what is chosen is added up rank by rank.
+Row-invariant: torch's softmax works row by row, and chosen probabilities are added rank by rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def route(
     logits_TN: torch.Tensor, experts_per_row: int, normalizes: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_TN = logits_TN.float()
-    # By logits: they tell apart what is equal as a probability. topk breaks ties as it likes.
+    # Sorted by logits, which may differ where probabilities are equal; topk has no order of ties.
     order_TN = logits_TN.sort(dim=-1, descending=True, stable=True).indices
     experts_TX = order_TN[:, :experts_per_row]
     weights_TX = logits_TN.softmax(dim=-1).gather(1, experts_TX)

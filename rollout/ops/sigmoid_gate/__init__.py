@@ -1,4 +1,4 @@
-"""The gate on what attention has gathered. T rows, H heads, D head_dim."""
+"""The gate of a gated attention's output. T rows, H heads, D head_dim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout.ops.sigmoid_gate import native, reference
 def sigmoid_gate_(x: torch.Tensor, gate: torch.Tensor) -> None:
     """``x *= sigmoid(gate)`` in place, in float32 with one rounding.
 
-    x, gate: [T, D] or [T, H, D] of one dtype; strided where their last elements are adjacent.
+    x, gate: [T, D] or [T, H, D] of one dtype; may be strided, with contiguous last dims.
     """
     if gpu.supports(x, gate):
         from rollout.ops.sigmoid_gate import triton

@@ -13,7 +13,7 @@ def accept(
     masks_N: torch.Tensor,
     node_offsets_B1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parents say all there is to know; masks are for those who look at all nodes at once."""
+    """`accept` by parents alone; ``masks_N`` is for kernels that look at all nodes at once."""
     entries = len(row_offsets_B1) - 1
     paths_BD = torch.zeros(entries, 63, dtype=torch.int32, device=sampled_R.device)
     lengths_B = torch.zeros(entries, dtype=torch.int32, device=sampled_R.device)

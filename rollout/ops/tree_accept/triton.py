@@ -1,6 +1,6 @@
 """Tree acceptance on a GPU: one program per entry looks at all of its nodes at once.
 
-A node is on the accepted path if it and all its ancestors equal what the target sampled at their
+A node is on the accepted path if it and all its ancestors equal the target's samples at their
 parents, and no earlier sibling of any of them does.
 """
 
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_NODES = 64  # of an entry, one more than there are: bit and column numbers of its nodes
+_NODES = 64  # one more than an entry has draft nodes: the bits of a mask
 
 
 def accept(
@@ -47,7 +47,7 @@ def _accept_kernel(
     parent = tl.load(parents_ptr + first + node, mask=is_node, other=-1)
     mask = tl.load(masks_ptr + first + node, mask=is_node, other=0)
     wanted = tl.load(sampled_ptr + parent, mask=is_node, other=-1)
-    # What equals no parent's sample has a parent of its own: nobody's sibling.
+    # A node that differs from the sample gets a unique parent, so it is nobody's sibling.
     equal_parent = tl.where(is_node & (token == wanted), parent, -1 - node)
     earlier = (equal_parent[None, :] == equal_parent[:, None]) & (node[None, :] < node[:, None])
     is_first = (equal_parent >= 0) & (tl.sum(earlier.to(tl.int32), axis=1) == 0)
@@ -56,10 +56,10 @@ def _accept_kernel(
     one = tl.full((NODES,), 1, tl.int64)
     confirmed = tl.sum(tl.where(is_first, one << bit, 0)) | 1  # the root is
     accepted = is_first & ((mask & ~confirmed) == 0)
-    place = tl.cumsum(accepted.to(tl.int32), axis=0) - 1
+    depth = tl.cumsum(accepted.to(tl.int32), axis=0) - 1
     length = tl.sum(accepted.to(tl.int32))
     paths_ptr += entry * (NODES - 1)
-    tl.store(paths_ptr + place, node + 1, mask=accepted)
+    tl.store(paths_ptr + depth, node + 1, mask=accepted)
     tl.store(
         paths_ptr + node, tl.zeros((NODES,), tl.int32), mask=(node >= length) & (node < NODES - 1)
     )

@@ -1,20 +1,18 @@
-"""Top-k, top-p and min-p on a GPU, without a sort: four kernels that share a row out.
+"""Top-k, top-p and min-p on a GPU without a sort, by four kernels that split a row.
 
-Both cuts are the largest t for which the tokens with a logit of at least t have enough: k of them,
-or the share p of the weight that top-k leaves. In which of 32 bins of logits such a t lies is seen
-from counts and weights by bin; only tokens of those bins are looked through for t itself:
+Both cuts are the largest t for which the tokens with a logit of at least t suffice: k tokens, or
+the share p of the weight that top-k leaves. Counts and weights by bin tell in which of 32 bins of
+logits such a t lies, and only tokens of those bins are searched for t itself:
 
-1. the top of each block of 4096 tokens,
-2. how many tokens and how much weight of a block are in each bin, a bin being a distance from the
-   row's top, narrow where it is small,
-3. the tokens of the bins that matter, one after another in the order of the vocabulary,
-4. a program per row: floats are ordered as integers are when the negative ones are flipped, so t is
-   found digit by digit, four bits to a pass over those tokens. If they are more than _MAX_FOUND, it
-   passes over the row instead.
+1. The top of each block of 4096 tokens. 2. Counts and weights of each block in each bin. A bin is a
+range of distances from the row's top, narrow near the top. 3. The tokens of the relevant bins, in
+the order of the vocabulary. 4. A program per row finds t digit by digit, four bits per pass over
+those tokens: float32 numbers are ordered like integers once the negative ones are flipped. With
+more than _MAX_FOUND tokens it passes over the row instead.
 
-What is added up in which order depends on the row alone. Weights are float32, added in float32
-within blocks and lanes and in float64 across: less than 1e-6 of the row's sum off the reference's,
-so a token is kept here and not there only where the cumulative probability meets p within that.
+The order of sums depends on the row alone. Weights are float32, added in float32 within blocks and
+lanes and in float64 across, less than 1e-6 of the row's sum off the reference. So this op and the
+reference disagree on a token only where the cumulative probability meets p within that error.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from rollout.ops.gpu import check_row_alignment
 
 _BLOCK = 4096
 _BINS = 32
-_MAX_FOUND = 16384  # tokens of a row that are written down
-_SEARCHED = 1024  # tokens at a time
+_MAX_FOUND = 16384  # tokens of a row that are stored for the search
+_SEARCHED = 1024  # tokens read at a time
 
 
 def truncation_threshold(
@@ -73,7 +71,7 @@ def truncation_threshold(
 
 @triton.jit
 def _key(logit):
-    """An integer in [0, 2**32) ordered as the float32 is."""
+    """An integer in [0, 2**32) with the order of the float32."""
     bits = logit.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
@@ -86,7 +84,7 @@ def _logit(key):
 
 @triton.jit
 def _load(logits_ptr, first, end, BLOCK: tl.constexpr):
-    """Logits as float32, and which of them there are; the others are -inf."""
+    """Logits as float32, and whether each is inside the row; outside they are -inf."""
     token = first + tl.arange(0, BLOCK)
     logit = tl.load(logits_ptr + token, mask=token < end, other=float("-inf"))
     return logit.to(tl.float32), token < end
@@ -112,16 +110,16 @@ def _weight(logit, there, top, scale):
 
 @triton.jit
 def _bin(logit, top, BINS: tl.constexpr):
-    """Larger for smaller logits; the last for what is too far off to tell, and for NaN."""
-    place = 4.0 * tl.sqrt_rn(top - logit)
-    return tl.where(place < BINS - 1, place, BINS - 1).to(tl.int32)
+    """The bin of a logit, larger for smaller logits; the last bin for distant ones and for NaN."""
+    distance = 4.0 * tl.sqrt_rn(top - logit)
+    return tl.where(distance < BINS - 1, distance, BINS - 1).to(tl.int32)
 
 
 @triton.jit
 def _through(
     values_ptr, row, blocks, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, BINS: tl.constexpr
 ):
-    """[BINS] how much all blocks have in each bin and those before it."""
+    """[BINS] cumulative sums over bins, of all blocks."""
     block, bin = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BINS)[None, :]
     ptrs = values_ptr + (row * blocks + block) * BINS + bin
     values = tl.load(ptrs, mask=block < blocks, other=0)
@@ -130,13 +128,13 @@ def _through(
 
 @triton.jit
 def _before(through, bin, BINS: tl.constexpr):
-    """The sum of the bins before each one."""
+    """The sum of the bins before ``bin``."""
     return tl.sum(tl.where(tl.arange(0, BINS) == bin - 1, through, 0), axis=0)
 
 
 @triton.jit
 def _first_with(through, enough, BINS: tl.constexpr):
-    """The first bin that has, with those before it, enough."""
+    """The first bin whose cumulative sum is at least ``enough``; else the last."""
     return tl.minimum(tl.sum((through < enough).to(tl.int32), axis=0), BINS - 1)
 
 
@@ -145,9 +143,9 @@ def _wanted_bins(
     row, vocab, blocks, top_k_ptr, top_p_ptr, counts_ptr, weights_ptr,
     BLOCKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """First and last bin in which a cut may lie, tokens and weight before the first, all weight.
+    """First and last bin that may hold a cut, tokens and weight before the first, total weight.
 
-    Where nothing is cut the first is after the last.
+    If nothing is cut, the first bin is after the last.
     """
     counts = _through(counts_ptr, row, blocks, tl.int32, BLOCKS, BINS)
     weights = _through(weights_ptr, row, blocks, tl.float64, BLOCKS, BINS)
@@ -185,10 +183,10 @@ def _bins_kernel(
     logit, there = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
     bin = _bin(logit, top, BINS)
     weight = _weight(logit, there, top, _scale(temperature_ptr, row))
-    place = (row * blocks + block) * BINS
-    tl.store(counts_ptr + place + tl.arange(0, BINS), tl.histogram(bin, BINS, mask=there))
+    start = (row * blocks + block) * BINS
+    tl.store(counts_ptr + start + tl.arange(0, BINS), tl.histogram(bin, BINS, mask=there))
     for j in range(BINS):
-        tl.store(weights_ptr + place + j, tl.sum(tl.where(bin == j, weight, 0.0), axis=0))
+        tl.store(weights_ptr + start + j, tl.sum(tl.where(bin == j, weight, 0.0), axis=0))
 
 
 @triton.jit
@@ -204,14 +202,14 @@ def _gather_kernel(
     earlier, bins = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BINS)[None, :]
     count_ptrs = counts_ptr + (row * blocks + earlier) * BINS + bins
     wanted = (earlier < block) & (bins >= first) & (bins <= last)
-    place = tl.sum(tl.sum(tl.load(count_ptrs, mask=wanted, other=0), axis=1), axis=0)
+    index = tl.sum(tl.sum(tl.load(count_ptrs, mask=wanted, other=0), axis=1), axis=0)
 
     top = _top(tops_ptr, row, blocks, BLOCKS)
     logit, there = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
     bin = _bin(logit, top, BINS)
     here = there & (bin >= first) & (bin <= last)
-    place += tl.cumsum(here.to(tl.int32), axis=0) - 1
-    tl.store(found_ptr + row * MAX_FOUND + place, logit, mask=here & (place < MAX_FOUND))
+    index += tl.cumsum(here.to(tl.int32), axis=0) - 1
+    tl.store(found_ptr + row * MAX_FOUND + index, logit, mask=here & (index < MAX_FOUND))
 
 
 @triton.jit
@@ -219,7 +217,7 @@ def _measures(
     logits_ptr, end, top, scale, first, last, keys,
     BY_WEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens of the bins, or how much weight, are at each of 16 keys or above; float64."""
+    """The number or weight of the bins' tokens at or above each of 16 keys; float64."""
     at_least = tl.zeros((16, BLOCK), tl.float32)
     for start in range(0, end, BLOCK):
         logit, there = _load(logits_ptr, start, end, BLOCK)
@@ -238,7 +236,7 @@ def _above(
     logits_ptr, end, top, scale, first, last, key,
     BY_WEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The measure of what is above one key."""
+    """The number or weight of the bins' tokens above one key."""
     keys = key + 1 + tl.zeros((16,), tl.int64)
     return tl.max(_measures(logits_ptr, end, top, scale, first, last, keys, BY_WEIGHT, BINS, BLOCK))
 
@@ -248,11 +246,11 @@ def _search(
     logits_ptr, end, top, scale, first, last, enough,
     BY_WEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key with a measure of ``enough``."""
+    """The largest key whose number or weight is at least ``enough``."""
     digit = tl.arange(0, 16).to(tl.int64)
     found = tl.zeros((), tl.int64)
-    for place in range(0, 8):
-        step = tl.full((), 1, tl.int64) << (28 - 4 * place)
+    for index in range(0, 8):
+        step = tl.full((), 1, tl.int64) << (28 - 4 * index)
         measures = _measures(
             logits_ptr, end, top, scale, first, last, found + digit * step, BY_WEIGHT, BINS, BLOCK
         )
@@ -285,19 +283,19 @@ def _threshold_kernel(
         if (top_k > 0) & (top_k < vocab):
             enough = (top_k - count_before).to(tl.float64)
             key = _search(logits_ptr, end, top, scale, first, last, enough, False, BINS, BLOCK)
-            # Of tokens equal to the k-th as many count as make k.
+            # Of tokens equal to the k-th, only as many count as make k.
             above = _above(logits_ptr, end, top, scale, first, last, key, False, BINS, BLOCK)
             equal = (enough - above) * _weight(_logit(key), True, top, scale).to(tl.float64)
             above = _above(logits_ptr, end, top, scale, first, last, key, True, BINS, BLOCK)
             left = weight_before + above + equal
         if top_p < 1:
             most = _above(logits_ptr, end, top, scale, first, last, key - 1, True, BINS, BLOCK)
-            # A sum by bins may round the other way: the cut is then the first or last of these.
+            # A sum by bins may round differently; the cut is then the first or last of these.
             enough = left * top_p.to(tl.float64) - weight_before
             enough = tl.maximum(tl.minimum(enough, most), 1e-300)
             by_weight = _search(logits_ptr, end, top, scale, first, last, enough, True, BINS, BLOCK)
             key = tl.maximum(key, by_weight)
         threshold = tl.where(key == 0, float("-inf"), _logit(key))
     floor = top + tl.log(tl.load(min_p_ptr + row).to(tl.float64)).to(tl.float32) * scale
-    # Not above the top: a share of nothing, or a row of NaN, would cut all there is.
+    # At most the top: a share of zero, or a row of NaN, would cut every token.
     tl.store(out_ptr + row, tl.minimum(tl.maximum(threshold, floor), top))

@@ -1,4 +1,4 @@
-"""Counter-based noise on a GPU: integers all the way, so the same bits as everywhere."""
+"""Counter-based noise on a GPU: integers only, so the bits are the same on every device."""
 
 from __future__ import annotations
 
