@@ -18,7 +18,7 @@ from rollout.ops import gpu
 from rollout.parallel import ModelRanks
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded
-from rollout.sampling.tree_sampling import PendingSamples
+from rollout.sampling.sampler import PendingSamples
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     Batch,

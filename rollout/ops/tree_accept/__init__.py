@@ -10,8 +10,6 @@ import torch
 from rollout.ops import gpu
 from rollout.ops.tree_accept import reference
 
-MAX_PATH = 63
-
 
 def accept(
     sampled_R: torch.Tensor,
@@ -23,8 +21,8 @@ def accept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk each entry's tree from the root along the children that equal the target's samples.
 
-    As `rollout.sampling.tree_sampling.accept` does for one tree: of equal siblings the first
-    counts, and a sample below zero, which marks a row without a distribution, equals none.
+    Of equal siblings the first counts, and a sample below zero, which marks a row without a
+    distribution, equals none.
 
     Args:
         sampled_R: int64, the target's sample at each entry's root, then at its nodes.
