@@ -40,7 +40,7 @@ from rollout.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from rollout.sampling import tree_sampling
+from rollout.sampling.sampler import PendingSamples
 from rollout.types import Batch, EntryResult, StepTimes
 from spec_workers import step_learning
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget, Verified
@@ -132,7 +132,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
     worker: Any = engine.worker
     tell_times(worker.budget)
     phases.time_calls(NoCapture, "replay", DEVICE, launches=True)
-    phases.time_calls(tree_sampling._OnTheirWay, "read", "read", waits=True)
+    phases.time_calls(PendingSamples, "read", "read", waits=True)
     for owner, name, phase in (
         (worker.target.runner, "forward", "layout"),
         (engine.scheduler, "schedule", "schedule"),

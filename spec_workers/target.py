@@ -20,8 +20,7 @@ from rollout.runner.graphs import ForwardGraphs
 from rollout.runner.graphs.capture import Capture
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
-from rollout.sampling.sampled import Sampled
-from rollout.sampling.tree_sampling import PendingSamples, TreeSamples, sample_trees
+from rollout.sampling.sampler import PendingSamples, Sampled, TreeSamples, sample_trees
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     MAX_TREE_NODES,

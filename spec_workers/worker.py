@@ -17,7 +17,7 @@ from rollout.ops import gpu
 from rollout.parallel import ModelRanks
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded
-from rollout.sampling.tree_sampling import TreeSamples
+from rollout.sampling.sampler import TreeSamples
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     Batch,

@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from replay_bench.forced import Recording
 
 from host_bench.phases import Phases
 from rollout.ops import gpu, tree_accept
+from rollout.ops.tree_accept import reference
 from rollout.runner.model_runner import Forwarded
-from rollout.sampling import device_sampler
+from rollout.sampling import sampler
+from rollout.sampling.sampler import SampleOutputs
 from rollout.types import Batch, DraftTrees
 from spec_workers.target import TargetWorker
 
@@ -54,7 +54,6 @@ class StandIn:
     def __init__(self, target: TargetWorker, recording: Recording, phases: Phases) -> None:
         self._phases = phases
         self._recording = recording
-        self._trees: DraftTrees | None = None
         self._tokens: list[int] = []  # of the rows to be sampled from
         self._logits = torch.zeros(1, 1)
         self._forward = target.runner.forward
@@ -63,14 +62,13 @@ class StandIn:
         model.forward, model.logits = self._compute, self._head
         phases.time_calls(model, "forward", DEVICE, launches=True)
         target.runner.forward = self._noted  # type: ignore[method-assign]
-        sampler: Any = device_sampler
-        sampler._draw = self._draw
+        drawing: Any = sampler
+        drawing._computed = self._draw
         accepting: Any = tree_accept
         accepting.accept = self._accept
 
     def _noted(self, batch: Batch, trees: DraftTrees, **options: Any) -> Forwarded:
         self._phases.enter(DEVICE)
-        self._trees = trees
         self._tokens = []
         for b, entry in enumerate(batch.entries):
             if entry.samples:
@@ -87,42 +85,15 @@ class StandIn:
     def _head(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         return self._logits.expand(len(hidden_RE), 1)
 
-    def _draw(self, logits_RV: torch.Tensor, *args: Any) -> dict[str, torch.Tensor]:
+    def _draw(self, logits_RV: torch.Tensor, *args: Any) -> SampleOutputs[torch.Tensor]:
         self._phases.enter(DEVICE)
         tokens = torch.tensor(self._tokens, dtype=torch.int64)
         logprobs = torch.zeros(len(tokens), dtype=torch.float32)
         self._phases.leave()
-        return {"tokens": tokens, "logprobs": logprobs}
+        return SampleOutputs(tokens_R=tokens, logprobs_R=logprobs)
 
-    def _accept(
-        self, sampled_R: torch.Tensor, row_offsets_B1: torch.Tensor, *args: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _accept(self, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._phases.enter(DEVICE)
-        assert self._trees is not None
-        paths = walked(self._trees, sampled_R.numpy(), row_offsets_B1.numpy())
-        lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32)
-        paths_BD = np.zeros((len(paths), tree_accept.MAX_PATH), dtype=np.int32)
-        for b, path in enumerate(paths):
-            paths_BD[b, : len(path)] = path
+        found = reference.accept(*args)
         self._phases.leave()
-        return torch.from_numpy(paths_BD), lengths
-
-
-def walked(
-    trees: DraftTrees, sampled_R: NDArray[np.int64], row_offsets_B1: NDArray[np.int32]
-) -> list[list[int]]:
-    """Accepted nodes of each entry, in tree numbering."""
-    tokens, parents, ends = (
-        each.tolist() for each in (trees.tokens_N, trees.parents_N, trees.offsets_B1)
-    )
-    sampled, rows = sampled_R.tolist(), row_offsets_B1.tolist()
-    paths = []
-    for b, row in enumerate(rows[:-1]):
-        path: list[int] = []
-        at = 0
-        for node in range(ends[b], ends[b + 1]):
-            if parents[node] == at and tokens[node] == sampled[row + at]:
-                at = node - ends[b] + 1
-                path.append(at)
-        paths.append(path)
-    return paths
+        return found

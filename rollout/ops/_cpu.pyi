@@ -156,6 +156,13 @@ def entropy(
     out: int,
     threads: int,
 ) -> None: ...
+def uniforms(
+    seeds: int,
+    seeds_len: int,
+    positions: int,
+    positions_len: int,
+    out: int,
+) -> None: ...
 def write_panels(
     dtype: int,
     panels: int,

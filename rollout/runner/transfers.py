@@ -2,12 +2,17 @@
 
 A copy costs about as much to start as a kernel, so what a step sends and what it reads back travel
 packed, as words of four bytes. On the CPU, where tensors are views of arrays, nothing is packed.
+
+What travels is a record: a dataclass or a dictionary whose values are arrays, or tensors, of dtypes
+of four or eight bytes, other records, or anything else, which stays as it is. What arrives is a
+record of the same type.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -30,50 +35,51 @@ _ALIGNMENT = 16
 """Bytes: what torch and Triton want of the start of any tensor."""
 
 _INT32 = np.dtype(np.int32)
+_LEAVES = (np.ndarray, torch.Tensor)
 _PADDINGS = [bytes(count) for count in range(_ALIGNMENT)]
 
 _VIEWS_KEPT = 4096
 
 
-def upload(arrays: Mapping[str, NDArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arrays as tensors on the device, of the same dtypes and shapes, by one asynchronous copy.
+def upload(record: Any, device: torch.device) -> Any:
+    """The record of arrays as one of tensors on the device, by one asynchronous copy.
 
-    ``arrays``: contiguous; of dtypes of four or eight bytes. They may be written to again at once;
-    on the CPU the tensors are views of them.
+    The arrays are contiguous, and may be written to again at once; on the CPU the tensors are views
+    of them.
     """
+    arrays = _leaves(record)
     if not gpu.runs_on(device):
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return _rebuilt(record, map(torch.from_numpy, arrays))
     packed, firsts = _packed(arrays, pinned=device.type == "cuda")
     sent = torch.empty(len(packed), dtype=torch.int32, device=device)
     sent.copy_(packed, non_blocking=True)
-    return {
-        name: _view(sent, first, array.dtype, array.shape)
-        for (name, array), first in zip(arrays.items(), firsts, strict=True)
-    }
+    places = zip(arrays, firsts, strict=True)
+    views = [_view(sent, first, array.dtype, array.shape) for array, first in places]
+    return _rebuilt(record, iter(views))
 
 
 class DeviceBuffer:
     """Memory on a device that is sent to again and again.
 
-    Arrays go one behind the other, in the order given: those of the same shapes and dtypes to the
-    same places. What lay there is overwritten, in the order of the device's work.
+    Arrays go one behind the other, in the record's order: those of the same shapes and dtypes to
+    the same places. What lay there is overwritten, in the order of the device's work.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._words = torch.empty(num_bytes // 4, dtype=torch.int32, device=device)
         self._views: dict[tuple, torch.Tensor] = {}
 
-    def send(self, arrays: Mapping[str, NDArray]) -> dict[str, torch.Tensor] | None:
-        """Send arrays as `upload` does. None, and nothing sent, where they do not fit."""
+    def send(self, record: Any) -> Any:
+        """Send a record as `upload` does. None, and nothing sent, where it does not fit."""
+        arrays = _leaves(record)
         packed, firsts = _packed(arrays, pinned=self._words.is_cuda)
         count = packed.numel()
         if count > self._words.numel():
             return None
         self._view(0, _INT32, (count,)).copy_(packed, non_blocking=True)
-        return {
-            name: self._view(first, array.dtype, array.shape)
-            for (name, array), first in zip(arrays.items(), firsts, strict=True)
-        }
+        places = zip(arrays, firsts, strict=True)
+        views = [self._view(first, array.dtype, array.shape) for array, first in places]
+        return _rebuilt(record, iter(views))
 
     def _view(self, first: int, dtype: np.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Made once, for torch takes microseconds for each."""
@@ -87,52 +93,78 @@ class DeviceBuffer:
 
 
 class Download:
-    """Tensors on their way to the host, by one copy that is begun when this is made.
+    """A record of tensors on its way to the host, by one copy that is begun when this is made."""
 
-    Of dtypes of four or eight bytes.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # Those of eight bytes first, so that all lie where they want to.
-        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-        self._arrays: dict[str, NDArray] = {}
+    def __init__(self, record: Any) -> None:
+        tensors: list[torch.Tensor] = _leaves(record)
         self._copied: torch.cuda.Event | None = None
-        devices = {tensor.device for tensor in tensors.values()}
-        if not any(gpu.runs_on(device) for device in devices):
-            self._arrays = {name: tensor.numpy() for name, tensor in ordered}
+        (device,) = {tensor.device for tensor in tensors}
+        if not gpu.runs_on(device):
+            self._record = _rebuilt(record, map(torch.Tensor.numpy, tensors))
             return
-        (device,) = devices
-        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for _, tensor in ordered])
+        # Those of eight bytes first, so that all lie where they want to.
+        order = sorted(range(len(tensors)), key=lambda k: -tensors[k].element_size())
+        packed = torch.cat([tensors[k].reshape(-1).view(torch.int32) for k in order])
         host = _host_words(packed.numel(), pinned=device.type == "cuda")
         host.copy_(packed, non_blocking=True)
         words, first = host.numpy(), 0  # views, made while the device computes
-        for name, tensor in ordered:
+        arrays: dict[int, NDArray] = {}
+        for k in order:
+            tensor = tensors[k]
             last = first + tensor.numel() * tensor.element_size() // words.itemsize
             array = words[first:last].view(_NUMPY_DTYPES[tensor.dtype])
-            self._arrays[name] = array.reshape(tensor.shape)
+            arrays[k] = array.reshape(tensor.shape)
             first = last
+        self._record = _rebuilt(record, (arrays[k] for k in range(len(tensors))))
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 
-    def read(self) -> dict[str, NDArray]:
-        """The tensors as arrays. Waits for what computes them and for nothing launched later."""
+    def read(self) -> Any:
+        """The record of arrays. Waits for what computes them and for nothing launched later."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._arrays
+            self._copied = None
+        return self._record
 
 
-def download(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
+def download(record: Any) -> Any:
     """`Download`, read at once."""
-    return Download(tensors).read()
+    return Download(record).read()
 
 
-def _packed(arrays: Mapping[str, NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
+def _leaves(record: Any) -> list[Any]:
+    """Its arrays or tensors, in order."""
+    if isinstance(record, dict):
+        return list(record.values())
+    found: list[Any] = []
+    for part in vars(record).values():
+        if isinstance(part, _LEAVES):
+            found.append(part)
+        elif part is not None and is_dataclass(part):
+            found += _leaves(part)
+    return found
+
+
+def _rebuilt(record: Any, leaves: Iterator[Any]) -> Any:
+    """A record like this one of other arrays or tensors, given in order."""
+    if isinstance(record, dict):
+        return dict(zip(record, leaves, strict=True))
+    parts = vars(record).copy()
+    for name, part in parts.items():
+        if isinstance(part, _LEAVES):
+            parts[name] = next(leaves)
+        elif part is not None and is_dataclass(part):
+            parts[name] = _rebuilt(part, leaves)
+    return type(record)(**parts)
+
+
+def _packed(arrays: list[NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
     """All of them as words on the host, and where each begins."""
     pieces: list[Any] = []  # arrays and bytes
     firsts: list[int] = []
     total = 0
-    for array in arrays.values():
+    for array in arrays:
         size = array.nbytes
         padding = -size % _ALIGNMENT
         pieces += (array, _PADDINGS[padding])

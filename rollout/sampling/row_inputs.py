@@ -1,194 +1,246 @@
 """The sampling inputs of a step's rows, as flat arrays: all that a device is told of them.
 
-Legend: R rows, C rows whose logits are changed, E edited logits, X forbidden ones, T rows that are
-truncated, B entries, N draft nodes, W rows that want something.
+`row_inputs` and `tree_inputs` fill every record here, of numpy's arrays; `transfers.upload` makes
+the same ones of tensors where the logits are.
+
+Legend: A arrays or tensors; R rows, V vocabulary, C rows whose logits are changed, E edited logits,
+X forbidden ones, T rows that are truncated, W rows that want something, B entries, N draft nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.sampling.penalties import changes_logits
 from rollout.sampling.rows import SampleRows
 from rollout.types import DraftTrees, Request, SamplingParams
 
-Arrays = dict[str, NDArray]
+A = TypeVar("A")
 
 
-def noise_arrays(rows: SampleRows) -> Arrays:
-    """``seeds``, ``positions``: int64 [R], of which the noise is made."""
-    return {"seeds": rows.seeds_R.view(np.int64), "positions": rows.positions_R}
+@dataclass(kw_only=True)
+class Changes(Generic[A]):
+    """Rows whose logits are changed, and how: edits by penalties and bias, and tokens that a row
+    below its minimum length must not draw."""
+
+    rows_C: A  # int64, ascending
+    places_R: A  # int64, a row's place among those, or -1
+    edited_E: A  # int64, places in the flat logits [C, V], none twice
+    edits_3E: A  # float32: a penalty to divide or multiply by, a cost to subtract, a bias to add
+    forbidden_X: A  # int64, such places
 
 
-def shape_arrays(rows: SampleRows) -> Arrays:
-    """How logits become a distribution; what no row asks for is not there.
+@dataclass(kw_only=True)
+class Truncation(Generic[A]):
+    """The cuts of all rows, as `ops.truncation` takes them."""
 
-    ``temperature``: float32 [R]. ``changed``: int64 [C], rows whose logits are changed, ascending;
-    ``changed_place``: int64 [R], a row's place among them or -1. Edits of their logits by penalties
-    and bias: ``edit_rows``, such places, and ``edit_tokens``, int64 [E], no pair twice, with
-    ``penalties``, ``costs`` and ``biases``, float32 [E]. Tokens that a row below its minimum length
-    must not draw: ``banned_rows``, such places, and ``banned_tokens``, int64 [X].
+    top_k_R: A  # int64
+    top_p_R: A  # float32
+    min_p_R: A  # float32
+    rows_T: A  # int64: of which something is cut, but for rows that are changed
 
-    ``top_k``: int64, ``top_p`` and ``min_p``: float32 [R]. ``truncated``: int64 [T], the rows of
-    which they cut something, but for the changed ones.
-    """
+
+@dataclass(kw_only=True)
+class WantedExtras(Generic[A]):
+    """Rows whose requests asked for numbers beside ``logprobs``; int64."""
+
+    raw_W: A
+    sampling_W: A
+    top_W: A
+    entropy_W: A
+    max_top: int  # tokens that any row of ``top_W`` wants
+
+
+@dataclass(kw_only=True)
+class TreeInputs(Generic[A]):
+    """Draft trees as `ops.tree_accept` takes them."""
+
+    row_offsets_B1: A  # int32
+    tokens_N: A  # int32
+    parents_N: A  # int32
+    masks_N: A  # int64
+    node_offsets_B1: A  # int32
+
+
+@dataclass(kw_only=True)
+class RowInputs(Generic[A]):
+    """Inputs of a step's samples beside logits. A part that no row needs is None."""
+
+    temperature_R: A  # float32
+    seeds_R: A  # int64, the bits of the request seeds
+    positions_R: A  # int64
+    changes: Changes[A] | None
+    truncation: Truncation[A] | None
+    wanted: WantedExtras[A] | None
+    trees: TreeInputs[A] | None
+    chosen_R: A | None  # int64: the tokens to be scored, instead of drawing any
+
+
+def row_inputs(
+    rows: SampleRows,
+    vocab: int,
+    *,
+    trees: TreeInputs[NDArray] | None = None,
+    chosen: Sequence[int] | None = None,
+) -> RowInputs[NDArray]:
+    params = [request.params for request in rows.owners]
+    changes = _changes(rows, vocab) if any(_may_change(p) for p in params) else None
+    return RowInputs(
+        temperature_R=rows.of_rows(np.array([p.temperature for p in params], dtype=np.float32)),
+        seeds_R=rows.seeds_R.view(np.int64),
+        positions_R=rows.positions_R,
+        changes=changes,
+        truncation=_truncation(rows, changes) if any(p.truncates for p in params) else None,
+        wanted=_wanted(rows) if any(p.wants_extras for p in params) else None,
+        trees=trees,
+        chosen_R=None if chosen is None else np.array(chosen, dtype=np.int64),
+    )
+
+
+def tree_inputs(trees: DraftTrees, row_offsets_B1: NDArray[np.int64]) -> TreeInputs[NDArray]:
+    """``row_offsets_B1``: entry b owns rows [offsets[b], offsets[b + 1])."""
+    return TreeInputs(
+        row_offsets_B1=row_offsets_B1.astype(np.int32),
+        tokens_N=trees.tokens_N.astype(np.int32),
+        parents_N=trees.parents_N.astype(np.int32),
+        masks_N=trees.masks_N.view(np.int64),
+        node_offsets_B1=trees.offsets_B1.astype(np.int32),
+    )
+
+
+def _truncation(rows: SampleRows, changes: Changes[NDArray] | None) -> Truncation[NDArray]:
+    params = [request.params for request in rows.owners]
+    truncates_R = rows.of_rows(np.array([p.truncates for p in params], dtype=np.bool_))
+    if changes is not None:
+        truncates_R[changes.rows_C] = False
+    return Truncation(
+        top_k_R=rows.of_rows(np.array([p.top_k for p in params], dtype=np.int64)),
+        top_p_R=rows.of_rows(np.array([p.top_p for p in params], dtype=np.float32)),
+        min_p_R=rows.of_rows(np.array([p.min_p for p in params], dtype=np.float32)),
+        rows_T=np.flatnonzero(truncates_R),
+    )
+
+
+def _wanted(rows: SampleRows) -> WantedExtras[NDArray]:
     params = [request.params for request in rows.owners]
 
-    def of_rows(values: list, dtype: type) -> NDArray:
-        return rows.of_rows(np.array(values, dtype=dtype))
+    def wanting(asked: list[bool]) -> NDArray[np.int64]:
+        return np.flatnonzero(rows.of_rows(np.array(asked, dtype=np.bool_)))
 
-    arrays: Arrays = {"temperature": of_rows([p.temperature for p in params], np.float32)}
-    edits, banned = _edits(rows), _banned(rows)
-    is_changed_R = np.zeros(len(arrays["temperature"]), dtype=bool)
-    for changes, name in ((edits, "edit_rows"), (banned, "banned_rows")):
-        is_changed_R[changes.get(name, [])] = True
-    if is_changed_R.any():
-        arrays["changed"] = np.flatnonzero(is_changed_R)
-        arrays["changed_place"] = np.where(is_changed_R, is_changed_R.cumsum() - 1, -1)
-        for changes, name in ((edits, "edit_rows"), (banned, "banned_rows")):
-            if changes:
-                changes[name] = arrays["changed_place"][changes[name]]
-    if any(p.truncates for p in params):
-        arrays["top_k"] = of_rows([p.top_k for p in params], np.int64)
-        arrays["top_p"] = of_rows([p.top_p for p in params], np.float32)
-        arrays["min_p"] = of_rows([p.min_p for p in params], np.float32)
-        truncates_R = of_rows([p.truncates for p in params], np.bool_)
-        arrays["truncated"] = np.flatnonzero(truncates_R & ~is_changed_R)
-    return arrays | edits | banned
+    return WantedExtras(
+        raw_W=wanting([p.raw_logprobs for p in params]),
+        sampling_W=wanting([p.sampling_logprobs for p in params]),
+        top_W=wanting([p.top_logprobs > 0 for p in params]),
+        entropy_W=wanting([p.entropy for p in params]),
+        max_top=max(p.top_logprobs for p in params),
+    )
 
 
-def tree_arrays(trees: DraftTrees, row_offsets_B1: NDArray[np.int64]) -> Arrays:
-    """The trees as ``ops.tree_accept.accept`` takes them."""
-    return {
-        "row_offsets": row_offsets_B1.astype(np.int32),
-        "tokens": trees.tokens_N.astype(np.int32),
-        "parents": trees.parents_N.astype(np.int32),
-        "masks": trees.masks_N.view(np.int64),
-        "node_offsets": trees.offsets_B1.astype(np.int32),
-    }
+def _edits(params: SamplingParams) -> bool:
+    return params.penalizes or bool(params.logit_bias)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestedExtras:
-    """Which rows' requests asked for which of the numbers beside ``logprobs``."""
-
-    raw: list[int]
-    sampling: list[int]
-    top: list[int]
-    most: int  # tokens that any of those wants
-    entropy: list[int]
-
-    @staticmethod
-    def of(rows: SampleRows) -> RequestedExtras:
-        if not any(request.params.wants_extras for request in rows.owners):
-            return _NOTHING
-        params: list[SamplingParams] = [request.params for request in rows.requests]
-        top = [r for r, p in enumerate(params) if p.top_logprobs]
-        return RequestedExtras(
-            raw=[r for r, p in enumerate(params) if p.raw_logprobs],
-            sampling=[r for r, p in enumerate(params) if p.sampling_logprobs],
-            top=top,
-            most=max((params[r].top_logprobs for r in top), default=0),
-            entropy=[r for r, p in enumerate(params) if p.entropy],
-        )
-
-    def __bool__(self) -> bool:
-        """Whether anybody asked for anything."""
-        return self is not _NOTHING
-
-    def arrays(self) -> Arrays:
-        """int64 [W], by the names ``wants_raw``, ``wants_sampling``, ``wants_top`` and
-        ``wants_entropy``; what nobody wants is not there."""
-        listed = {
-            "wants_raw": self.raw,
-            "wants_sampling": self.sampling,
-            "wants_top": self.top,
-            "wants_entropy": self.entropy,
-        }
-        return {name: np.array(own, dtype=np.int64) for name, own in listed.items() if own}
+def _may_change(params: SamplingParams) -> bool:
+    return _edits(params) or params.min_new_tokens > 0
 
 
-_NOTHING = RequestedExtras(raw=[], sampling=[], top=[], most=0, entropy=[])
-
-
-def _edits(rows: SampleRows) -> Arrays:
-    if not any(changes_logits(request.params) for request in rows.owners):
-        return {}
+def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
+    requests = rows.owners
+    is_edited_R = rows.of_rows(np.array([_edits(r.params) for r in requests], dtype=np.bool_))
+    may_stop_O = [r.prompt_len - r.partial_len + r.params.min_new_tokens for r in requests]
+    is_short_R = rows.positions_R < rows.of_rows(np.array(may_stop_O))
+    concerned = np.flatnonzero(is_edited_R | is_short_R).tolist()
+    if not concerned:
+        return None
     histories: dict[int, _History] = {}
-    found = []
-    for row, request in enumerate(rows.requests):
-        if not changes_logits(request.params):
-            continue
-        history = histories.get(id(request))
-        if history is None:
-            history = histories[id(request)] = _History(request)
-        found.append((row, *history.edits(rows.drafted[row])))
-    if not found:
-        return {}
-    counts = [len(tokens) for _, tokens, *_ in found]
-    return {
-        "edit_rows": np.repeat(np.array([row for row, *_ in found], dtype=np.int64), counts),
-        "edit_tokens": np.concatenate([tokens for _, tokens, _, _, _ in found]),
-        "penalties": np.concatenate([penalties for _, _, penalties, _, _ in found]),
-        "costs": np.concatenate([costs for _, _, _, costs, _ in found]),
-        "biases": np.concatenate([biases for _, _, _, _, biases in found]),
-    }
+    rows_C: list[int] = []
+    edited, edits, forbidden = [_NO_TOKENS], [_NO_EDITS], [_NO_TOKENS]
+    for row in concerned:
+        request = rows.requests[row]
+        first, stops, tokens = len(rows_C) * vocab, _NO_TOKENS, _NO_TOKENS
+        if is_edited_R[row]:
+            history = histories.get(id(request))
+            if history is None:
+                history = histories[id(request)] = _History(request)
+            tokens, edits_3E = history.edits(rows.drafted[row])
+            edited.append(first + tokens)
+            edits.append(edits_3E)
+        if is_short_R[row]:
+            stops = np.array(sorted(request.stop_check.stop_token_ids), dtype=np.int64)
+            forbidden.append(first + stops)
+        if len(tokens) or len(stops):
+            rows_C.append(row)
+    if not rows_C:
+        return None
+    places_R = np.full(len(rows.positions_R), -1)
+    places_R[rows_C] = np.arange(len(rows_C))
+    return Changes(
+        rows_C=np.array(rows_C),
+        places_R=places_R,
+        edited_E=np.concatenate(edited),
+        edits_3E=np.concatenate(edits, axis=1),
+        forbidden_X=np.concatenate(forbidden),
+    )
+
+
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+_NO_EDITS = np.empty((3, 0), dtype=np.float32)
 
 
 class _History:
-    """The effect of a request's committed tokens on the logits of all of its rows in a step."""
+    """The effect of a request's committed tokens on the logits of all of its rows in a step.
+
+    Repetition (CTRL, Keskar et al. 2019, eq. 5 extended to negative logits by multiplication) looks
+    at prompt and output; presence and frequency at output alone. All of it belongs to ``logprobs``:
+    a trainer that applies the same transforms recomputes them.
+    """
 
     def __init__(self, request: Request) -> None:
-        self._params = request.params
-        committed = np.array(request.tokens, dtype=np.int64)
-        first_output = request.prompt_len - request.partial_len
-        self._output, self._counts = np.unique(committed[first_output:], return_counts=True)
-        self._seen = np.unique(committed) if self._params.repetition_penalty != 1 else self._output
-        self._biased = np.array(sorted(self._params.logit_bias), dtype=np.int64)
+        self._params = params = request.params
+        self._counts_output = params.presence_penalty != 0 or params.frequency_penalty != 0
+        self._seen = self._output = self._counts = _NO_TOKENS
+        if self._counts_output:
+            output = request.tokens[request.prompt_len - request.partial_len :]
+            self._output, self._counts = _ascending(np.array(output, dtype=np.int64))
+            self._seen = self._output
+        if params.repetition_penalty != 1:
+            self._seen, _ = _ascending(np.array(request.tokens, dtype=np.int64))
+        self._biased = np.array(sorted(params.logit_bias), dtype=np.int64)
+        self._biases = [params.logit_bias[token] for token in self._biased.tolist()]
 
-    def edits(self, drafted: list[int]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """Tokens, ascending, with their penalty to divide or multiply by, cost and bias.
-
-        The same float32 operations as `penalties.apply_history_`, of which those without effect are
-        a division by one and an addition of nothing.
-        """
-        params = self._params
-        path = np.array(drafted, dtype=np.int64)
-        seen = np.union1d(self._seen, path) if params.penalizes else path[:0]
-        tokens = np.union1d(seen, self._biased)
-        penalties = np.ones(len(tokens), dtype=np.float32)
-        penalties[np.searchsorted(tokens, seen)] = params.repetition_penalty
-        costs = np.zeros(len(tokens), dtype=np.float32)
-        if params.presence_penalty != 0 or params.frequency_penalty != 0:
-            counts = np.zeros(len(tokens), dtype=np.int64)
-            counts[np.searchsorted(tokens, self._output)] = self._counts
-            np.add.at(counts, np.searchsorted(tokens, path), 1)
+    def edits(self, drafted: list[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens, ascending, and the edits of each, of which 1, 0 and -0 change nothing."""
+        params, path = self._params, _NO_TOKENS
+        if drafted and params.penalizes:
+            path = np.array(drafted, dtype=np.int64)
+        seen = _union(self._seen, path)
+        tokens = _union(seen, self._biased) if len(seen) else self._biased
+        edits_3E = np.empty((3, len(tokens)), dtype=np.float32)
+        penalties_E, costs_E, biases_E = edits_3E
+        penalties_E[:], costs_E[:], biases_E[:] = params.repetition_penalty, 0, -0.0
+        if len(self._biased):
+            penalties_E[:] = 1
+            penalties_E[np.searchsorted(tokens, seen)] = params.repetition_penalty
+            biases_E[np.searchsorted(tokens, self._biased)] = self._biases
+        if self._counts_output:
+            counts_E = np.zeros(len(tokens), dtype=np.int64)
+            counts_E[np.searchsorted(tokens, self._output)] = self._counts
+            np.add.at(counts_E, np.searchsorted(tokens, path), 1)
             with np.errstate(over="ignore"):
-                often = params.frequency_penalty * counts.astype(np.float32)
-                cost = params.presence_penalty + often
-            costs = np.where(counts > 0, cost, 0).astype(np.float32)
-        biases = np.zeros(len(tokens), dtype=np.float32)
-        places = np.searchsorted(tokens, self._biased)
-        biases[places] = [params.logit_bias[token] for token in self._biased.tolist()]
-        return tokens, penalties, costs, biases
+                often_E = params.frequency_penalty * counts_E.astype(np.float32)
+                costs_E[:] = np.where(counts_E > 0, params.presence_penalty + often_E, 0)
+        return tokens, edits_3E
 
 
-def _banned(rows: SampleRows) -> Arrays:
-    if not any(request.params.min_new_tokens for request in rows.owners):
-        return {}
-    found_rows: list[int] = []
-    tokens: list[int] = []
-    for row, request in enumerate(rows.requests):
-        if rows.generated_len(row) < request.params.min_new_tokens:
-            stops = sorted(request.stop_check.stop_token_ids)
-            found_rows += [row] * len(stops)
-            tokens += stops
-    if not tokens:
-        return {}
-    return {
-        "banned_rows": np.array(found_rows, dtype=np.int64),
-        "banned_tokens": np.array(tokens, dtype=np.int64),
-    }
+def _ascending(tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each token once, and how often it came. Without counts numpy hashes, which is slower."""
+    return np.unique(tokens, return_counts=True)
+
+
+def _union(tokens: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ascending, as the first are."""
+    return _ascending(np.concatenate([tokens, others]))[0] if len(others) else tokens

@@ -53,11 +53,6 @@ class SampleRows:
         """For each row what its owner has."""
         return np.repeat(values_O, self.counts_O)
 
-    def generated_len(self, row: int) -> int:
-        """Tokens that count against min/max_new_tokens before this row's token."""
-        request = self.requests[row]
-        return int(self.positions_R[row]) - request.prompt_len + request.partial_len
-
 
 def sample_rows(batch: Batch, trees: DraftTrees) -> tuple[SampleRows, NDArray[np.int64]]:
     """Lay out the rows of a step. Returns them and int64 offsets [B + 1] by entry."""
@@ -90,6 +85,8 @@ def rows_of_continuation(request: Request, output_ids: list[int], part: range) -
 
 def _paths(trees: DraftTrees, samples_B: NDArray[np.bool_]) -> Paths:
     """The path of each root, which is empty, and of each node."""
+    if not trees.num_nodes:
+        return [[] for _ in range(np.count_nonzero(samples_B))]
     found: Paths = []
     tokens, parents = trees.tokens_N.tolist(), trees.parents_N.tolist()
     ends = trees.offsets_B1.tolist()

@@ -1,16 +1,50 @@
 """Logits to tokens and logprobs, each row a pure function of its logits, params, seed and position.
 
-Legend: R rows, V vocabulary.
+At every tree node the target samples its own next token. The walk from the root follows the child
+that equals that sample and stops where there is none, so what is emitted is always the target's
+own sample: the draft decides how many samples one forward yields and nothing else.
+
+On a GPU there is one copy to it, a few kernels and one copy back, and nothing waits but the read at
+the end: how many rows need what is known on the host.
+
+Legend: R rows, V vocabulary, W rows that want something, K likeliest tokens, B entries, D places of
+a path; A arrays or tensors.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Any, Generic
 
-from rollout.ops import gpu
-from rollout.sampling import device_sampler, host_sampler
-from rollout.sampling.rows import SampleRows
-from rollout.sampling.sampled import Sampled
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.ops import tree_accept
+from rollout.ops.uniforms import uniforms
+from rollout.runner.transfers import Download, upload
+from rollout.sampling.row_inputs import A, RowInputs, TreeInputs, row_inputs, tree_inputs
+from rollout.sampling.rows import SampleRows, sample_rows
+from rollout.sampling.shaped_logits import ShapedLogits
+from rollout.types import NO_EXTRAS, Batch, DraftTrees, TokenExtras
+
+
+@dataclass(kw_only=True, slots=True)
+class Sampled:
+    """The sample of each row. A row that is no distribution has token -1."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    extras: list[TokenExtras]  # per row, each list of length one or empty; maybe NO_EXTRAS
+
+
+@dataclass(kw_only=True, slots=True)
+class TreeSamples:
+    """The samples of a step, and what of its draft trees they accept."""
+
+    sampled: Sampled  # at each entry's root, then at its nodes
+    offsets_B1: NDArray[np.int64]  # entry b owns rows [offsets[b], offsets[b + 1]) of those
+    paths: list[list[int]]  # of each entry: accepted nodes, tree numbering, in order
 
 
 def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
@@ -19,13 +53,148 @@ def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
     Args: logits [R, V] as the model gave them, any float dtype. A row that is no distribution (NaN,
     +inf, nothing above -inf) gives token -1.
     """
-    if gpu.runs_on(logits_RV.device):
-        return device_sampler.sample(logits_RV, rows)
-    return host_sampler.sample(logits_RV, rows)
+    return Sampler(logits_RV, rows).read()
 
 
 def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
     """Report what `sample` would have, had it drawn ``token_ids``; bit for bit."""
-    if gpu.runs_on(logits_RV.device):
-        return device_sampler.score(logits_RV, rows, token_ids)
-    return host_sampler.score(logits_RV, rows, token_ids)
+    return Sampler(logits_RV, rows, chosen=token_ids).read()
+
+
+def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
+    """Sample at every root and node, as `sample` does, and walk each tree.
+
+    On a GPU that is launched, and the copy back of what was sampled and accepted behind it.
+    """
+    rows, offsets_B1 = sample_rows(batch, trees)
+    if not rows.owners:
+        return PendingSamples(None, offsets_B1)
+    inputs = tree_inputs(trees, offsets_B1) if trees.num_nodes else None
+    return PendingSamples(Sampler(logits_RV, rows, trees=inputs), offsets_B1)
+
+
+@dataclass(slots=True)
+class PendingSamples:
+    """The samples of a step on their way to the host."""
+
+    sampler: Sampler | None  # None: nobody samples
+    offsets_B1: NDArray[np.int64]
+
+    def read(self) -> TreeSamples:
+        """Waits for them, and for nothing that was launched later."""
+        sampled, paths = Sampled(tokens=[], logprobs=[], extras=[]), None
+        if self.sampler is not None:
+            sampled, paths = self.sampler.read(), self.sampler.read_paths()
+        if paths is None:  # trees of nothing but roots
+            paths = [[] for _ in range(len(self.offsets_B1) - 1)]
+        return TreeSamples(sampled=sampled, offsets_B1=self.offsets_B1, paths=paths)
+
+
+@dataclass(kw_only=True)
+class SampleOutputs(Generic[A]):
+    """All that is read of a step's samples; what nobody wants is None. Filled by `_computed`, the
+    last two by `Sampler`."""
+
+    tokens_R: A  # int64; -1: the row is no distribution
+    logprobs_R: A  # float32, and so are all others but ids
+    raw_W: A | None = None
+    sampling_W: A | None = None
+    top_ids_WK: A | None = None  # int64
+    top_logprobs_WK: A | None = None
+    entropies_W: A | None = None
+    paths_BD: A | None = None  # see `tree_accept.accept`
+    lengths_B: A | None = None
+
+
+class Sampler:
+    """Samples the rows of one step, or scores given tokens: launched when this is made."""
+
+    def __init__(
+        self,
+        logits_RV: torch.Tensor,
+        rows: SampleRows,
+        *,
+        trees: TreeInputs[NDArray] | None = None,
+        chosen: list[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            trees: that are walked along the samples.
+            chosen: the tokens to be scored; default: each row draws its own.
+        """
+        self._rows = rows
+        inputs = row_inputs(rows, logits_RV.shape[1], trees=trees, chosen=chosen)
+        self._wanted = inputs.wanted
+        sent: RowInputs[torch.Tensor] = upload(inputs, logits_RV.device)
+        outputs = _computed(logits_RV, sent)
+        if sent.trees is not None:
+            outputs.paths_BD, outputs.lengths_B = tree_accept.accept(
+                outputs.tokens_R,
+                sent.trees.row_offsets_B1,
+                sent.trees.tokens_N,
+                sent.trees.parents_N,
+                sent.trees.masks_N,
+                sent.trees.node_offsets_B1,
+            )
+        self._outputs = Download(outputs)
+
+    def read(self) -> Sampled:
+        """Waits for the samples, and for nothing that was launched later."""
+        read: SampleOutputs[NDArray] = self._outputs.read()
+        tokens, logprobs = read.tokens_R.tolist(), read.logprobs_R.tolist()
+        extras, wanted = [NO_EXTRAS] * len(tokens), self._wanted
+        if wanted is None:
+            return Sampled(tokens=tokens, logprobs=logprobs, extras=extras)
+        for row, request in enumerate(self._rows.requests):
+            if request.params.wants_extras:
+                extras[row] = TokenExtras()
+        for row, value in _pairs(wanted.raw_W, read.raw_W):
+            extras[row].raw_logprobs = [value]
+        for row, value in _pairs(wanted.sampling_W, read.sampling_W):
+            extras[row].sampling_logprobs = [value]
+        for row, value in _pairs(wanted.entropy_W, read.entropies_W):
+            extras[row].entropies = [value]
+        top = zip(
+            _pairs(wanted.top_W, read.top_ids_WK),
+            _pairs(wanted.top_W, read.top_logprobs_WK),
+            strict=True,
+        )
+        for (row, ids), (_, values) in top:
+            count = self._rows.requests[row].params.top_logprobs
+            extras[row].top_logprobs = [list(zip(ids[:count], values[:count], strict=True))]
+        return Sampled(tokens=tokens, logprobs=logprobs, extras=extras)
+
+    def read_paths(self) -> list[list[int]] | None:
+        """Each entry's accepted nodes; None without trees."""
+        read: SampleOutputs[NDArray] = self._outputs.read()
+        if read.paths_BD is None or read.lengths_B is None:
+            return None
+        lengths = read.lengths_B.tolist()
+        paths = read.paths_BD[:, : max(lengths, default=0)].tolist()
+        return [path[:length] for path, length in zip(paths, lengths, strict=True)]
+
+
+def _pairs(rows_W: NDArray, values_W: NDArray | None) -> list[tuple[int, Any]]:
+    return [] if values_W is None else list(zip(rows_W.tolist(), values_W.tolist(), strict=True))
+
+
+def _computed(
+    logits_RV: torch.Tensor, inputs: RowInputs[torch.Tensor]
+) -> SampleOutputs[torch.Tensor]:
+    shaped, wanted = ShapedLogits(logits_RV, inputs), inputs.wanted
+    if inputs.chosen_R is None:
+        tokens_R, logprobs_R = shaped.draw(uniforms(inputs.seeds_R, inputs.positions_R))
+    else:
+        tokens_R, logprobs_R = inputs.chosen_R, shaped.logprobs(inputs.chosen_R)
+    found = SampleOutputs(tokens_R=tokens_R, logprobs_R=logprobs_R)
+    if wanted is None:
+        return found
+    if len(wanted.raw_W):
+        found.raw_W = shaped.raw_logprobs(tokens_R, wanted.raw_W)
+    if len(wanted.sampling_W):
+        found.sampling_W = shaped.sampling_logprobs(tokens_R, wanted.sampling_W)
+    if len(wanted.top_W):
+        found.top_ids_WK, found.top_logprobs_WK = shaped.top_logprobs(wanted.top_W, wanted.max_top)
+    if len(wanted.entropy_W):
+        found.entropies_W = shaped.entropies(wanted.entropy_W)
+    return found

@@ -22,7 +22,7 @@ from rollout.ops.matmul.tiles import Tile, tile_for, tiles
 from rollout.runner.activations import warm_rows, warm_up
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
-from rollout.sampling.tree_sampling import sample_trees
+from rollout.sampling.sampler import sample_trees
 from tests.helpers.recorded_launches import RecordedOps, num_variants, recorded_launches
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.requests import make_batch

@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
+from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import sample_rows
 from rollout.sampling.sampler import sample
-from rollout.sampling.tree_sampling import accept
 from tests.helpers.requests import decode_batch, make_request, make_trees
 
 VOCAB = 12
@@ -61,7 +61,7 @@ def emit(draft, params, draws=DRAWS):
         sampled = sample(CHAIN[last], rows)
         for b, i in enumerate(todo):
             own = sampled.tokens[offsets[b] : offsets[b + 1]]
-            path = accept(draft[0], draft[1], own)
+            path = walk(draft[0], draft[1], own)
             for token in [own[0], *(own[node] for node in path)][: 2 - first[i]]:
                 pairs[i, first[i]] = token
                 requests[i].tokens.append(token)

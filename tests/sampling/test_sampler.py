@@ -105,6 +105,20 @@ def test_every_number_matches_the_slow_reading():
             assert token == int(shaped.argmax())
 
 
+@pytest.mark.parametrize("params", [{"frequency_penalty": 0.7}, {"repetition_penalty": 1.5}])
+@pytest.mark.parametrize("prompt_len", [1, 3])
+def test_a_path_counts_with_what_was_emitted_before_it(params, prompt_len):
+    """Also where nothing was: the path is all the output there is, in any order, with repeats."""
+    request = make_request([6, 7, 8], prompt_len=prompt_len, **params)
+    rows, _ = sample_rows(decode_batch([request]), make_trees([([9, 4, 9, 4], [0, 1, 2, 3])]))
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(5, VOCAB)) * 3).float()
+    logits[:, 4:10] += 8
+    sampled = sample(logits, rows)
+    for row, token in enumerate(sampled.tokens):
+        expected = slow_logits(rows, row, logits[row]).log_softmax(0)[token]
+        assert sampled.logprobs[row] == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_a_row_is_the_same_alone_and_in_company():
     rows, logits = random_rows()
     together = sample(logits, rows)

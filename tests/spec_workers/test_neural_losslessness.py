@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import sample_rows
 from rollout.sampling.sampler import sample
-from rollout.sampling.tree_sampling import accept
 from rollout.types import EntryResult
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_growth import TreeGrowth
@@ -62,7 +62,7 @@ def emit(params, draws=DRAWS):
             for b in range(len(todo)):
                 own = sampled.tokens[offsets[b] : offsets[b + 1]]
                 nodes = slice(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1]))
-                path = accept(trees.tokens_N[nodes].tolist(), trees.parents_N[nodes].tolist(), own)
+                path = walk(trees.tokens_N[nodes].tolist(), trees.parents_N[nodes].tolist(), own)
                 tokens = [own[0], *(own[node] for node in path)]
                 results.append(EntryResult(token_ids=tokens, path=path))
                 accepted += len(path)

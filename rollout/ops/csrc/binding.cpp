@@ -228,6 +228,13 @@ void entropy(int dtype, Address logits, Dims2 shape, Dims2 strides, Address temp
                    shape[0], threads);
 }
 
+void uniforms(Address seeds, int64_t seeds_len, Address positions, int64_t positions_len,
+              Address out) {
+  require(seeds_len == positions_len, "positions_R: must have one position per seed");
+  rollout::uniforms(at<const uint64_t>(seeds), at<const uint64_t>(positions), seeds_len,
+                    at<double>(out));
+}
+
 rollout::PanelArgs panel_args(int dtype, Address panels, Dims3 panels_shape, Address rows,
                               Dims2 shape, Dims2 strides, int64_t first_row) {
   const int64_t elements = 4 / rollout::element_bytes(DType{dtype});
@@ -302,6 +309,9 @@ NB_MODULE(_cpu, m) {
         Unlocked());
   m.def("entropy", &entropy, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
         "temperatures"_a, "out"_a, "threads"_a, Unlocked());
+
+  m.def("uniforms", &uniforms, "seeds"_a, "seeds_len"_a, "positions"_a, "positions_len"_a, "out"_a,
+        Unlocked());
 
   m.def("write_panels", &write_panels, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a, "shape"_a,
         "strides"_a, "first_row"_a, "threads"_a, Unlocked());

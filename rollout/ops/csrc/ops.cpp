@@ -85,6 +85,15 @@ void parallel_vocab_rows(const CategoricalArgs& args, int64_t rows, int threads,
                [&](int64_t row, void* scratch) { f(row, static_cast<float*>(scratch)); });
 }
 
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
+
+// SplitMix64's finalizer (Steele, Lea, Flood 2014).
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+
 template <typename Kernel>
 void parallel_panels(const PanelArgs& args, int threads, const Kernel& kernel) {
   if (args.num_rows == 0) return;
@@ -207,6 +216,14 @@ void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads) {
 void entropy(const CategoricalArgs& args, int64_t rows, int threads) {
   parallel_vocab_rows(args, rows, threads,
                       [&](int64_t row, float*) { kernels().entropy(args, row); });
+}
+
+void uniforms(const uint64_t* seeds, const uint64_t* positions, int64_t rows, double* out) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const uint64_t key = mix(seeds[row] + kGolden);
+    const uint64_t counter = mix((positions[row] + 1) * kGolden);
+    out[row] = static_cast<double>(mix(mix(key ^ counter) + key) >> 11) * 0x1p-53;
+  }
 }
 
 void write_panels(const PanelArgs& args, int threads) {

@@ -33,6 +33,7 @@ void gated_delta_rule(const DeltaRuleArgs& args, int64_t slots, int threads);
 void categorical(const CategoricalArgs& args, int64_t rows, int threads);
 void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads);
 void entropy(const CategoricalArgs& args, int64_t rows, int threads);
+void uniforms(const uint64_t* seeds, const uint64_t* positions, int64_t rows, double* out);
 void write_panels(const PanelArgs& args, int threads);
 void read_panels(const PanelArgs& args, int threads);
 

@@ -1,6 +1,6 @@
-"""Acceptance of draft nodes by the target's samples, on the device.
+"""Which draft nodes the target's samples confirm, on the device.
 
-Legend: B entries, N draft nodes, R sampled rows, D = 63 nodes of the longest path.
+Legend: B entries, N draft nodes, R sampled rows, D places of a path, at most 63.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import torch
 
 from rollout.ops import gpu
 from rollout.ops.tree_accept import reference
-
-MAX_PATH = 63
 
 
 def accept(
@@ -23,17 +21,17 @@ def accept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk each entry's tree from the root along the children that equal the target's samples.
 
-    The same as `rollout.sampling.tree_sampling.accept` for one tree: of equal siblings the first
-    counts, and a sample below zero (a row without a distribution) equals none.
+    Of equal siblings the first counts, and a sample below zero, which marks a row without a
+    distribution, equals none.
 
     Args:
         sampled_R: int64, the target's sample at each entry's root, then at its nodes.
-        row_offsets_B1: int32; entry b owns rows [offsets[b], offsets[b + 1]): one more than its
-            nodes, or none if it does not sample, and then it has no nodes.
-        tokens_N, parents_N, masks_N, node_offsets_B1: as in types.DraftTrees, int32 and int64.
+        row_offsets_B1: int32; entry b owns rows [offsets[b], offsets[b + 1]): one more than it has
+            nodes, or none where it does not sample, and then no nodes either.
+        tokens_N, parents_N, masks_N, node_offsets_B1: as types.DraftTrees, int32 and int64.
 
-    Returns int32 paths_BD, tree nodes in path order followed by zeros, and int32 lengths_B. An
-    entry that samples emits one token more than the length of its path.
+    Returns int32 paths_BD, tree nodes in path order, zeros after them; int32 lengths_B. An entry
+    that samples emits one token more than its path is long.
     """
     arguments = (sampled_R, row_offsets_B1, tokens_N, parents_N, masks_N, node_offsets_B1)
     if gpu.runs_on(sampled_R.device):

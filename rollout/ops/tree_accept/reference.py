@@ -1,8 +1,34 @@
-"""Tree acceptance in plain torch, one entry and one node at a time."""
+"""Tree acceptance in plain Python, one entry and one node at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 import torch
+
+from rollout.types import MAX_TREE_NODES
+
+
+def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """Walk one draft tree.
+
+    Args:
+        tokens: of draft node j, which is tree node j + 1.
+        parents: its parent in tree numbering (0 is the root); parents come before children.
+        sampled: the target's sample at each tree node, the root first: one more than drafts.
+
+    Returns the accepted tree nodes in path order. The tokens emitted are ``sampled[0]`` and then
+    ``sampled[node]`` for each of them. Of equal siblings the first counts.
+    """
+    path: list[int] = []
+    node = 0
+    for child, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+        if parent == node and token == sampled[node]:
+            path.append(child)
+            node = child
+    return path
 
 
 def accept(
@@ -13,19 +39,15 @@ def accept(
     masks_N: torch.Tensor,
     node_offsets_B1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`accept` by parents alone; ``masks_N`` is for kernels that look at all nodes at once."""
-    entries = len(row_offsets_B1) - 1
-    paths_BD = torch.zeros(entries, 63, dtype=torch.int32, device=sampled_R.device)
-    lengths_B = torch.zeros(entries, dtype=torch.int32, device=sampled_R.device)
+    """Parents say all there is to know; masks are for those who look at all nodes at once."""
     sampled, tokens, parents = sampled_R.tolist(), tokens_N.tolist(), parents_N.tolist()
-    first_row, first_node = row_offsets_B1.tolist(), node_offsets_B1.tolist()
-    for b in range(entries):
-        path: list[int] = []
-        at = 0
-        for node in range(first_node[b], first_node[b + 1]):
-            if parents[node] == at and tokens[node] == sampled[first_row[b] + at]:
-                at = node - first_node[b] + 1
-                path.append(at)
-        paths_BD[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
+    rows, nodes = pairwise(row_offsets_B1.tolist()), pairwise(node_offsets_B1.tolist())
+    paths_BD = np.zeros((len(row_offsets_B1) - 1, MAX_TREE_NODES - 1), dtype=np.int32)
+    lengths_B = np.zeros(len(paths_BD), dtype=np.int32)
+    for b, (own_rows, own_nodes) in enumerate(zip(rows, nodes, strict=True)):
+        own = slice(*own_nodes)
+        path = walk(tokens[own], parents[own], sampled[slice(*own_rows)])
+        paths_BD[b, : len(path)] = path
         lengths_B[b] = len(path)
-    return paths_BD, lengths_B
+    device = sampled_R.device
+    return torch.from_numpy(paths_BD).to(device), torch.from_numpy(lengths_B).to(device)

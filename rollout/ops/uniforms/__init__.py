@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rollout.ops import gpu
-from rollout.ops.uniforms import reference
+from rollout.ops.uniforms import native, reference
 
 
 def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
@@ -22,4 +22,6 @@ def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
         from rollout.ops.uniforms import triton
 
         return triton.uniforms(seeds_R, positions_R)
+    if native.supports(seeds_R, positions_R):
+        return native.uniforms(seeds_R, positions_R)
     return reference.uniforms(seeds_R, positions_R)

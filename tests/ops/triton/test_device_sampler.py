@@ -1,4 +1,4 @@
-"""The sampler on the device against the one on the CPU, which runs the same ops row by row."""
+"""The sampler on the device: against itself on the CPU, and each row against itself alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.ops import gpu
+from rollout.ops.tree_accept.reference import walk
 from rollout.runner.transfers import DeviceBuffer, download, upload
-from rollout.sampling import device_sampler, host_sampler
 from rollout.sampling.rows import rows_of_continuation, sample_rows
-from rollout.sampling.tree_sampling import accept, sample_trees
+from rollout.sampling.sampler import sample, sample_trees, score
 from tests.helpers.requests import decode_batch, make_request, make_trees
 
 VOCAB = 1100
@@ -52,20 +53,39 @@ def random_step(params, dtype, device, seed=0, vocab=VOCAB):
     return batch, trees, rows, offsets, torch.from_numpy(logits).to(device, dtype)
 
 
-def assert_same(one, other):
-    """Tokens alike and numbers bitwise."""
+@pytest.fixture
+def cpus(monkeypatch):
+    """Calls a function as where there is no GPU."""
+
+    def called(function, logits, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "runs_on", lambda device: device.type == "cuda")
+            return function(logits.cpu(), *arguments)
+
+    return called
+
+
+def assert_near(one, other):
+    """Tokens alike, and numbers up to rounding."""
     assert one.tokens == other.tokens
-    assert one.logprobs == other.logprobs
-    assert one.extras == other.extras
+    assert one.logprobs == pytest.approx(other.logprobs, rel=1e-5, abs=1e-5)
+    for own, others in zip(one.extras, other.extras, strict=True):
+        for name in ("raw_logprobs", "sampling_logprobs", "entropies"):
+            values = getattr(others, name)
+            assert getattr(own, name) == pytest.approx(values, rel=1e-5, abs=1e-5)
+        for tokens, other_tokens in zip(own.top_logprobs, others.top_logprobs, strict=True):
+            assert [token for token, _ in tokens] == [token for token, _ in other_tokens]
+            values = [value for _, value in other_tokens]
+            assert [value for _, value in tokens] == pytest.approx(values, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("params", [PARAMS, PLAIN], ids=["shaped", "plain"])
-def test_every_number_is_the_hosts(compared_dtype, device, params) -> None:
+def test_every_number_is_the_cpus(compared_dtype, device, cpus, params) -> None:
     """And score reports what was drawn."""
     _, _, rows, _, logits = random_step(params, compared_dtype, device)
-    sampled = device_sampler.sample(logits, rows)
-    assert_same(sampled, host_sampler.sample(logits, rows))
-    assert_same(device_sampler.score(logits, rows, sampled.tokens), sampled)
+    sampled = sample(logits, rows)
+    assert_near(sampled, cpus(sample, logits, rows))
+    assert score(logits, rows, sampled.tokens) == sampled
     assert set(sampled.tokens) - {-1}
     assert any(e != type(e)() for e in sampled.extras) == (params is PARAMS)
 
@@ -76,46 +96,48 @@ def test_a_row_is_the_same_in_any_company(compared_dtype, device, vocab) -> None
     batch, trees, rows, offsets, logits = random_step(
         [*PARAMS, *PLAIN], compared_dtype, device, vocab=vocab
     )
-    together = device_sampler.sample(logits, rows)
+    together = sample(logits, rows)
     for b in range(0, len(batch.entries), 1 if logits.is_cuda else 3):
         start, end = offsets[b : b + 2]
         batch_of_one = decode_batch([batch.entries[b].request])
         nodes = slice(*trees.offsets_B1[b : b + 2])
         tree = make_trees([(trees.tokens_N[nodes].tolist(), trees.parents_N[nodes].tolist())])
         own_rows, _ = sample_rows(batch_of_one, tree)
-        alone = device_sampler.sample(logits[start:end], own_rows)
+        alone = sample(logits[start:end], own_rows)
         assert alone.tokens == together.tokens[start:end]
         assert alone.logprobs == together.logprobs[start:end]
         assert alone.extras == together.extras[start:end]
 
 
-def test_of_equally_likely_tokens_the_same_are_told_in_any_company(compared_dtype, device) -> None:
+def test_of_equally_likely_tokens_the_same_are_told_in_any_company(
+    compared_dtype, device, cpus
+) -> None:
     params = [{"top_logprobs": 3}, {"top_logprobs": 20, "repetition_penalty": 1.5}]
     _, _, rows, _, logits = random_step(params, compared_dtype, device)
     logits = logits.round()
-    sampled = device_sampler.sample(logits, rows)
-    assert_same(sampled, host_sampler.sample(logits, rows))
+    sampled = sample(logits, rows)
+    assert_near(sampled, cpus(sample, logits, rows))
     first = sampled.extras[0].top_logprobs[0]
     assert len({value for _, value in first}) < len(first)
 
 
-def test_score_of_a_continuation_is_the_hosts(device) -> None:
+def test_score_of_a_continuation_is_the_cpus(device, cpus) -> None:
     request = make_request([1, 2, 3], eos=(3,), **PARAMS[-1])
     rows = rows_of_continuation(request, [4, 4, 5, 3], range(1, 4))
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
-    scored = device_sampler.score(logits, rows, [4, 5, 3])
-    assert_same(scored, host_sampler.score(logits, rows, [4, 5, 3]))
+    scored = score(logits, rows, [4, 5, 3])
+    assert_near(scored, cpus(score, logits, rows, [4, 5, 3]))
 
 
 def test_a_step_is_sampled_and_walked_at_once(device) -> None:
     batch, trees, rows, offsets, logits = random_step(PARAMS, torch.float32, device)
     samples = sample_trees(batch, trees, logits).read()
-    assert_same(samples.sampled, device_sampler.sample(logits, rows))
+    assert samples.sampled == sample(logits, rows)
     assert samples.offsets_B1.tolist() == offsets.tolist()
     for b, path in enumerate(samples.paths):
         nodes = slice(*trees.offsets_B1[b : b + 2])
         own = samples.sampled.tokens[offsets[b] : offsets[b + 1]]
-        assert path == accept(trees.tokens_N[nodes], trees.parents_N[nodes], own)
+        assert path == walk(trees.tokens_N[nodes], trees.parents_N[nodes], own)
     assert sum(len(path) for path in samples.paths) > 1
 
 

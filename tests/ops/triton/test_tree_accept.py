@@ -1,4 +1,4 @@
-"""Acceptance on the device against the sampler's own walk."""
+"""Acceptance on the device against the walk of one tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from rollout.ops.tree_accept import reference
 from rollout.ops.tree_accept import triton as tree_accept
-from rollout.sampling.tree_sampling import accept as walk
 
 
 def random_trees(seed: int, entries: int, vocab: int):
@@ -55,7 +54,7 @@ def test_accept_is_the_walk(device, seed: int, vocab: int) -> None:
         for (tokens, parents, sampled), path, length in zip(
             trees, paths.tolist(), lengths.tolist(), strict=True
         ):
-            expected = walk(tokens, parents, sampled) if sampled else []
+            expected = reference.walk(tokens, parents, sampled) if sampled else []
             assert path == expected + [0] * (63 - len(expected))
             assert length == len(expected)
 
