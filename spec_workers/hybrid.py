@@ -5,29 +5,25 @@ Legend: B entries of a batch, N draft nodes, G nodes of the n-gram trees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import EngineConfig, ParallelMode
+from rollout.config import EngineConfig
 from rollout.models.draft_model import is_separate_chain
 from rollout.models.loader import Progress
-from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request
-from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
+from spec_workers.budget import DraftBudget
 from spec_workers.draft_tree import only_roots, places_within
-from spec_workers.eagle import open_eagle
 from spec_workers.features.feature_recorder import FeatureRingOptions
-from spec_workers.multi_layer_eagle import open_chain
-from spec_workers.neural.drafter import Drafter
-from spec_workers.neural.neural_gate import NeuralGate
-from spec_workers.ngram import SOURCES, NgramWorker
+from spec_workers.neural.drafter import NeuralDrafter
+from spec_workers.neural.opening import open_chain, open_eagle
+from spec_workers.neural_gate import NeuralGate
+from spec_workers.ngram import SOURCES, NgramWorker, open_corpus
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
-from spec_workers.options import check_budget, check_number
+from spec_workers.options import HybridOptions, takes
 from spec_workers.target import TargetWorker
 from spec_workers.tree_merge import merge_trees
 
@@ -56,13 +52,13 @@ class HybridWorker(NgramWorker):
         self,
         target: TargetWorker,
         draft_corpus: NgramCorpus,
-        drafter: Drafter,
+        drafter: NeuralDrafter,
         *,
         num_draft_tokens: int,
         calibration_seconds: float,
         budget: DraftBudget,
     ) -> None:
-        """See `build` for the options."""
+        """See `HybridOptions`."""
         super().__init__(
             target,
             draft_corpus,
@@ -154,94 +150,25 @@ def _has_sure_path(trees: DraftTrees) -> NDArray[np.bool_]:
     return np.bincount(entries_N[is_sure_N], minlength=count) > 0
 
 
-def build(
-    config: EngineConfig,
-    progress: Progress | None = None,
-    *,
-    draft_path: str | None = None,
-    num_steps: int | None = None,
-    topk: int | None = None,
-    num_draft_tokens: int = 16,
-    budget: str = "learned",
-    min_probability: float = 0.02,
-    calibration_seconds: float = 1.0,
-    frozen: bool = True,
-    corpus_bytes: int = 256 << 20,
-    corpus_path: str | None = None,
-    external_corpora: Mapping[str, str] | None = None,
-    max_external_bytes: int = 1 << 30,
-    max_external_tokens: int = 1 << 24,
-    lockstep: bool = False,
-    feature_ring: Mapping[str, Any] | None = None,
-) -> HybridWorker:
+@takes(HybridOptions)
+def build(config: EngineConfig, progress: Progress | None, options: HybridOptions) -> HybridWorker:
     """A worker with a corpus and a neural draft.
 
-    Args:
-        draft_path: the folder of an EAGLE draft or of an MTP chain; default: the target's own,
-            whose checkpoint has MTP heads.
-        num_steps, topk: of `spec_workers.eagle.build` or `spec_workers.multi_layer_eagle.build`,
-            by the draft's kind, with the defaults they have there.
-        frozen, lockstep: likewise.
-        num_draft_tokens: most draft nodes per request and step, of both together.
-        budget, min_probability, calibration_seconds: of either.
-        corpus_bytes, corpus_path, external_corpora, max_external_bytes, max_external_tokens: of
-            `spec_workers.ngram.build`.
-        feature_ring: `FeatureRingOptions`: keep what the draft reads, for whoever trains it.
-
-    Raises what those do.
+    ``progress`` is told how far the target's weights are read. Raises what the builds of
+    `spec_workers.ngram`, `spec_workers.eagle` and `spec_workers.multi_layer_eagle` do.
     """
-    # Before the model, which may take minutes to load: mistakes show at once.
-    check_budget(budget)
-    lockstep = lockstep or config.parallel.mode is ParallelMode.lockstep
-    check_number("min_probability", min_probability, 1)
-    check_number("calibration_seconds", calibration_seconds, 3600)
-    recording = FeatureRingOptions.of(feature_ring)
-    draft_corpus = NgramCorpus(
-        ModelSpec.read(Path(config.model.path)).vocab_size,
-        corpus_bytes=corpus_bytes,
-        max_external_bytes=max_external_bytes,
-        max_external_tokens=max_external_tokens,
-        configured={} if external_corpora is None else external_corpora,
-        corpus_path=corpus_path,
-    )
-    target: TargetWorker
-    drafter: Drafter
-    if draft_path is None or is_separate_chain(Path(draft_path)):
-        target, drafter = open_chain(
-            config,
-            progress,
-            draft_path=draft_path,
-            num_steps=num_steps,
-            topk=1 if topk is None else topk,
-            num_draft_tokens=num_draft_tokens,
-            frozen=frozen,
-            lockstep=lockstep,
-        )
-    else:
-        target, drafter = open_eagle(
-            config,
-            progress,
-            draft_path=draft_path,
-            num_steps=4 if num_steps is None else num_steps,
-            topk=4 if topk is None else topk,
-            num_draft_tokens=num_draft_tokens,
-            frozen=frozen,
-            lockstep=lockstep,
-        )
-    sources = hybrid_sources(drafter.sources)
+    corpus, path = open_corpus(config, options), options.draft_path
+    is_chain = path is None or is_separate_chain(Path(path))
+    open_draft = open_chain if is_chain else open_eagle
+    target, drafter = open_draft(config, progress, options)
     worker = HybridWorker(
         target,
-        draft_corpus,
+        corpus,
         drafter,
-        num_draft_tokens=num_draft_tokens,
-        calibration_seconds=calibration_seconds,
-        budget=(
-            FixedBudget(min_probability)
-            if lockstep or budget == "fixed"
-            else LearnedBudget.for_target(target, sources, min_probability)
-        ),
+        num_draft_tokens=options.num_draft_tokens,
+        calibration_seconds=options.calibration_seconds,
+        budget=options.make_budget(config, target, hybrid_sources(drafter.sources)),
     )
-    recorder = recording.recorder(target, drafter.features)
-    if recorder is not None:
-        worker.record(recorder)
+    recording = FeatureRingOptions.of(options.feature_ring)
+    worker.record(recording.recorder(target, drafter.features))
     return worker

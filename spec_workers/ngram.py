@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,13 +11,12 @@ from ngram_native import Source
 from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
-from rollout.types import MAX_TREE_NODES, Batch, DraftTrees, Request, Scheduled
-from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
-from spec_workers.budget.cost_run import calibrate
+from rollout.types import Batch, DraftTrees, Request, Scheduled
+from spec_workers.budget import DraftBudget
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
-from spec_workers.options import check_budget, check_number
+from spec_workers.options import CorpusOptions, takes
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -46,13 +44,12 @@ class NgramWorker(SpecWorker):
         calibration_seconds: float,
         budget: DraftBudget,
     ) -> None:
-        """See `build` for the options."""
-        super().__init__(target, budget)
+        """See `CorpusOptions`."""
+        super().__init__(target, budget, calibration_seconds=calibration_seconds)
         self._draft_corpus = draft_corpus
         draft_corpus.join(target.ranks.tensor)
         self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
-        self._calibration_seconds = calibration_seconds
         self._feed = draft_corpus.feed
         self._fed_version = self.weights.version
 
@@ -114,10 +111,6 @@ class NgramWorker(SpecWorker):
         """How many first nodes of the corpus's proposal were verified, for each entry."""
         return [result.num_drafted for result in step.results]
 
-    def begin(self, learned: Mapping[str, Any]) -> None:
-        super().begin(learned)
-        calibrate(self.target, self.budget, self._calibration_seconds)
-
     def release(self, request: Request) -> None:
         super().release(request)
         self._feed.leave(request)
@@ -129,61 +122,31 @@ class NgramWorker(SpecWorker):
         return super().counters() | own
 
 
-def build(
-    config: EngineConfig,
-    progress: Progress | None = None,
-    *,
-    num_draft_tokens: int = 16,
-    budget: str = "learned",
-    min_probability: float = 0.02,
-    calibration_seconds: float = 1.0,
-    corpus_bytes: int = 256 << 20,
-    corpus_path: str | None = None,
-    external_corpora: Mapping[str, str] | None = None,
-    max_external_bytes: int = 1 << 30,
-    max_external_tokens: int = 1 << 24,
-) -> NgramWorker:
+@takes(CorpusOptions)
+def build(config: EngineConfig, progress: Progress | None, options: CorpusOptions) -> NgramWorker:
     """A worker with a corpus of its own.
 
-    Args:
-        progress: told how far the weights are read.
-        num_draft_tokens: most draft nodes per request and step.
-        budget: ``learned``: as many as pay, none where none do. ``fixed``: as many as there are.
-        min_probability: nodes less likely to be accepted are never drafted.
-        calibration_seconds: for timing a few forwards as the engine starts, where no earlier run
-            left its cost curve; 0: none, the curve is learned from the steps alone.
-        corpus_bytes: bound on the corpus of rollouts and its index.
-        corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
-        external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
-            Loaded in the background from the first step on; one that ``corpus_path`` holds
-            under such a name makes way.
-        max_external_bytes: bound on all external corpora together, loading ones included.
-        max_external_tokens: likewise, tokens.
-
-    Raises InvalidInputError, naming the option; OSError for a ``corpus_path`` that cannot be read.
+    ``progress`` is told how far the weights are read. Raises InvalidInputError, naming the option;
+    OSError for a ``corpus_path`` that cannot be read.
     """
-    # Before the model, which may take minutes to load: mistakes show at once.
-    check_budget(budget)
-    check_number("min_probability", min_probability, 1)
-    check_number("calibration_seconds", calibration_seconds, 3600)
-    check_number("num_draft_tokens", num_draft_tokens, MAX_TREE_NODES - 1, int)
-    draft_corpus = NgramCorpus(
-        ModelSpec.read(Path(config.model.path)).vocab_size,
-        corpus_bytes=corpus_bytes,
-        max_external_bytes=max_external_bytes,
-        max_external_tokens=max_external_tokens,
-        configured={} if external_corpora is None else external_corpora,
-        corpus_path=corpus_path,
-    )
-    target = TargetWorker(config, progress, draft_nodes=num_draft_tokens)
+    corpus = open_corpus(config, options)
+    target = TargetWorker(config, progress, draft_nodes=options.num_draft_tokens)
     return NgramWorker(
         target,
-        draft_corpus,
-        num_draft_tokens=num_draft_tokens,
-        calibration_seconds=calibration_seconds,
-        budget=(
-            FixedBudget(min_probability)
-            if budget == "fixed"
-            else LearnedBudget.for_target(target, SOURCES, min_probability)
-        ),
+        corpus,
+        num_draft_tokens=options.num_draft_tokens,
+        calibration_seconds=options.calibration_seconds,
+        budget=options.make_budget(config, target, SOURCES),
+    )
+
+
+def open_corpus(config: EngineConfig, options: CorpusOptions) -> NgramCorpus:
+    """The corpus of a worker, before its target is loaded. Raises as `CorpusOptions` says."""
+    return NgramCorpus(
+        ModelSpec.read(Path(config.model.path)).vocab_size,
+        corpus_bytes=options.corpus_bytes,
+        max_external_bytes=options.max_external_bytes,
+        max_external_tokens=options.max_external_tokens,
+        configured={} if options.external_corpora is None else options.external_corpora,
+        corpus_path=options.corpus_path,
     )

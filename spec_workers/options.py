@@ -1,9 +1,159 @@
-"""Checks of workers' options, before a model is loaded."""
+"""The options of workers, checked before a model is loaded, which may take minutes."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, TypeVar
+
+from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import InvalidInputError
+from rollout.models.loader import Progress
 from rollout.types import MAX_TREE_NODES
+from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
+from spec_workers.features.feature_recorder import FeatureRingOptions
+from spec_workers.target import TargetWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecOptions:
+    """The options of every worker that drafts. conf/spec/*.yaml has them with each worker's own.
+
+    Args:
+        num_draft_tokens: most draft nodes per request and step, the root excluded. Elsewhere
+            speculative_num_draft_tokens, which counts the root too.
+        budget: ``learned``: as many of them as pay, none where none do. ``fixed``: all of them.
+        min_probability: nodes less likely to be accepted are never drafted.
+        calibration_seconds: for timing a few forwards as the engine starts, where no earlier run
+            left its cost curve; 0: none, the curve is learned from the steps alone.
+
+    Raises InvalidInputError, naming the option.
+    """
+
+    num_draft_tokens: int = 16
+    budget: str = "learned"
+    min_probability: float = 0.02
+    calibration_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, str) or self.budget not in ("learned", "fixed"):
+            raise InvalidInputError("spec.budget", self.budget, "must be learned or fixed")
+        check_number("min_probability", self.min_probability, 1)
+        check_number("calibration_seconds", self.calibration_seconds, 3600)
+        check_number("num_draft_tokens", self.num_draft_tokens, MAX_TREE_NODES - 1, int)
+
+    def runs_in_lockstep(self, config: EngineConfig) -> bool:
+        """Whether every step enters the same forwards, whatever the batch."""
+        return False
+
+    def make_budget(
+        self, config: EngineConfig, target: TargetWorker, sources: Sequence[str]
+    ) -> DraftBudget:
+        """The budget of a worker. ``sources``: names of the values of ``DraftTrees.sources_N``.
+
+        Ranks in lockstep take what their drafts propose: nothing may depend on one's batch.
+        """
+        if self.budget == "fixed" or self.runs_in_lockstep(config):
+            return FixedBudget(self.min_probability)
+        return LearnedBudget.for_target(target, sources, self.min_probability)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusOptions(SpecOptions):
+    """The options of a worker with a corpus, beside those of every worker.
+
+    Args:
+        corpus_bytes: bound on the corpus of rollouts and its index.
+        corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
+        external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
+            Loaded in the background from the first step on; one that ``corpus_path`` holds
+            under such a name makes way.
+        max_external_bytes: bound on all external corpora together, loading ones included.
+        max_external_tokens: bound on the tokens of all external corpora together.
+
+    Raises InvalidInputError, naming the option; OSError for a ``corpus_path`` that cannot be read.
+    """
+
+    corpus_bytes: int = 256 << 20
+    corpus_path: str | None = None
+    external_corpora: Mapping[str, str] | None = None
+    max_external_bytes: int = 1 << 30
+    max_external_tokens: int = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuralOptions(SpecOptions):
+    """The options of a worker with a neural draft, beside those of every worker.
+
+    Args:
+        draft_path: the folder of an EAGLE draft or of an MTP chain; default: the chain of the
+            target's own checkpoint.
+        num_steps: depth of a draft tree; default: 4 of an EAGLE draft, of a chain as many as it
+            has networks. Beyond those the last one is run again, with keys and values of its own.
+            Elsewhere: speculative_num_steps.
+        topk: most children of a node, and most nodes of a level that are expanded; 1: a chain of
+            tokens. Default: 4 of an EAGLE draft, 1 of an MTP chain. Elsewhere:
+            speculative_eagle_topk.
+        frozen: a trainer's stream to selector ``all`` leaves the draft alone. Only a trainer that
+            sends the draft with the target, by the checkpoint's names, wants it otherwise.
+        lockstep: run the same forwards in every step, whatever the batch, so that ranks with
+            collectives in them stay together; the budget is fixed then.
+        feature_ring: `FeatureRingOptions`: record what the draft reads, for whoever trains it.
+
+    Raises InvalidInputError, naming the option.
+    """
+
+    draft_path: str | None = None
+    num_steps: int | None = None
+    topk: int | None = None
+    frozen: bool = True
+    lockstep: bool = False
+    feature_ring: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_steps is not None:
+            check_number("num_steps", self.num_steps, MAX_TREE_NODES - 1, int, minimum=1)
+        FeatureRingOptions.of(self.feature_ring)
+
+    def runs_in_lockstep(self, config: EngineConfig) -> bool:
+        return self.lockstep or config.parallel.mode is ParallelMode.lockstep
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridOptions(NeuralOptions, CorpusOptions):
+    """The options of a worker with a corpus and a neural draft: those of both."""
+
+
+Options = TypeVar("Options", bound=SpecOptions)
+Built = TypeVar("Built")
+
+
+def takes(
+    options: type[Options],
+) -> Callable[[Callable[[EngineConfig, Progress | None, Options], Built]], Callable[..., Built]]:
+    """Make a worker's `build` take these options as keyword arguments, as conf/spec names them."""
+
+    def decorated(
+        build: Callable[[EngineConfig, Progress | None, Options], Built],
+    ) -> Callable[..., Built]:
+        @wraps(build)
+        def built(config: EngineConfig, progress: Progress | None = None, **given: Any) -> Built:
+            return build(config, progress, options(**given))
+
+        named = [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+            for field in fields(options)
+        ]
+        config, progress, _ = inspect.signature(build).parameters.values()
+        built.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [config, progress.replace(default=None), *named]
+        )
+        return built
+
+    return decorated
 
 
 def check_number(
@@ -22,11 +172,6 @@ def check_number(
         raise InvalidInputError(
             f"spec.{name}", value, f"must be {noun} in [{minimum:g}, {maximum:g}]"
         )
-
-
-def check_budget(value: object) -> None:
-    if not isinstance(value, str) or value not in ("learned", "fixed"):
-        raise InvalidInputError("spec.budget", value, "must be learned or fixed")
 
 
 def check_topk(topk: object, num_steps: int) -> None:

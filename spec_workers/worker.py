@@ -30,6 +30,7 @@ from rollout.types import (
 )
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget, Verified
+from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_tree import only_roots
 from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.observation import Observation
@@ -50,13 +51,20 @@ class SpecWorker:
     came of its last drafts. Features a forward kept are gone by then."""
 
     def __init__(
-        self, target: TargetWorker, budget: DraftBudget | None = None, *, lockstep: bool = False
+        self,
+        target: TargetWorker,
+        budget: DraftBudget | None = None,
+        *,
+        lockstep: bool = False,
+        calibration_seconds: float = 0.0,
     ) -> None:
-        """``budget``: how many draft nodes are verified; default: all that are proposed."""
+        """``budget``: how many draft nodes are verified; default: all that are proposed. For the
+        others see `SpecOptions`."""
         self.target = target
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
+        self._calibration_seconds = calibration_seconds
         self.drafting_is_steady = True  # the timing of the last step's drafts
         self._timers = StepTimers(self.model_device)
         # Ranks learn at once: between their steps one may be asked what it learned, others not.
@@ -151,7 +159,7 @@ class SpecWorker:
                 with timer.booking():
                     results = self._accept(batch, read)
                     self.target.commit(batch, results)
-                    step = self._recorded(batch, verified, forwarded, results)
+                    step = self._observation(batch, verified, forwarded, results)
                 with timer.drafting():
                     self.observe(step)
             times = agreed_times(self.ranks.tensor, timer.end())
@@ -197,7 +205,7 @@ class SpecWorker:
             check_results(self.ranks.tensor, batch, results)
         return results
 
-    def _recorded(
+    def _observation(
         self, batch: Batch, verified: Verified, forwarded: Forwarded, results: list[EntryResult]
     ) -> Observation:
         """The step as `observe` is told of it, its features recorded."""
@@ -242,9 +250,10 @@ class SpecWorker:
         if self.recorder is not None:
             self.recorder.release(request)
 
-    def record(self, recorder: FeatureRecorder) -> None:
-        """Keep features of what is rolled out from the next step on, whatever is drafted."""
-        self.target.runner.features |= recorder.ring.features
+    def record(self, recorder: FeatureRecorder | None) -> None:
+        """Record features of what is rolled out from the next step on, whatever is drafted."""
+        if recorder is not None:
+            self.target.runner.features |= recorder.ring.features
         self.recorder = recorder
 
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
@@ -272,6 +281,7 @@ class SpecWorker:
         """Go on from what an earlier engine learned. Raises ValueError for what is none of it."""
         self._learning.catch_up()
         self.budget.restore(learned)
+        calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:
         self._learning.catch_up()

@@ -11,7 +11,6 @@ Legend: G trees, L levels, R rows of logits, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +21,11 @@ from rollout.ops.uniforms.reference import noise
 from rollout.runner.model_runner import Forwarded
 from rollout.runner.transfers import upload
 from rollout.types import Batch, DraftTrees, Request
-from spec_workers.neural.device_guesses import DeviceGuessed, Tensors
-from spec_workers.neural.device_proposal import DeviceProposer, TreesToGrow
-from spec_workers.neural.eagle_drafter import EagleDrafter
-from spec_workers.neural.guesses import Guesser, HostGuesses
+from spec_workers.neural.arrays import Arrays
+from spec_workers.neural.drafter import NeuralDrafter
+from spec_workers.neural.guesses import Guesses
+from spec_workers.neural.shared_noise import Tensors
+from spec_workers.neural.tree_proposer import TreesToGrow
 from spec_workers.target import TargetWorker
 
 Said = Callable[[Sequence[Request], NDArray[np.int64]], NDArray[np.int64]]
@@ -67,7 +67,7 @@ def force_target(target: TargetWorker, recording: Recording) -> None:
     target.verify = forced  # type: ignore[method-assign]
 
 
-def force_draft(drafter: EagleDrafter, recording: Recording, hit_rate: float) -> None:
+def force_draft(drafter: NeuralDrafter, recording: Recording, hit_rate: float) -> None:
     """From now on the draft is sure of a token, which is the recorded one in ``hit_rate`` of all
     positions."""
 
@@ -77,36 +77,12 @@ def force_draft(drafter: EagleDrafter, recording: Recording, hit_rate: float) ->
         recorded_R = np.array([recording.at(*place) for place in places], dtype=np.int64)
         return np.where(noise(ids_R, positions_R) < hit_rate, recorded_R, 0)
 
-    _force_host(drafter._guesser, said)
-    if drafter._proposer is not None:
-        _force_device(drafter._proposer, said)
-
-
-def _force_host(guesser: Guesser, said: Said) -> None:
-    children = guesser.children
-
-    def forced(
-        guesses: HostGuesses,
-        logits_RD: torch.Tensor,
-        trees_R: NDArray[np.int64],
-        depths_R: NDArray[np.int64],
-    ) -> Any:
-        entries = [guesses.batch.entries[guesses.entries_G[tree]] for tree in trees_R.tolist()]
-        ends_R = np.array([entry.end for entry in entries], dtype=np.int64)
-        said_R = said([entry.request for entry in entries], ends_R + depths_R)
-        with torch.inference_mode():
-            _make_certain(logits_RD, said_R % logits_RD.shape[1])
-        return children(guesses, logits_RD, trees_R, depths_R)
-
-    guesser.children = forced  # type: ignore[method-assign]
-
-
-def _force_device(proposer: DeviceProposer, said: Said) -> None:
-    """What is said of all depths is sent along, for levels are launched without a read between."""
-    inputs, guesser = proposer._inputs, proposer._device_guesser
-    children = guesser.children
+    proposer, guesser = drafter._proposer, drafter._guesser
+    inputs, children = proposer._inputs, guesser.children
 
     def with_said(wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
+        """What is said of all depths is sent along: on a GPU levels are launched without a read
+        between."""
         entries = [wanted.batch.entries[b] for b in wanted.entries_G]
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         said_GL = np.zeros((len(entries) + padding, proposer._num_steps), dtype=np.int64)
@@ -115,10 +91,16 @@ def _force_device(proposer: DeviceProposer, said: Said) -> None:
             said_GL[: len(entries), depth] = said_G
         return {"said": said_GL} | inputs(wanted, padding)
 
-    def forced(logits_RD: torch.Tensor, tensors: Tensors, depth: int) -> DeviceGuessed:
-        said_G = tensors["said"][:, depth] % logits_RD.shape[1]
-        said_R1 = said_G[:, None].expand(-1, len(logits_RD) // len(said_G)).reshape(-1, 1)
-        return children(logits_RD.scatter(1, said_R1, _CERTAIN), tensors, depth)
+    def forced(
+        arrays: Arrays,
+        logits_RD: torch.Tensor,
+        tensors: Tensors,
+        trees_R: torch.Tensor,
+        depth: int,
+    ) -> Guesses:
+        said_R1 = tensors["said"][trees_R, depth][:, None] % logits_RD.shape[1]
+        certain_RD = logits_RD.scatter(1, said_R1, _CERTAIN)
+        return children(arrays, certain_RD, tensors, trees_R, depth)
 
     proposer._inputs = with_said  # type: ignore[method-assign]
     guesser.children = forced  # type: ignore[assignment,method-assign]

@@ -15,7 +15,7 @@ from replay_bench.forced import Recording, force_draft, force_target
 from replay_bench.roofline import Ceilings
 from replay_bench.shapes import Shape, send_random_weights
 from rollout import RolloutEngine, SamplingParams
-from spec_workers.neural.eagle_drafter import EagleDrafter
+from spec_workers.neural.drafter import NeuralDrafter
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ def replay(
     send_random_weights(engine, worker.target.model.weight_loaders())
     recording = Recording(trace)
     force_target(worker.target, recording)
-    if isinstance(drafter := getattr(worker, "drafter", None), EagleDrafter):
+    if isinstance(drafter := getattr(worker, "drafter", None), NeuralDrafter):
         force_draft(drafter, recording, hit_rate)
     result = Replayed()
     chosen = waves(trace, active, num_waves)

@@ -1,1 +1,1 @@
-"""Drafts by networks: their KV, how their trees grow, and what their guesses are worth."""
+"""Drafts by networks: their KV, how their trees grow, and how far their guesses are trusted."""

@@ -1,113 +1,108 @@
-"""Draft-extend: what the target computed in a step, as rows a draft can run, and tree roots.
+"""Draft-extend: what the target computed in a step, as rows that a chain of runners can run.
 
-Legend: B entries, T rows, R rows that trees grow from, Q rows of ``req_to_token``, E hidden.
+Row i of runner k joins token i + k + 1 to a hidden state of position i: for runner 0 the target's,
+for others what runner k - 1 gave there. So runner k ends k positions before the last known token,
+and goes on where it ended: at a position whose row of runner k - 1 is in general one of those
+stored in `DraftState`.
+
+Legend: B entries, T rows, K tokens a row depends on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from rollout.types import Request, Scheduled
+from spec_workers.draft_tree import offsets_of, places_within
 from spec_workers.neural.draft_runner import KnownRuns
 from spec_workers.observation import Observation, runs_prompt
 
 
-@dataclass(kw_only=True, slots=True)
-class Extension:
-    """Every computed position whose next token is known, and where the sequences go on."""
+class DraftExtension:
+    """The runs of the first runner, then of the next.
 
-    runs: KnownRuns  # one for each entry, T rows in all
-    query_rows_T: NDArray[np.int64]  # of the target's forward
-    entries_R: list[int]  # those that will run their last token next
-    last_rows_R: NDArray[np.int64]  # of T: each one's last, behind which comes that token
-    ends_R: NDArray[np.int64]  # tokens of their sequences, the emitted ones included
+    ``runs``: every computed position whose next token is known: committed tokens, then the accepted
+    nodes; finished requests' too, for what they leave in the prefix cache. ``sources_T``: where
+    each row's hidden state is: a row of the runner before, for the first one of the target's
+    forward; behind the T' rows of the runner before stand the stored ones of the B entries.
+    """
 
-    @staticmethod
-    def of(step: Observation, *, prompts_alone: bool = False) -> Extension:
-        """Runs of committed tokens, then the accepted nodes: finished requests' too, for what they
-        leave in the prefix cache. ``prompts_alone``: of those that run a prompt."""
+    def __init__(self, step: Observation, num_runners: int, *, prompts_alone: bool = False) -> None:
+        """``prompts_alone``: only of entries that run a prompt."""
         following: list[int] = []
         query_rows: list[int] = []
         lens: list[int] = []
-        entries, last_rows, ends = [], [], []
         first_rows = step.forwarded.offsets_B1.tolist()
         for b, (entry, result) in enumerate(zip(step.batch.entries, step.results, strict=True)):
             if prompts_alone and not runs_prompt(entry):
                 lens.append(0)
                 continue
-            request, path = entry.request, result.path
-            tokens = request.tokens[entry.start + 1 : entry.end + 1] + result.token_ids
+            tokens = entry.request.tokens[entry.start + 1 : entry.end + 1] + result.token_ids
             following += tokens
             # Without a token behind it, as where the logits were broken, the root is not run.
             run_len = min(entry.run_len, len(tokens))
             query_rows += range(first_rows[b], first_rows[b] + run_len)
-            query_rows += [first_rows[b] + entry.run_len - 1 + node for node in path]
-            lens.append(run_len + len(path))
-            end = len(request.tokens) + len(result.token_ids)
-            if result.finish_reason is None and entry.start + lens[-1] == end - 1:
-                entries.append(b)
-                last_rows.append(len(query_rows) - 1)
-                ends.append(end)
-        runs = KnownRuns(
-            rows_B=np.array([entry.request.row for entry in step.batch.entries], dtype=np.int64),
-            starts_B=np.array([entry.start for entry in step.batch.entries], dtype=np.int64),
+            query_rows += [first_rows[b] + entry.run_len - 1 + node for node in result.path]
+            lens.append(run_len + len(result.path))
+        entries = step.batch.entries
+        self.runs = KnownRuns(
+            rows_B=np.array([entry.request.row for entry in entries], dtype=np.int64),
+            starts_B=np.array([entry.start for entry in entries], dtype=np.int64),
             lens_B=np.array(lens, dtype=np.int64),
             next_TK=np.array(following, dtype=np.int32)[:, None],
-            tokens_B=[entry.request.tokens for entry in step.batch.entries],
+            tokens_B=[entry.request.tokens for entry in entries],
         )
-        return Extension(
-            runs=runs,
-            query_rows_T=np.array(query_rows, dtype=np.int64),
-            entries_R=entries,
-            last_rows_R=np.array(last_rows, dtype=np.int64),
-            ends_R=np.array(ends, dtype=np.int64),
+        self.sources_T: NDArray[np.int64] = np.array(query_rows, dtype=np.int64)
+        self._runner = 0
+        if num_runners > 1:
+            self._lay_out_tails(step, num_runners)
+
+    def _lay_out_tails(self, step: Observation, num_runners: int) -> None:
+        """Tokens at [from, known), as far as a later runner may ask for them, one entry behind the
+        other."""
+        self._from_B = np.maximum(self.runs.starts_B - (num_runners - 1), 0)
+        tails = [
+            entry.request.tokens[begin : entry.end + num_runners] + result.token_ids
+            for entry, result, begin in zip(
+                step.batch.entries, step.results, self._from_B.tolist(), strict=True
+            )
+        ]
+        lens_B = np.array([len(tail) for tail in tails], dtype=np.int64)
+        self._known_B = self._from_B + lens_B
+        self._tails = np.array([token for tail in tails for token in tail], dtype=np.int32)
+        self._tail_offsets_B = offsets_of(lens_B)[:-1]
+
+    @property
+    def ends_B(self) -> NDArray[np.int64]:
+        """The position behind each run."""
+        return self.runs.starts_B + self.runs.lens_B
+
+    def advance(self, before_B: NDArray[np.int64], own_B: NDArray[np.int64]) -> None:
+        """To the next runner.
+
+        Args:
+            before_B: last position stored of the runner that was current, -1 for none.
+            own_B: last position stored of the runner that becomes it, -1 for none.
+        """
+        previous, runner = self.runs, self._runner + 1
+        behind_B = previous.starts_B - 1
+        carries_B = (before_B == behind_B) & (own_B != behind_B) & (behind_B >= 0)
+        starts_B = previous.starts_B - carries_B
+        ends_B = np.minimum(self.ends_B, self._known_B - 1 - runner)
+        lens_B = np.maximum(ends_B - starts_B, 0)
+        entries_T = np.repeat(np.arange(len(lens_B)), lens_B)
+        positions_T = starts_B[entries_T] + places_within(lens_B)
+        first_T = self._tail_offsets_B[entries_T] + positions_T - self._from_B[entries_T] + 1
+        offsets_B1 = offsets_of(previous.lens_B)
+        within_T = positions_T - previous.starts_B[entries_T]
+        self.sources_T = np.where(
+            within_T < 0, offsets_B1[-1] + entries_T, offsets_B1[:-1][entries_T] + within_T
         )
-
-
-class DraftRoots:
-    """The draft's hidden state of each running request at its last known position.
-
-    Kept by row of ``req_to_token``, so there are never more than requests may run. One is told by
-    its request and by how long the sequence was: after a step without draft-extend there is none.
-    """
-
-    def __init__(self, rows: int, hidden_size: int, like: torch.Tensor) -> None:
-        """``like``: a tensor whose dtype and device the hidden states have."""
-        self._hidden_QE = like.new_zeros((rows, hidden_size))
-        self._requests_Q = np.full(rows, -1, dtype=np.int64)
-        self._ends_Q = np.zeros(rows, dtype=np.int64)
-
-    def keep(
-        self,
-        requests: Sequence[Request],
-        ends_R: NDArray[np.int64],
-        rows_R: torch.Tensor,
-        hidden_RE: torch.Tensor,
-    ) -> None:
-        """``ends_R``: tokens of each sequence, those included that the scheduler will append;
-        ``rows_R``: the requests' rows, where the hidden states are."""
-        self._hidden_QE.index_copy_(0, rows_R, hidden_RE)
-        rows = [request.row for request in requests]
-        self._requests_Q[rows] = [request.request_id for request in requests]
-        self._ends_Q[rows] = ends_R
-
-    def has(self, entry: Scheduled) -> bool:
-        """Whether the entry runs its last token alone, and the state before it is kept."""
-        row, request_id = entry.request.row, entry.request.request_id
-        is_its_own = bool(self._requests_Q[row] == request_id)
-        return entry.run_len == 1 and is_its_own and bool(self._ends_Q[row] == entry.end)
-
-    def hidden(self, rows_R: torch.Tensor) -> torch.Tensor:
-        """[R, E], as a copy; int64 rows, where the hidden states are."""
-        return self._hidden_QE[rows_R]
-
-    def forget(self) -> None:
-        self._requests_Q[:] = -1
-
-    def forget_request(self, request: Request) -> None:
-        self._requests_Q[self._requests_Q == request.request_id] = -1
+        self.runs = KnownRuns(
+            rows_B=previous.rows_B,
+            starts_B=starts_B,
+            lens_B=lens_B,
+            next_TK=self._tails[first_T[:, None] + np.arange(runner + 1)],
+            tokens_B=previous.tokens_B,
+        )
+        self._runner = runner

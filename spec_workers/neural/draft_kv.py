@@ -141,20 +141,20 @@ class DraftKv:
         is_same_B = last_B == self._memory.req_to_token.table[rows_B, self._last_Q[rows_B]]
         return ~is_targets_B | is_same_B & self._is_current(np.where(is_targets_B, last_B, 0))
 
-    def place(self, rows_B: NDArray[np.int64], lens_B: NDArray, slots_T: NDArray) -> None:
-        """Put slots about to be written behind those in the table; they count once `keep` says."""
+    def append(self, rows_B: NDArray[np.int64], lens_B: NDArray, slots_T: NDArray) -> None:
+        """Put slots about to be written behind those in the table; they count from `commit` on."""
         columns_T = np.repeat(self.lens_Q[rows_B], lens_B) + places_within(lens_B)
         self.table[np.repeat(rows_B, lens_B), columns_T] = slots_T
         self.unchanged_Q[rows_B] = np.minimum(self.unchanged_Q[rows_B], self.lens_Q[rows_B])
 
-    def keep(
+    def commit(
         self,
         rows_B: NDArray[np.int64],
         lens_B: NDArray,
         slots_T: NDArray,
         next_TK: NDArray[np.int32],
     ) -> None:
-        """The slots placed last hold the draft's keys and values, with these next tokens read."""
+        """The slots appended last hold the draft's keys and values, with these next tokens read."""
         is_target_T = slots_T < self.first_private
         slots_T, next_TK = slots_T[is_target_T], next_TK[is_target_T]
         self._next_SK[slots_T] = next_TK

@@ -1,6 +1,6 @@
 """One draft network with keys and values of its own: known positions, and nodes of a tree.
 
-Legend: B requests, Q rows of ``req_to_token``, C places in a row; T query rows, N tree nodes, K
+Legend: B requests, Q rows of ``req_to_token``, C slots that changed; T query rows, N tree nodes, K
 next tokens noted per slot, E hidden.
 """
 
@@ -29,30 +29,32 @@ class DraftTable:
     each row that did not. On the CPU a view, and nothing is sent.
     """
 
-    def __init__(self, kv: DraftKv, device: torch.device) -> None:
+    def __init__(self, kv: DraftKv, device: torch.device, name: str) -> None:
+        """``name``: tells its changes from those of other tables that are sent with them."""
         self._kv = kv
+        self._index, self._slots = f"{name}_index", f"{name}_slots"
         self._is_view = not gpu.runs_on(device)
         table = torch.from_numpy(kv.table)
         self.tensor = table if self._is_view else torch.zeros_like(table, device=device)
 
     def changes(self, rows_B: NDArray[np.int64], ends_B: NDArray) -> dict[str, NDArray]:
         """The changes that make the device hold columns [0, end) of the rows, each named once:
-        ``table_places`` int64 [C], flat, and ``table_slots`` int32 [C]."""
+        flat indices, int64 [C], and slots, int32 [C]."""
         if self._is_view:
             return {}
         table = self._kv.table
         first_B = np.minimum(self._kv.unchanged_Q[rows_B], ends_B)
         lens_B = ends_B - first_B
-        places_C = places_within(lens_B) + np.repeat(rows_B * table.shape[1] + first_B, lens_B)
-        return {"table_places": places_C, "table_slots": table.reshape(-1)[places_C]}
+        index_C = places_within(lens_B) + np.repeat(rows_B * table.shape[1] + first_B, lens_B)
+        return {self._index: index_C, self._slots: table.reshape(-1)[index_C]}
 
     def apply(
         self, tensors: dict[str, torch.Tensor], rows_B: NDArray[np.int64], ends_B: NDArray
     ) -> None:
-        """``tensors``: the changes of these rows, on the device."""
+        """Apply the changes of these rows, which are among ``tensors``, on the device."""
         if self._is_view:
             return
-        self.tensor.view(-1).index_copy_(0, tensors["table_places"], tensors["table_slots"])
+        self.tensor.view(-1).index_copy_(0, tensors[self._index], tensors[self._slots])
         self._kv.unchanged_Q[rows_B] = np.maximum(self._kv.unchanged_Q[rows_B], ends_B)
 
 
@@ -89,17 +91,24 @@ class DraftRunner:
     """Runs one DraftModel. Its KV, ``req_to_token`` and plans are its own."""
 
     def __init__(
-        self, model: DraftModel, kv: DraftKv, *, minimum_rows: int, nodes_per_tree: int
+        self,
+        model: DraftModel,
+        kv: DraftKv,
+        *,
+        number: int = 0,
+        minimum_rows: int,
+        nodes_per_tree: int,
     ) -> None:
         """
         Args:
+            number: of the runner in its chain.
             kv: with scratch slots for ``nodes_per_tree`` nodes of each band in use.
             minimum_rows: fewer are padded: the processor's products of fewer are slower.
         """
         self.model = model
         self.kv = kv
         self.nodes_per_tree = nodes_per_tree
-        self.table = DraftTable(kv, model.device)
+        self.table = DraftTable(kv, model.device, f"table_{number}")
         self._minimum_rows = minimum_rows
 
     @torch.inference_mode()
@@ -112,7 +121,7 @@ class DraftRunner:
         kv.follow(rows_B, runs.starts_B, runs.tokens_B)
         positions_T = np.repeat(runs.starts_B, lens_B) + places_within(lens_B)
         slots_T = kv.slots_of(rows_B, lens_B, positions_T)
-        kv.place(rows_B, lens_B, slots_T)
+        kv.append(rows_B, lens_B, slots_T)
         used = lens_B > 0  # a plan has no empty runs
         plan = self._plan(
             rows_B=rows_B[used],
@@ -121,7 +130,7 @@ class DraftRunner:
             query_lens_B=lens_B[used],
         )
         hidden_TE = self._run(plan, runs.next_TK[:, -1], hidden_TE, positions_T, slots_T)
-        kv.keep(rows_B, lens_B, slots_T, runs.next_TK)
+        kv.commit(rows_B, lens_B, slots_T, runs.next_TK)
         return hidden_TE
 
     @torch.inference_mode()

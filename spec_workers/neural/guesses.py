@@ -1,13 +1,12 @@
 """The guesses of a draft behind each node, and what it learns from how they turned out.
 
-Legend: G trees, R rows of logits, D draft vocabulary, C candidates, W children, K components.
+Legend: R rows of logits, D draft vocabulary, C candidates, W children, K components.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,92 +15,62 @@ from numpy.typing import NDArray
 
 from rollout.runner.transfers import download
 from rollout.types import Batch, EntryResult
-from spec_workers.neural.mixture import CONTEXTS, LearnedMixture, Reliability
-from spec_workers.neural.shared_noise import CANDIDATES, Candidates, SharedNoise
-from spec_workers.neural.tree_growth import Expansion
+from spec_workers.neural.arrays import Array, Arrays
+from spec_workers.neural.mixture import (
+    LearnedMixture,
+    Reliability,
+    Tables,
+    contexts,
+    corrected,
+    depth_bucket,
+    mixed,
+)
+from spec_workers.neural.shared_noise import (
+    CANDIDATES,
+    Candidates,
+    Tensors,
+    component_probabilities,
+    component_tables,
+    drawn_from,
+    likeliest,
+)
 
+_TABLES = ("weights", "ratios", "knots", "widths", "sharpness")
 _STEPS_AT_ONCE = 2
 """That may be under way: guesses of older ones are not waited for."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(kw_only=True, slots=True)
+class Guesses:
+    """The children of rows, and the candidates they were chosen from."""
+
+    tokens_RW: Array  # int64, of the target's vocabulary
+    probs_RW: Array  # float32, the most probable first
+    found: Candidates
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Cases:
-    """Guesses of some rows, as the mixture and the reliability learn from them."""
+    """Guesses of rows along the path of the tokens emitted, and the token that came at each."""
 
-    contexts_R: NDArray[np.int64]
-    components_RCK: NDArray[np.float32]
-    tokens_RC: NDArray[np.int64]
-    estimates_RC: NDArray[np.float32]  # by the mixture
-
-    @staticmethod
-    def joined(parts: Sequence[Cases]) -> Cases:
-        return Cases(
-            np.concatenate([each.contexts_R for each in parts]),
-            np.concatenate([each.components_RCK for each in parts]),
-            np.concatenate([each.tokens_RC for each in parts]),
-            np.concatenate([each.estimates_RC for each in parts]),
-        )
-
-    def of_rows(self, rows: list[int]) -> Cases:
-        return Cases(
-            self.contexts_R[rows],
-            self.components_RCK[rows],
-            self.tokens_RC[rows],
-            self.estimates_RC[rows],
-        )
+    found: Candidates  # on the host
+    depths_R: NDArray[np.int64]
+    came_R: NDArray[np.int64]
 
 
-class Guesses(Protocol):
-    """The guesses of one step."""
+class Proposed(Protocol):
+    """A proposal whose guesses can be learned from."""
 
     @property
     def batch(self) -> Batch: ...
 
-    def followed(self, results: list[EntryResult]) -> tuple[Cases, list[int]] | None:
-        """The nodes along the path of the tokens emitted, and at each the token that came; None:
-        there were none."""
+    def followed(self, results: list[EntryResult]) -> Cases | None:
+        """The guesses along the path of the tokens emitted; None: there were none."""
         ...
 
 
-@dataclass(slots=True, eq=False)
-class HostGuesses:
-    """Guesses made level by level."""
-
-    batch: Batch
-    entries_G: list[int]  # of the batch: where trees grow
-    noise: SharedNoise
-    ends_G: NDArray[np.int64]
-    guessed: list[Cases] = field(default_factory=list)
-    levels: list[Expansion] = field(default_factory=list)  # all but the roots
-
-    def rows_below(self) -> dict[tuple[int, int], int]:
-        """(Row of a node, token of a child that was run too) -> the child's row."""
-        found: dict[tuple[int, int], int] = {}
-        above, first = 0, len(self.entries_G)
-        for level in self.levels:
-            parents = (above + level.parent_rows_F).tolist()
-            keys = zip(parents, level.tokens_F.tolist(), strict=True)
-            found.update(zip(keys, range(first, first + len(parents)), strict=True))
-            above, first = first, first + len(parents)
-        return found
-
-    def followed(self, results: list[EntryResult]) -> tuple[Cases, list[int]] | None:
-        rows_below = self.rows_below()
-        rows: list[int] = []
-        tokens: list[int] = []
-        for tree, b in enumerate(self.entries_G):
-            row: int | None = tree
-            for token in results[b].token_ids:
-                if row is None:
-                    break
-                rows.append(row)
-                tokens.append(token)
-                row = rows_below.get((row, token))
-        return (Cases.joined(self.guessed).of_rows(rows), tokens) if rows else None
-
-
 class Guesser:
-    """Turns logits into children and their probabilities."""
+    """Turns logits into children and their probabilities, on the CPU or a device."""
 
     def __init__(self, topk: int, token_ids_D: torch.Tensor | None) -> None:
         """
@@ -110,77 +79,86 @@ class Guesser:
             token_ids_D: the target's token of each of the draft's; None: the same.
         """
         self._topk = topk
-        self.token_ids_D = token_ids_D
-        self._token_ids_D = None if token_ids_D is None else download({"ids": token_ids_D})["ids"]
+        self._token_ids_D = token_ids_D
+        self._host_ids_D = None if token_ids_D is None else download({"ids": token_ids_D})["ids"]
         self._mixture = LearnedMixture()
-        self._reliability = Reliability(CONTEXTS)
-        self._open: deque[Guesses] = deque(maxlen=_STEPS_AT_ONCE)
-
-    def begin(self, batch: Batch, entries_G: list[int]) -> HostGuesses:
-        entries = [batch.entries[b] for b in entries_G]
-        guesses = HostGuesses(
-            batch=batch,
-            entries_G=entries_G,
-            noise=SharedNoise([entry.request for entry in entries]),
-            ends_G=np.array([entry.end for entry in entries], dtype=np.int64),
-        )
-        self.remember(guesses)
-        return guesses
-
-    def remember(self, guesses: Guesses) -> None:
-        """Until it is known what came."""
-        self._open.append(guesses)
+        self._reliability = Reliability()
+        self._open: deque[Proposed] = deque(maxlen=_STEPS_AT_ONCE)
 
     def tables(self) -> dict[str, NDArray]:
-        """The learned tables, for `DeviceGuesser`."""
-        return {"weights": self._mixture.weights(), "ratios": self._reliability.ratios()}
+        """What was learned, as `children` reads it."""
+        return {
+            "weights": self._mixture.weights(),
+            **self._reliability.tables(),
+            **component_tables(),
+        }
 
-    @torch.inference_mode()
     def children(
         self,
-        guesses: HostGuesses,
+        arrays: Arrays,
         logits_RD: torch.Tensor,
-        trees_R: NDArray[np.int64],
-        depths_R: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and probabilities [R, W] of the nodes' children, the most probable first.
+        inputs: Tensors,
+        trees_R: torch.Tensor,
+        depth: int,
+    ) -> Guesses:
+        """The children of nodes of one depth, 0 for roots. Nothing waits for a device.
 
-        ``depths_R``: of the nodes, 0 for roots.
+        Args:
+            arrays: those that the guesses come as.
+            logits_RD: overwritten where float32.
+            inputs: what `noise_inputs` and `tables` gave, where the logits are.
+            trees_R: int64, each row's tree.
         """
-        positions_R = guesses.ends_G[trees_R] + depths_R
-        found = guesses.noise.candidates(logits_RD, trees_R, positions_R, CANDIDATES)
-        cases = self.cases(found, depths_R)
-        probs_RC = self._reliability.corrected(cases.contexts_R, cases.estimates_RC)
-        guesses.guessed.append(cases)
-        best_RW = np.argsort(-probs_RC, axis=1, kind="stable")[:, : self._topk]
-        tokens_RW = np.take_along_axis(cases.tokens_RC, best_RW, axis=1)
-        return tokens_RW, np.take_along_axis(probs_RC, best_RW, axis=1)
-
-    def cases(self, found: Candidates, depths_R: NDArray[np.int64]) -> Cases:
-        """The cases of nodes of these depths."""
-        ids_D, index_RC = self._token_ids_D, found.index_RC
-        components_RCK = found.components()
-        highest_R = found.probs_RC.max(axis=1)
-        contexts_R = self._mixture.contexts(found.is_greedy_R, depths_R, highest_R)
-        return Cases(
-            contexts_R=contexts_R,
-            components_RCK=components_RCK,
-            tokens_RC=index_RC if ids_D is None else ids_D[index_RC],
-            estimates_RC=self._mixture.probabilities(contexts_R, components_RCK),
+        uniforms_R = inputs["uniforms"][trees_R, depth]
+        logits_RD = drawn_from(logits_RD, inputs, trees_R)
+        index_RC, probs_RC, ends_RC = likeliest(logits_RD, uniforms_R, CANDIDATES)
+        is_greedy_R = inputs["is_greedy"][trees_R] > 0 if "is_greedy" in inputs else None
+        found = Candidates(
+            index_RC=arrays.of_tensor(index_RC),
+            probs_RC=arrays.of_tensor(probs_RC),
+            ends_RC=arrays.of_tensor(ends_RC),
+            uniforms_R=arrays.of_tensor(uniforms_R),
+            is_greedy_R=None if is_greedy_R is None else arrays.of_tensor(is_greedy_R),
         )
+        tables = {name: arrays.of_tensor(inputs[name]) for name in _TABLES}
+        contexts_R, _, estimates_RC = _estimates(arrays, found, int(depth_bucket(depth)), tables)
+        probs_RC = corrected(arrays, estimates_RC, contexts_R, tables)
+        best_RW = arrays.descending(probs_RC)[:, : self._topk]
+        rows_R1 = arrays.arange(len(best_RW))[:, None]
+        tokens_RW = found.index_RC[rows_R1, best_RW]
+        if self._token_ids_D is not None:
+            tokens_RW = arrays.of_tensor(self._token_ids_D)[tokens_RW]
+        return Guesses(tokens_RW=tokens_RW, probs_RW=probs_RC[rows_R1, best_RW], found=found)
+
+    def remember(self, proposed: Proposed) -> None:
+        """Until it is known what came."""
+        self._open.append(proposed)
 
     def learn(self, batch: Batch, results: list[EntryResult]) -> None:
         """From the tokens emitted: along their path as far as there were guesses."""
-        guesses = next((each for each in self._open if each.batch is batch), None)
-        if guesses is None:
+        proposed = next((each for each in self._open if each.batch is batch), None)
+        if proposed is None:
             return
-        self._open.remove(guesses)
-        followed = guesses.followed(results)
-        if followed is None:
+        self._open.remove(proposed)
+        cases = proposed.followed(results)
+        if cases is None:
             return
-        cases, tokens = followed
-        came_true = cases.tokens_RC == np.array(tokens)[:, None]
+        contexts_R, components_RCK, estimates_RC = _estimates(
+            Arrays(), cases.found, depth_bucket(cases.depths_R), self.tables()
+        )
+        index_RC = cases.found.index_RC
+        tokens_RC = index_RC if self._host_ids_D is None else self._host_ids_D[index_RC]
+        came_true = tokens_RC == cases.came_R[:, None]
         # The same token may come twice, once with probability 0.
-        came_true &= cases.components_RCK.any(axis=2)
-        self._mixture.learn(cases.contexts_R, cases.components_RCK, came_true)
-        self._reliability.learn(cases.contexts_R, cases.estimates_RC, came_true)
+        came_true &= components_RCK.any(axis=2)
+        self._mixture.learn(contexts_R, components_RCK, came_true)
+        self._reliability.learn(contexts_R, estimates_RC, came_true)
+
+
+def _estimates(
+    arrays: Arrays, found: Candidates, bucket: int | Array, tables: Tables
+) -> tuple[Array, Array, Array]:
+    """Contexts [R], component probabilities [R, C, K - 1] and the mixture's estimates [R, C]."""
+    components_RCK = component_probabilities(arrays, found, tables)
+    contexts_R = contexts(found.is_greedy_R, bucket, arrays.alike.amax(found.probs_RC, 1))
+    return contexts_R, components_RCK, mixed(components_RCK, contexts_R, tables["weights"])

@@ -18,12 +18,12 @@ draft's own probability of the token, whatever the noise. Greedy requests have n
 components are the draft's distribution, sharpened more or less. One component more believes in
 none of the candidates. The weights are learned from what the target sampled (`mixture.py`).
 
-Legend: R rows, D draft vocabulary, C candidates, K components.
+Legend: G trees, R rows of logits, D draft vocabulary, C candidates, K components.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,9 @@ from numpy.typing import NDArray
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms.reference import noise
 from rollout.types import Request
+from spec_workers.neural.arrays import Array, Arrays
+
+Tensors = dict[str, torch.Tensor]
 
 WIDTHS = (1.0, 0.25, 0.08, 0.025, 0.008)
 SHARPNESS = (1.0, 1.6, 2.5, 4.0, 8.0)
@@ -43,70 +46,75 @@ COMPONENTS = len(WIDTHS) + 1
 """The last one believes in none of the candidates."""
 
 
-class SharedNoise:
-    """The inputs of some requests' samples beside the logits."""
+@dataclass(kw_only=True, slots=True)
+class Candidates:
+    """Tokens the draft thinks of. One that comes twice has probability 0 the first time."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._params = [request.params for request in requests]
-        self._seeds_G = np.array([request.seed for request in requests], dtype=np.uint64)
-        self._temperature_G = np.array([each.temperature for each in self._params], np.float32)
-        self._truncates_G = np.array([each.truncates for each in self._params], dtype=bool)
-        self.is_greedy_G = self._temperature_G == 0
+    index_RC: Array  # int64, of the draft's vocabulary
+    probs_RC: Array  # float32, the draft's
+    ends_RC: Array  # float32: its distribution function at the token, the token included
+    uniforms_R: Array  # float64, the noise
+    is_greedy_R: Array | None  # None: none is
 
-    def candidates(
-        self,
-        logits_RD: torch.Tensor,
-        requests_R: NDArray[np.int64],
-        positions_R: NDArray[np.int64],
-        count: int,
-    ) -> Candidates:
-        """The draft's likeliest tokens for each row, and the one at the row's noise.
 
-        Args:
-            logits_RD: the draft's, any float dtype; overwritten where float32.
-            requests_R: which of the requests each row is of.
-            positions_R: of the token that is sampled, from the start of the sequence.
-            count: C - 1; fewer where the vocabulary is smaller.
-        """
-        device = logits_RD.device
-        greedy_R = self.is_greedy_G[requests_R]
-        divisor_R = np.where(greedy_R, np.float32(1), self._temperature_G[requests_R])
-        logits_RD = logits_RD.float()
-        if (divisor_R != 1).any():
-            logits_RD /= torch.from_numpy(divisor_R).to(device)[:, None]
-        if self._truncates_G[requests_R].any():
-            self._truncate_(logits_RD, requests_R)
-        uniforms_R = noise(self._seeds_G[requests_R], positions_R)
-        at_R = torch.from_numpy(uniforms_R).to(device)
-        index_RC, probs_RC, ends_RC = likeliest(logits_RD, at_R, count)
-        return Candidates(
-            index_RC=index_RC.cpu().numpy(),
-            probs_RC=probs_RC.cpu().numpy(),
-            ends_RC=ends_RC.cpu().numpy(),
-            uniforms_R=uniforms_R,
-            is_greedy_R=greedy_R,
-        )
+def noise_inputs(
+    requests: Sequence[Request], ends_G: NDArray[np.int64], padding: int, num_levels: int
+) -> dict[str, NDArray]:
+    """The inputs of samples beside logits, for `drawn_from`, of trees and padding behind them.
 
-    def _truncate_(self, logits_RD: torch.Tensor, requests_R: NDArray[np.int64]) -> None:
-        params = [self._params[g] for g in requests_R.tolist()]
+    ``is_greedy`` is there where any request is, ``top_k`` where any truncates. ``ends_G``: tokens
+    of the sequences. ``num_levels``: so many positions from there on are drawn for.
+    """
+    params = [request.params for request in requests]
+    seeds_G = np.array([request.seed for request in requests], dtype=np.uint64)
+    positions_GL = ends_G[:, None] + np.arange(num_levels)
+    uniforms_GL = noise(np.repeat(seeds_G, num_levels), positions_GL.reshape(-1))
+    temperature_G = np.array([each.temperature for each in params], dtype=np.float32)
+    is_greedy_G = temperature_G == 0
+    arrays: dict[str, NDArray] = {
+        "uniforms": uniforms_GL.reshape(positions_GL.shape),
+        "temperature": np.where(is_greedy_G, np.float32(1), temperature_G),
+    }
+    if is_greedy_G.any():
+        arrays["is_greedy"] = is_greedy_G.astype(np.int64)
+    if any(each.truncates for each in params):
+        arrays["top_k"] = np.array([each.top_k for each in params], dtype=np.int64)
+        arrays["top_p"] = np.array([each.top_p for each in params], dtype=np.float32)
+        arrays["min_p"] = np.array([each.min_p for each in params], dtype=np.float32)
+    if padding:
+        ones = ("temperature", "top_p")
+        arrays = {
+            name: np.concatenate(
+                [array, np.full((padding, *array.shape[1:]), name in ones, dtype=array.dtype)]
+            )
+            for name, array in arrays.items()
+        }
+    return arrays
 
-        def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=logits_RD.device)
 
-        threshold_R = truncation_threshold(
-            logits_RD,
-            torch.ones(len(params), device=logits_RD.device),  # it was applied before
-            tensor([each.top_k for each in params], torch.int64),
-            tensor([each.top_p for each in params], torch.float32),
-            tensor([each.min_p for each in params], torch.float32),
-        )
+def drawn_from(logits_RD: torch.Tensor, inputs: Tensors, trees_R: torch.Tensor) -> torch.Tensor:
+    """The draft's logits as the requests' parameters make them, float32.
+
+    Args:
+        logits_RD: any float dtype; overwritten where float32.
+        inputs: see `noise_inputs`.
+        trees_R: int64, each row's tree.
+    """
+    logits_RD = logits_RD.float()
+    logits_RD /= inputs["temperature"][trees_R][:, None]
+    if "top_k" in inputs and len(logits_RD):
+        top_k_R, top_p_R, min_p_R = (inputs[name][trees_R] for name in ("top_k", "top_p", "min_p"))
+        ones_R = torch.ones_like(top_p_R)  # temperatures were applied before
+        threshold_R = truncation_threshold(logits_RD, ones_R, top_k_R, top_p_R, min_p_R)
         logits_RD.masked_fill_(logits_RD < threshold_R[:, None], float("-inf"))
+    return logits_RD
 
 
 def likeliest(
     logits_RD: torch.Tensor, uniforms_R: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Index, probability and end of interval [R, C]: see `Candidates`.
+    """Index, probability and end of interval [R, C]: see `Candidates`. First the token at the
+    row's noise, then the draft's likeliest ones.
 
     Args:
         logits_RD: float32, with what the request asks for applied.
@@ -129,56 +137,41 @@ def likeliest(
     return index_RC, probs_RC.nan_to_num_(), ends_RC.nan_to_num_()
 
 
-@dataclass(kw_only=True, slots=True)
-class Candidates:
-    """Tokens the draft thinks of. One that comes twice has probability 0 the first time."""
-
-    index_RC: NDArray[np.int64]  # of the draft's vocabulary
-    probs_RC: NDArray[np.float32]  # the draft's
-    ends_RC: NDArray[np.float32]  # its distribution function at the token, the token included
-    uniforms_R: NDArray[np.float64]
-    is_greedy_R: NDArray[np.bool_]
-
-    def of_rows(self, rows: NDArray[np.int64]) -> Candidates:
-        return Candidates(
-            index_RC=self.index_RC[rows],
-            probs_RC=self.probs_RC[rows],
-            ends_RC=self.ends_RC[rows],
-            uniforms_R=self.uniforms_R[rows],
-            is_greedy_R=self.is_greedy_R[rows],
-        )
-
-    def components(self) -> NDArray[np.float32]:
-        """Float32 [R, C, K]: the probability of each token under each component."""
-        found_RCK = np.zeros((*self.probs_RC.shape, COMPONENTS), dtype=np.float32)
-        found_RCK[:, :, :-1] = window_probabilities(self.probs_RC, self.ends_RC, self.uniforms_R)
-        if self.is_greedy_R.any():
-            greedy = self.is_greedy_R
-            found_RCK[greedy, :, :-1] = sharpened_probabilities(self.probs_RC[greedy])
-        return found_RCK
+def component_tables() -> dict[str, NDArray]:
+    """The constants that `component_probabilities` reads."""
+    return {
+        "widths": np.array(WIDTHS, dtype=np.float64),
+        "sharpness": np.array(SHARPNESS, dtype=np.float32),
+    }
 
 
-def window_probabilities(
-    probs_RC: NDArray[np.floating], ends_RC: NDArray[np.floating], uniforms_R: NDArray[np.float64]
-) -> NDArray[np.float32]:
-    """The share that tokens with intervals [end - prob, end) have of the window of each of
-    WIDTHS."""
-    widths_K = np.array(WIDTHS)
-    low_RK = np.maximum(uniforms_R[:, None] - widths_K, 0.0)
-    high_RK = np.minimum(uniforms_R[:, None] + widths_K, 1.0)
-    begins_RC = ends_RC - probs_RC
-    overlap_RCK = np.minimum(ends_RC[:, :, None], high_RK[:, None])
-    overlap_RCK -= np.maximum(begins_RC[:, :, None], low_RK[:, None])
-    np.maximum(overlap_RCK, 0.0, out=overlap_RCK)
-    overlap_RCK /= (high_RK - low_RK)[:, None]
-    return overlap_RCK.astype(np.float32)
+def component_probabilities(
+    arrays: Arrays, found: Candidates, tables: Mapping[str, Array]
+) -> Array:
+    """Float32 [R, C, K - 1]: each token under each component but the last, which gives it none."""
+    windows_RCK = window_probabilities(arrays, found, tables["widths"])
+    if found.is_greedy_R is None:
+        return windows_RCK
+    sharpened_RCK = sharpened_probabilities(arrays, found.probs_RC, tables["sharpness"])
+    return arrays.alike.where(found.is_greedy_R[:, None, None], sharpened_RCK, windows_RCK)
 
 
-def sharpened_probabilities(probs_RC: NDArray[np.floating]) -> NDArray[np.float32]:
-    """The likeliest tokens' probabilities to the power of each of SHARPNESS, renormalised."""
-    sharpness_K = np.array(SHARPNESS, dtype=np.float32)
-    highest_R11 = np.maximum(probs_RC.max(axis=1, initial=0.0), 1e-30)[:, None, None]
+def window_probabilities(arrays: Arrays, found: Candidates, widths_K: Array) -> Array:
+    """The share that tokens with intervals [end - prob, end) have of the window of each width."""
+    alike, uniforms_R1 = arrays.alike, found.uniforms_R[:, None]
+    low_RK = (uniforms_R1 - widths_K).clip(min=0.0)
+    high_RK = (uniforms_R1 + widths_K).clip(max=1.0)
+    begins_RC = found.ends_RC - found.probs_RC
+    overlap_RCK = alike.minimum(found.ends_RC[:, :, None], high_RK[:, None])
+    overlap_RCK = overlap_RCK - alike.maximum(begins_RC[:, :, None], low_RK[:, None])
+    return arrays.float32(overlap_RCK.clip(min=0.0) / (high_RK - low_RK)[:, None])
+
+
+def sharpened_probabilities(arrays: Arrays, probs_RC: Array, sharpness_K: Array) -> Array:
+    """The likeliest tokens' probabilities to the power of each sharpness, renormalised; to the
+    power of one they stay those of the whole vocabulary."""
+    highest_R11 = arrays.alike.amax(probs_RC, 1).clip(min=1e-30)[:, None, None]
     powers_RCK = (probs_RC[:, :, None] / highest_R11) ** sharpness_K
     sums_RK = powers_RCK.sum(axis=1)
-    sums_RK[:, 0] = 1.0 / highest_R11[:, 0, 0]  # of the whole vocabulary
-    return (powers_RCK / np.maximum(sums_RK, 1e-30)[:, None]).astype(np.float32)
+    sums_RK[:, 0] = 1.0 / highest_R11[:, 0, 0]
+    return powers_RCK / sums_RK.clip(min=1e-30)[:, None]

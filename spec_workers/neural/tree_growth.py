@@ -1,152 +1,125 @@
-"""Draft trees grown level by level, the most probable nodes first.
+"""Draft trees grown level by level, the most probable nodes first, in fixed shapes.
 
-EAGLE-2 (Li et al. 2024): the draft's nodes are worth the probability that all of their path is
-accepted; of each level the most probable are expanded, and of all that were thought of the most
-probable are kept. A node is never more probable than its parent, so what is kept are trees.
+EAGLE-2 (Li et al. 2024): a node is worth the probability that all of its path is accepted; of each
+level the most probable are expanded, and of all candidates the most probable make the tree
+(`proposal.py`). A node is never more probable than its parent, so what is chosen are trees.
 
-Legend: G trees, C candidates of all of them, F of the frontier, N nodes kept, W children of a row.
+Shapes depend on how many trees there are and how often they grew, and on nothing that was chosen:
+a level has as many nodes as may be expanded, those there are first, and what is none is marked. So
+nothing waits for a device, and all of it can be captured.
+
+Legend: G trees, F rows of a level, W children of a row and nodes of a level, C candidates of a
+tree, I those of the last level, N nodes of a tree that were run or marked.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from spec_workers.neural.arrays import Array, Arrays
 
-from rollout.types import DraftTrees
-from spec_workers.draft_tree import places_within
-from spec_workers.neural.kept_trees import kept_trees, ranks_of
+_NONE = -1.0  # the probability of what is no candidate
 
 
 @dataclass(kw_only=True, slots=True)
-class Expansion:
-    """Candidates to run through the draft: those of a tree side by side, trees ascending."""
+class TreeNodes:
+    """Nodes to run, or run before: W of each level, of which some may be none.
 
-    candidates_F: NDArray[np.int64]
-    trees_F: NDArray[np.int64]
-    parent_rows_F: NDArray[np.int64]  # in the expansion before; in the first one, the tree
-    tokens_F: NDArray[np.int64]
-    depths_F: NDArray[np.int64]
-    trees_B: NDArray[np.int64]  # that have any
-    counts_B: NDArray[np.int64]  # nodes of these run so far, the new ones included
-    new_B: NDArray[np.int64]
-    masks_N: NDArray[np.uint64]  # of nodes run so far, in the order they were run
+    Node n of a tree is bit n + 1 of a mask; bit 0 stands for what is known.
+    """
+
+    tokens_GN: Array  # int64
+    parents_GN: Array  # int64, nodes of the level before; -1: the root
+    masks_GN: Array  # int64 bits; what is none sees what is known, and itself
+    is_node_GN: Array
 
 
 class TreeGrowth:
     """The trees of G requests while they grow. Call `add`, then `expand` and `add` in turn."""
 
     def __init__(
-        self,
-        sizes_G: NDArray[np.int64],
-        depths_G: NDArray[np.int64],
-        *,
-        topk: int,
-        max_nodes: int,
-        floor: float,
+        self, arrays: Arrays, sizes_G: Array, depths_G: Array, floor_1: Array, topk: int
     ) -> None:
         """
         Args:
-            sizes_G: most nodes each tree keeps.
-            depths_G: how deep it may grow.
-            topk: most children of a node, and most nodes of a level that are expanded.
-            max_nodes: most nodes of a tree that are ever expanded.
-            floor: nodes less probable than this are not thought of.
+            arrays: whose the others are.
+            sizes_G: int64, most nodes of each finished tree.
+            depths_G: int64, how deep it may grow.
+            floor_1: float32, above zero: nodes less probable than this are no candidates.
+            topk: most children of a node, and nodes of a level that are expanded.
         """
-        self._sizes_G = sizes_G
-        self._max_depths_G = depths_G
+        self._arrays = arrays
+        self._trees_G1 = arrays.arange(len(sizes_G))[:, None]
+        self._sizes_G1 = sizes_G[:, None]
+        self._depths_G1 = depths_G[:, None]
+        self._floor_1 = floor_1
         self._topk = topk
-        self._floor = max(floor, float(np.finfo(np.float32).tiny))
-        self._trees_C = np.zeros(0, dtype=np.int64)
-        self._parents_C = np.zeros(0, dtype=np.int64)  # candidates; -1: the root
-        self._tokens_C = np.zeros(0, dtype=np.int64)
-        self._depths_C = np.zeros(0, dtype=np.int64)
-        self._probs_C = np.zeros(0, dtype=np.float32)
-        self._rows_C = np.zeros(0, dtype=np.int64)  # in the expansion it was run in
-        self._masks_C = np.zeros(0, dtype=np.uint64)  # in the order of running
-        self._level = 0  # first candidate of the last level
-        self._run_G = np.zeros(len(sizes_G), dtype=np.int64)  # nodes expanded
-        self._run_masks_GM = np.zeros((len(sizes_G), max_nodes), dtype=np.uint64)
+        none = self._trees_G1[:, :0]
+        self.nodes = TreeNodes(tokens_GN=none, parents_GN=none, masks_GN=none, is_node_GN=none > 0)
+        self.candidates_GN = none  # those the nodes were; -1: none
+        self.tokens_GC = none
+        self.probs_GC = arrays.float32(none)
+        self._first = 0  # candidate of the last level
+        # Of the rows whose children come next.
+        self._before_GF = arrays.float32(self._trees_G1 >= 0)
+        self._is_row_GF = self._sizes_G1 > 0
 
-    def add(
-        self, expansion: Expansion | None, tokens_FW: NDArray, probs_FW: NDArray[np.floating]
-    ) -> None:
-        """Children of what was expanded, the most probable of each first; None: of the roots.
+    def add(self, tokens_GFW: Array, probs_GFW: Array) -> None:
+        """Children of the level, the most probable of each first; at first: of the roots.
 
-        ``probs_FW``: that a child is accepted where its parent was, in [0, 1]; NaN never is.
+        ``probs_GFW``: that a child is accepted where its parent was, in [0, 1]; NaN never is.
         """
-        tokens_FW, probs_FW = tokens_FW[:, : self._topk], probs_FW[:, : self._topk]
-        if expansion is None:
-            count = len(self._sizes_G)
-            trees_F, parents_F = np.arange(count), np.full(count, -1)
-            depths_F, before_F = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.float32)
+        alike = self._arrays.alike
+        probs_GFW = self._before_GF[:, :, None] * probs_GFW
+        is_one_GFW = (probs_GFW >= self._floor_1) & self._is_row_GF[:, :, None]
+        probs_GFW = alike.where(is_one_GFW, probs_GFW, _NONE)
+        flat = (len(probs_GFW), probs_GFW.shape[1] * probs_GFW.shape[2])
+        self._first = self.tokens_GC.shape[1]
+        self.tokens_GC = alike.concatenate([self.tokens_GC, tokens_GFW.reshape(flat)], 1)
+        self.probs_GC = alike.concatenate([self.probs_GC, probs_GFW.reshape(flat)], 1)
+
+    def expand(self) -> TreeNodes:
+        """All nodes so far; the last W are those of the new level: the most probable ones that may
+        yet have children in the finished tree."""
+        width, first = self._topk, self._first
+        level = self.nodes.tokens_GN.shape[1] // width + 1
+        index_C = self._arrays.arange(self.probs_GC.shape[1])
+        probs_GI, index_I = self.probs_GC[:, first:], index_C[first:]
+        is_older_IC = index_C < index_I[:, None]
+        others_G1C, own_GI1 = self.probs_GC[:, None, :], probs_GI[:, :, None]
+        is_before_GIC = (others_G1C > own_GI1) | ((others_G1C == own_GI1) & is_older_IC)
+        is_chosen_GI = (probs_GI >= 0) & (is_before_GIC.sum(axis=2) < self._sizes_G1 - 1)
+        is_chosen_GI &= self._depths_G1 > level
+        is_chosen_GI &= is_before_GIC[:, :, first:].sum(axis=2) < width
+
+        # In the order of the candidates; what is not chosen goes where nobody looks.
+        column_GI = self._arrays.alike.where(is_chosen_GI, is_chosen_GI.cumsum(axis=1) - 1, width)
+        index_W = self._arrays.arange(width)
+        chosen_GW = self._arrays.full((len(probs_GI), width + 1), first)
+        chosen_GW[self._trees_G1, column_GI] = index_I
+        is_node_GW = index_W < is_chosen_GI.sum(axis=1)[:, None]
+        self._append(level, chosen_GW[:, :width], index_W, is_node_GW)
+        return self.nodes
+
+    def _append(self, level: int, chosen_GW: Array, index_W: Array, is_node_GW: Array) -> None:
+        alike, nodes = self._arrays.alike, self.nodes
+        width, run = self._topk, (level - 1) * self._topk
+        if level == 1:
+            shape = (len(chosen_GW), width)
+            parents_GW, above_GW = self._arrays.full(shape, -1), self._arrays.full(shape, 1)
         else:
-            trees_F, parents_F = expansion.trees_F, expansion.candidates_F
-            depths_F, before_F = expansion.depths_F, self._probs_C[parents_F]
-        probs_FW = before_F[:, None] * probs_FW.astype(np.float32)
-        rows, places = np.nonzero((probs_FW >= self._floor) & (self._sizes_G[trees_F] > 0)[:, None])
-        self._level = len(self._trees_C)
-        none = np.zeros(len(rows), dtype=np.int64)
-        self._trees_C = np.concatenate([self._trees_C, trees_F[rows]])
-        self._parents_C = np.concatenate([self._parents_C, parents_F[rows]])
-        self._tokens_C = np.concatenate([self._tokens_C, tokens_FW[rows, places]])
-        self._depths_C = np.concatenate([self._depths_C, depths_F[rows] + 1])
-        self._probs_C = np.concatenate([self._probs_C, probs_FW[rows, places]])
-        self._rows_C = np.concatenate([self._rows_C, none])
-        self._masks_C = np.concatenate([self._masks_C, none.view(np.uint64)])
-
-    def expand(self) -> Expansion:
-        """The nodes of the last level to run: those that may yet have children among the kept
-        nodes."""
-        rank_C = self._ranks(0)
-        level = slice(self._level, None)
-        trees = self._trees_C[level]
-        useful = rank_C[level] < self._sizes_G[trees] - 1
-        useful &= self._depths_C[level] < self._max_depths_G[trees]
-        # The most probable of the level are the first of it that are useful.
-        chosen = self._level + np.flatnonzero(useful & (self._ranks(self._level) < self._topk))
-        chosen = chosen[np.argsort(self._trees_C[chosen], kind="stable")]
-        return self._run(chosen)
-
-    def _run(self, chosen_F: NDArray[np.int64]) -> Expansion:
-        trees_F, parents_F = self._trees_C[chosen_F], self._parents_C[chosen_F]
-        trees_B, new_B = np.unique(trees_F, return_counts=True)
-        place_F = self._run_G[trees_F] + places_within(new_B)
-        is_first = parents_F < 0
-        parent_rows_F = np.where(is_first, trees_F, self._rows_C[parents_F])
-        above_F = np.where(is_first, np.uint64(1), self._masks_C[parents_F])
-        masks_F = above_F | np.uint64(2) << place_F.astype(np.uint64)
-        self._rows_C[chosen_F] = np.arange(len(chosen_F))
-        self._masks_C[chosen_F] = masks_F
-        self._run_masks_GM[trees_F, place_F] = masks_F
-        self._run_G[trees_B] += new_B
-        counts_B = self._run_G[trees_B]
-        return Expansion(
-            candidates_F=chosen_F,
-            trees_F=trees_F,
-            parent_rows_F=parent_rows_F,
-            tokens_F=self._tokens_C[chosen_F],
-            depths_F=self._depths_C[chosen_F],
-            trees_B=trees_B,
-            counts_B=counts_B,
-            new_B=new_B,
-            masks_N=self._run_masks_GM[np.repeat(trees_B, counts_B), places_within(counts_B)],
+            children = (self.tokens_GC.shape[1] - self._first) // width  # of a row
+            parents_GW = run - width + (chosen_GW - self._first) // children
+            above_GW = nodes.masks_GN[self._trees_G1, parents_GW]
+        own_W = self._arrays.full((width,), 1) << (index_W + run + 1)
+        masks_GW = alike.where(is_node_GW, above_GW, 1) | own_W
+        tokens_GW = alike.where(is_node_GW, self.tokens_GC[self._trees_G1, chosen_GW], 0)
+        self._before_GF, self._is_row_GF = self.probs_GC[self._trees_G1, chosen_GW], is_node_GW
+        candidates_GW = alike.where(is_node_GW, chosen_GW, -1)
+        self.candidates_GN = alike.concatenate([self.candidates_GN, candidates_GW], 1)
+        self.nodes = TreeNodes(
+            tokens_GN=alike.concatenate([nodes.tokens_GN, tokens_GW], 1),
+            parents_GN=alike.concatenate([nodes.parents_GN, parents_GW], 1),
+            masks_GN=alike.concatenate([nodes.masks_GN, masks_GW], 1),
+            is_node_GN=alike.concatenate([nodes.is_node_GN, is_node_GW], 1),
         )
-
-    def finish(self, source: int) -> DraftTrees:
-        """The most probable candidates of each tree, as many as it may keep."""
-        return kept_trees(
-            self._sizes_G,
-            trees_C=self._trees_C,
-            parents_C=self._parents_C,
-            tokens_C=self._tokens_C,
-            depths_C=self._depths_C,
-            probs_C=self._probs_C,
-            source=source,
-        )
-
-    def _ranks(self, first: int) -> NDArray[np.int64]:
-        """The place of each candidate from ``first`` on among those of its tree: the most probable
-        first, of equals the older."""
-        return ranks_of(self._trees_C[first:], self._probs_C[first:], len(self._sizes_G))

@@ -15,6 +15,7 @@ from replay_bench.shapes import Shape, write_config, write_draft
 from traces import Trace
 
 from rollout.runner.graphs.captured_runs import CapturedRuns
+from spec_workers.neural.arrays import DeviceArrays
 from tests.helpers.replaying import ReplayingCapture
 
 SHAPE = Shape(
@@ -70,13 +71,11 @@ def test_a_draft_is_told_what_was_recorded_as_often_as_is_said(
 
     def force(drafter, *args) -> None:
         if on_device:
-            drafter._graphs = CapturedRuns(
-                "proposals",
-                max_bytes=lambda: 1 << 20,
-                capture=ReplayingCapture(),
-                device=torch.device("cpu"),
+            cpu = torch.device("cpu")
+            graphs = CapturedRuns(
+                "proposals", max_bytes=lambda: 1 << 20, capture=ReplayingCapture(), device=cpu
             )
-            drafter._proposer = drafter._device_proposer()
+            drafter._proposer = drafter._make_proposer(DeviceArrays(cpu), graphs)
         force_draft(drafter, *args)
 
     monkeypatch.setattr("replay_bench.run.force_draft", force)

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rollout import RolloutEngine, SamplingParams
-from spec_workers.neural import device_proposal
+from spec_workers.neural import arrays, tree_proposer
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
@@ -121,9 +121,8 @@ def waits(monkeypatch) -> Iterator[list[str]]:
 
         return call
 
-    for name in ("upload", "download"):
-        function = passed_over(getattr(device_proposal, name), name)
-        monkeypatch.setattr(device_proposal, name, function)
+    for module, name in ((tree_proposer, "upload"), (arrays, "download")):
+        monkeypatch.setattr(module, name, passed_over(getattr(module, name), name))
     if INTERPRETED:  # it computes in numpy itself
         from triton.runtime.interpreter import GridExecutor
 

@@ -151,7 +151,7 @@ def test_of_a_drafts_table_what_changed_is_sent(
         for row, end in zip(rows_B.tolist(), ends_B.tolist(), strict=True):
             assert table.tensor[row, :end].tolist() == table._kv.table[row, :end].tolist()
             ends.append(end)
-            sent.append(len(tensors["table_slots"]) / len(rows_B))
+            sent.append(len(tensors[table._slots]) / len(rows_B))
 
     sent: list[float] = []
     monkeypatch.setattr(DraftTable, "apply", checked)

@@ -1,4 +1,4 @@
-"""Looks over a MultiLayerEagleDrafter's shoulder: every row of every step is computed twice.
+"""Looks over a chain's shoulder: every row of every step is computed twice.
 
 The second time there is no pool, no slot and no plan: whole sequences through dense attention,
 each step on what the *second* computation of the step before gave. Of the drafter's own state only
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector
-from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
+from spec_workers.neural.drafter import NeuralDrafter
 from tests.helpers.dense_attention import DenseAttention
 
 
@@ -38,7 +38,7 @@ class _Tree:
 class ChainWatch:
     """Install on a drafter before the first step. Raises AssertionError from within a step."""
 
-    def __init__(self, drafter: MultiLayerEagleDrafter, *, tolerance: float = 3e-4) -> None:
+    def __init__(self, drafter: NeuralDrafter, *, tolerance: float = 3e-4) -> None:
         self.drafter = drafter
         self.target = drafter._target
         self.tolerance = tolerance

@@ -1,4 +1,4 @@
-"""Looks over an EagleDrafter's shoulder: every row it runs is computed a second time.
+"""Looks over the shoulder of a draft of one network: every row it runs is computed a second time.
 
 The second time there is no pool, no slot, no plan and no step: whole sequences through the dense
 attention, the target's hidden states of all of them included.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector
-from spec_workers.neural.eagle_drafter import EagleDrafter
+from spec_workers.neural.drafter import NeuralDrafter
 from tests.helpers.dense_attention import DenseAttention
 
 
@@ -29,8 +29,9 @@ class _Tree:
 class DraftWatch:
     """Install on a drafter before the first step. Raises AssertionError from within a step."""
 
-    def __init__(self, drafter: EagleDrafter, *, tolerance: float = 2e-4) -> None:
-        self.model, self.runner, self.kv = drafter.model, drafter.runner, drafter.runner.kv
+    def __init__(self, drafter: NeuralDrafter, *, tolerance: float = 2e-4) -> None:
+        (self.runner,) = drafter.runners
+        self.model, self.kv = self.runner.model, self.runner.kv
         self.memory = drafter._target.memory
         self.target = drafter._target.model
         self.tolerance = tolerance
@@ -41,9 +42,9 @@ class DraftWatch:
         self._tokens: dict[int, list[int]] = {}
         self._fused_of: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
         self._trees: dict[int, _Tree] = {}
-        self._extend, self._run_nodes = drafter.runner.extend, drafter.runner.run_nodes
+        self._extend, self._run_nodes = self.runner.extend, self.runner.run_nodes
         self._propose = drafter.propose
-        drafter.runner.extend, drafter.runner.run_nodes = self.extend, self.run_nodes
+        self.runner.extend, self.runner.run_nodes = self.extend, self.run_nodes
         drafter.propose = self.propose
 
     def poison(self) -> None:

@@ -87,8 +87,7 @@ def run(case: dict, requests: list[tuple[list[int], int]]) -> dict:
     calls: list[str] = []
     worker = engine.worker
     worker.target.runner.model = Meeting(worker.target.model, "target", calls)
-    drafter = worker.drafter
-    for runner in drafter.runners if hasattr(drafter, "runners") else [drafter.runner]:
+    for runner in worker.drafter.runners:
         runner.model = Meeting(runner.model, "draft", calls)
     submitted = submit(engine, requests)
     steps: list[list[str]] = []

@@ -12,7 +12,8 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.runner.graphs.captured_runs import CapturedRuns
-from spec_workers.neural.device_proposal import DeviceProposer
+from spec_workers.neural.arrays import DeviceArrays
+from spec_workers.neural.tree_proposer import TreeProposer
 from tests.helpers.draft_checks import numbers
 from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
 from tests.helpers.replaying import ReplayingCapture
@@ -56,10 +57,11 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(models, name, options, spec_
     engine = make_engine(models, name, spec_options, **options)
     drafter, compared, settled = engine.worker.drafter, [], []
     capture = ReplayingCapture()
+    on_host = drafter._proposer
     propose = as_on_a_device(drafter, capture).propose
 
     def both(wanted):
-        trees = drafter._grown(wanted)
+        trees = on_host.propose(wanted).trees(wanted.sizes_G, source=0)
         poison_scratch(drafter)
         proposal = propose(wanted)
         settled.append(drafter._proposer.is_warm)
@@ -131,21 +133,22 @@ def test_a_proposal_that_no_graph_can_take_teaches_no_cost(models) -> None:
     assert any(settled)
 
 
-def as_on_a_device(drafter, capture, **options) -> DeviceProposer:
-    drafter._graphs = CapturedRuns(
+def as_on_a_device(drafter, capture, **options) -> TreeProposer:
+    cpu = torch.device("cpu")
+    graphs = CapturedRuns(
         "proposals",
         max_bytes=lambda: 50_000,
         capture=capture,
-        device=torch.device("cpu"),
+        device=cpu,
         **options,
     )
-    drafter._proposer = drafter._device_proposer()
+    drafter._proposer = drafter._make_proposer(DeviceArrays(cpu), graphs)
     return drafter._proposer
 
 
 def poison_scratch(drafter) -> None:
     """What another proposal left there: each writes what it reads."""
-    for runner in getattr(drafter, "runners", None) or [drafter.runner]:
+    for runner in drafter.runners:
         pool = runner.kv.pool
         for each in pool.keys + pool.values:
             each[runner.kv.first_scratch :] = float("nan")

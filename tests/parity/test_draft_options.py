@@ -35,7 +35,7 @@ CASES = [
     *(("eagle", *case) for case in BUDGET + TREES + EAGLE),
     *(("mtp", *case) for case in BUDGET + TREES + MTP),
 ]
-MODULES = {"ngram": "ngram", "eagle": "eagle", "mtp": "multi_layer_eagle"}
+MODULES = {"ngram": "ngram", "eagle": "neural.opening", "mtp": "neural.opening"}
 
 
 @pytest.fixture(scope="module")

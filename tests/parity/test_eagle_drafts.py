@@ -62,7 +62,7 @@ def plain_engine(path: str) -> RolloutEngine:
 
 def check(engine):
     engine.check_integrity()
-    engine.worker.drafter.runner.kv.check_integrity(engine.scheduler.running)
+    engine.worker.drafter.runners[0].kv.check_integrity(engine.scheduler.running)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_an_update_that_keeps_kv_leaves_the_draft_none(target_path, draft, tmp_p
         spec_options={"draft_path": str(draft), "budget": "fixed"},
         num_threads=1,
     )
-    kv = engine.worker.drafter.runner.kv
+    kv = engine.worker.drafter.runners[0].kv
     other = save_tiny_llama(tmp_path, vocab_size=VOCAB, num_layers=1, sharpness=3.0, seed=9)
     params = SamplingParams(temperature=0.8, max_new_tokens=40, ignore_eos=True)
     request = engine.submit(prompts()[3], params)

@@ -12,8 +12,8 @@ from rollout.config import engine_config
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from spec_workers.budget import FixedBudget
-from spec_workers.multi_layer_eagle import MultiLayerEagleWorker
-from spec_workers.neural.multi_layer_drafter import MultiLayerEagleDrafter
+from spec_workers.eagle import EagleWorker
+from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.target import TargetWorker
 from tests.helpers.chain_watch import ChainWatch
 from tests.helpers.draft_checks import check_disturbed, numbers
@@ -54,15 +54,16 @@ def make_engine(target_path, chain_paths, *, topk=2, num_draft_tokens=6, **optio
 
     def factory(config, progress=None):
         target = TargetWorker(config, progress, features=chains(config)[0].spec.features)
-        drafter = MultiLayerEagleDrafter(
+        drafter = NeuralDrafter(
             target,
             [chain.load(target.model)[0] for chain in chains(config)],
+            num_steps=len(chain_paths),
             topk=topk,
             num_draft_tokens=num_draft_tokens,
         )
         for runner in drafter.runners:
             target.residency.add_kv_pool(runner.kv.pool)
-        return MultiLayerEagleWorker(target, drafter, budget=FixedBudget(0.01))
+        return EagleWorker(target, drafter, budget=FixedBudget(0.01))
 
     def chains(config):
         spec = ModelSpec.read(target_path)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from spec_workers.neural.tree_drafter import TreeDrafter
+from spec_workers.neural.drafter import NeuralDrafter
 from tests.helpers.tiny_draft import save_copying_eagle1
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -43,7 +43,7 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
         return not 3 <= len(proposals) < 3 + unsettled  # those that come first tell nothing yet
 
     monkeypatch.setattr(
-        TreeDrafter, "is_warm", property(is_warm, lambda self, value: None), raising=False
+        NeuralDrafter, "is_warm", property(is_warm, lambda self, value: None), raising=False
     )
     if spec == "hybrid":  # whose gate asks, besides, what the draft takes beside the corpus
         judge, learn = worker._gate.judge, worker._gate._drafting.observe

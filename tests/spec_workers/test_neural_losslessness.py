@@ -14,8 +14,9 @@ from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import sample_rows
 from rollout.sampling.sampler import sample
 from rollout.types import EntryResult
+from spec_workers.neural.arrays import Arrays
 from spec_workers.neural.guesses import Guesser
-from spec_workers.neural.tree_growth import TreeGrowth
+from spec_workers.neural.tree_proposer import TreeProposer, TreesToGrow
 from tests.helpers.requests import decode_batch, make_request
 from tests.helpers.tree_checks import check_trees
 from tests.sampling.test_losslessness import CHAIN, ROOT, VOCAB, chi_square, exact_joint
@@ -24,27 +25,65 @@ DRAWS = 4000
 DRAFT = CHAIN + 0.4 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2))
 
 
-def grown(guesser, batch, *, steps=3):
-    """Trees of a Markov chain that is nearly the target's."""
+TOPK, STEPS = 3, 3
+
+
+class MarkovLevels:
+    """A Markov chain that is nearly the target's, as a draft's levels: hidden states are tokens."""
+
+    def __init__(self, batch) -> None:
+        last = torch.tensor([float(entry.request.tokens[-1]) for entry in batch.entries])
+        self._last = last[:, None, None]
+
+    def inputs(self, rows_G, padding) -> dict:
+        return {}
+
+    def changes(self, rows_G) -> dict:
+        return {}
+
+    def apply(self, tensors, rows_G) -> None: ...
+
+    def longest(self, rows_G) -> int:
+        return 1
+
+    def roots(self, inputs) -> torch.Tensor:
+        return self._last
+
+    def run(self, level, nodes, above, inputs, longest):
+        tokens = torch.from_numpy(nodes.tokens_GN[:, -TOPK:, None])
+        return tokens.float(), above
+
+    def logits(self, level, hidden_RE) -> torch.Tensor:
+        return DRAFT[hidden_RE[:, 0].long()]
+
+
+def grown(guesser, batch):
     count = len(batch.entries)
-    guesses = guesser.begin(batch, list(range(count)))
-    growth = TreeGrowth(np.full(count, 6), np.full(count, steps), topk=3, max_nodes=6, floor=0.01)
-    last = torch.tensor([entry.request.tokens[-1] for entry in batch.entries])
-    roots = np.arange(count), np.zeros(count, dtype=np.int64)
-    growth.add(None, *guesser.children(guesses, DRAFT[last], *roots))
-    for _ in range(steps - 1):
-        level = growth.expand()
-        guesses.levels.append(level)
-        logits = DRAFT[torch.from_numpy(level.tokens_F)]
-        growth.add(level, *guesser.children(guesses, logits, level.trees_F, level.depths_F))
-    trees = growth.finish(source=0)
+    rows, ends = np.arange(count), np.array([entry.end for entry in batch.entries])
+    proposer = TreeProposer(
+        MarkovLevels(batch), guesser, Arrays(), topk=TOPK, num_steps=STEPS,
+        device=torch.device("cpu"), lockstep=False,
+    )  # fmt: skip
+    proposal = proposer.propose(
+        TreesToGrow(
+            batch=batch,
+            entries_G=rows.tolist(),
+            rows_G=rows,
+            ends_G=ends,
+            sizes_G=np.full(count, 6),
+            depths_G=np.full(count, STEPS),
+            floor=0.01,
+        )
+    )
+    guesser.remember(proposal)
+    trees = proposal.trees(np.full(count, 6), source=0)
     check_trees(trees)
     return trees
 
 
 def emit(params, draws=DRAWS):
     """Two tokens of each request, and how many of them were drafted."""
-    guesser = Guesser(topk=3, token_ids_D=None)
+    guesser = Guesser(TOPK, token_ids_D=None)
     requests = [make_request([5, ROOT], seed=seed, **params) for seed in range(draws)]
     accepted = 0
     for start in range(0, draws, 500):  # the guesses learn from one to the next

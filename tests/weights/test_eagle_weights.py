@@ -75,7 +75,7 @@ def test_a_draft_that_is_not_frozen_must_come_with_the_target(policies, draft_pa
 def test_the_drafts_kv_and_weights_are_given_back(policies, draft_paths):
     engine = drafted(policies, draft_paths[0])
     alone = RolloutEngine.from_pretrained(policies[0].folder, "none", max_running=4)
-    pool = engine.worker.drafter.runner.kv.pool
+    pool = engine.worker.drafter.runners[0].kv.pool
     before = outputs(engine)
     freed = engine.release_memory()
     assert freed["weights"] > alone.release_memory()["weights"]

@@ -46,8 +46,8 @@ class Running:
         lens = np.array([len(windows)])
         positions = np.arange(self.started, self.started + len(windows))
         slots = kv.slots_of(row, lens, positions)
-        kv.place(row, lens, slots)
-        kv.keep(row, lens, slots, np.array(windows, dtype=np.int32).reshape(-1, kv.horizon))
+        kv.append(row, lens, slots)
+        kv.commit(row, lens, slots, np.array(windows, dtype=np.int32).reshape(-1, kv.horizon))
 
     def wait(self, positions: int) -> None:
         """The next `read` begins so many positions earlier: they have waited for their tokens."""

@@ -9,12 +9,18 @@ import torch
 from rollout.ops.categorical import categorical
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import reference
-from spec_workers.neural.mixture import CONTEXTS, LearnedMixture, Reliability
+from spec_workers.neural.arrays import Arrays
+from spec_workers.neural.mixture import LearnedMixture, Reliability, contexts, corrected, mixed
 from spec_workers.neural.shared_noise import (
     COMPONENTS,
     SHARPNESS,
     WIDTHS,
-    SharedNoise,
+    Candidates,
+    component_probabilities,
+    component_tables,
+    drawn_from,
+    likeliest,
+    noise_inputs,
     sharpened_probabilities,
     window_probabilities,
 )
@@ -23,6 +29,24 @@ from tests.helpers.requests import make_request
 VOCAB = 200
 ROWS = 256
 COUNT = 32
+TABLES = component_tables()
+
+
+def candidates(requests, logits: torch.Tensor, position: int, count: int) -> Candidates:
+    """Of each request's row, on the host's arrays."""
+    ends = np.full(len(requests), position)
+    inputs = {
+        name: torch.from_numpy(each)
+        for name, each in noise_inputs(requests, ends, padding=0, num_levels=1).items()
+    }
+    rows = torch.arange(len(requests))
+    logits = drawn_from(logits.clone(), inputs, rows)
+    index, probs, ends_RC = likeliest(logits, inputs["uniforms"][:, 0], count)
+    greedy = inputs["is_greedy"].numpy() > 0 if "is_greedy" in inputs else None
+    return Candidates(
+        index_RC=index.numpy(), probs_RC=probs.numpy(), ends_RC=ends_RC.numpy(),
+        uniforms_R=inputs["uniforms"][:, 0].numpy(), is_greedy_R=greedy,
+    )  # fmt: skip
 
 
 def logits_pair(round_: int, error: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,8 +77,7 @@ def run(error: float, temperature: float, rounds: int = 24, **truncation):
     requests = [
         make_request(seed=seed, temperature=temperature, **truncation) for seed in range(ROWS)
     ]
-    noise, mixture, reliability = SharedNoise(requests), LearnedMixture(), Reliability(CONTEXTS)
-    rows, depths = np.arange(ROWS), np.zeros(ROWS, dtype=np.int64)
+    mixture, reliability, arrays = LearnedMixture(), Reliability(), Arrays()
     for round_ in range(rounds):
         positions = np.full(ROWS, 10 + round_)
         target, draft = logits_pair(round_, error)
@@ -64,15 +87,15 @@ def run(error: float, temperature: float, rounds: int = 24, **truncation):
             torch.full((ROWS,), float(temperature > 0)),
             torch.from_numpy(uniforms_R),
         )[0].numpy()
-        found = noise.candidates(draft.clone(), rows, positions, COUNT)
-        components = found.components()
-        contexts = mixture.contexts(found.is_greedy_R, depths, found.probs_RC.max(axis=1))
-        by_mixture = mixture.probabilities(contexts, components)
-        estimates = reliability.corrected(contexts, by_mixture)
+        found = candidates(requests, draft, 10 + round_, COUNT)
+        components = component_probabilities(arrays, found, TABLES)
+        contexts_R = contexts(found.is_greedy_R, 0, found.probs_RC.max(axis=1))
+        by_mixture = mixed(components, contexts_R, mixture.weights())
+        estimates = corrected(arrays, by_mixture, contexts_R, reliability.tables())
         came_true = found.index_RC == sampled[:, None]
         came_true &= components.any(axis=2)
-        mixture.learn(contexts, components, came_true)
-        reliability.learn(contexts, by_mixture, came_true)
+        mixture.learn(contexts_R, components, came_true)
+        reliability.learn(contexts_R, by_mixture, came_true)
         if round_ >= rounds // 3:
             yield found, estimates, came_true
 
@@ -111,7 +134,10 @@ def test_windows_against_a_sum_over_every_point():
     probs = random.dirichlet(np.full(9, 0.4), size=20).astype(np.float64)
     ends, noise = probs.cumsum(axis=1), random.random(20)
     noise[:2] = 0.0, 1.0 - 2**-53
-    found = window_probabilities(probs, ends, noise)
+    rows = Candidates(
+        index_RC=np.arange(9), probs_RC=probs, ends_RC=ends, uniforms_R=noise, is_greedy_R=None
+    )
+    found = window_probabilities(Arrays(), rows, np.array(WIDTHS))
     assert np.allclose(found.sum(axis=1), 1.0, atol=1e-6)  # of all tokens, under each component
     assert np.allclose(found[:, :, 0], probs, atol=1e-6)
     points = (np.arange(20_000) + 0.5) / 20_000
@@ -125,7 +151,7 @@ def test_windows_against_a_sum_over_every_point():
 
 def test_sharpened_distributions():
     probs = np.array([[0.5, 0.25, 0.125, 0.0]])
-    found = sharpened_probabilities(probs)
+    found = sharpened_probabilities(Arrays(), probs, np.array(SHARPNESS))
     assert np.allclose(found[0, :, 0], probs)
     for k, power in enumerate(SHARPNESS[1:], start=1):
         assert np.allclose(found[0, :, k], probs[0] ** power / (probs[0] ** power).sum())
@@ -135,7 +161,7 @@ def test_the_token_at_the_noise_is_among_the_candidates():
     requests = [make_request(seed=seed) for seed in range(64)]
     positions = np.full(64, 7)
     logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0))
-    found = SharedNoise(requests).candidates(logits.clone(), np.arange(64), positions, 4)
+    found = candidates(requests, logits, 7, 4)
     noise = torch.from_numpy(reference.noise(np.arange(64, dtype=np.uint64), positions))
     at_noise = categorical(logits, torch.ones(64), noise)[0]
     assert np.array_equal(found.index_RC[:, 0], at_noise)
@@ -148,14 +174,12 @@ def test_the_token_at_the_noise_is_among_the_candidates():
 def test_a_broken_draft_thinks_of_nothing():
     logits = torch.full((2, VOCAB), float("nan"))
     requests = [make_request(), make_request(temperature=0.0)]
-    found = SharedNoise(requests).candidates(logits, np.arange(2), np.array([3, 3]), 4)
-    assert not found.components().any()
+    found = candidates(requests, logits, 3, 4)
+    assert not component_probabilities(Arrays(), found, TABLES).any()
 
 
 def test_a_vocabulary_of_less_than_the_candidates_wanted():
-    found = SharedNoise([make_request()]).candidates(
-        torch.zeros(1, 3), np.zeros(1, int), np.array([3]), 32
-    )
+    found = candidates([make_request()], torch.zeros(1, 3), 3, 32)
     assert found.index_RC.shape == (1, 4)
     assert found.probs_RC.sum() == pytest.approx(1.0)
 
@@ -163,17 +187,18 @@ def test_a_vocabulary_of_less_than_the_candidates_wanted():
 def test_a_draft_that_was_right_for_long_is_doubted_soon_when_it_is_not():
     """What a component was never believed in for is not lost for ever."""
     mixture, count = LearnedMixture(), 1000
-    contexts = np.zeros(count, dtype=np.int64)
-    components = np.zeros((count, 1, COMPONENTS), dtype=np.float32)
-    components[:, 0, :-1] = 0.3, 0.5, 0.8, 1.0, 1.0
+    contexts_R = np.zeros(count, dtype=np.int64)
+    components = np.zeros((count, 1, COMPONENTS - 1), dtype=np.float32)
+    components[:, 0] = 0.3, 0.5, 0.8, 1.0, 1.0
     for _ in range(400):
-        mixture.learn(contexts, components, np.ones((count, 1), dtype=bool))
-    assert mixture.probabilities(contexts, components).min() > 0.99
+        mixture.learn(contexts_R, components, np.ones((count, 1), dtype=bool))
+    assert mixed(components, contexts_R, mixture.weights()).min() > 0.99
     for _ in range(8):
-        mixture.learn(contexts, components, np.zeros((count, 1), dtype=bool))
-    assert mixture.probabilities(contexts, components).max() < 0.05
+        mixture.learn(contexts_R, components, np.zeros((count, 1), dtype=bool))
+    assert mixed(components, contexts_R, mixture.weights()).max() < 0.05
 
 
 def test_no_rows():
-    found = SharedNoise([]).candidates(torch.zeros(0, VOCAB), np.zeros(0, int), np.zeros(0, int), 4)
-    assert found.components().shape == (0, 5, COMPONENTS)
+    found = candidates([], torch.zeros(0, VOCAB), 3, 4)
+    shape = (0, 5, COMPONENTS - 1)
+    assert component_probabilities(Arrays(), found, TABLES).shape == shape

@@ -1,140 +1,203 @@
-"""Trees grown level by level against a plain search over the same made-up draft."""
+"""Trees grown in fixed shapes against a plain search over the same made-up draft, on the host's
+arrays and on a device's, whatever stands in the padding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
 
+from spec_workers.neural.arrays import Arrays, DeviceArrays
+from spec_workers.neural.proposal import Proposal
 from spec_workers.neural.tree_growth import TreeGrowth
+from tests.helpers.requests import decode_batch
 from tests.helpers.tree_checks import check_trees
 
-WIDTH = 6
+Path = tuple[int, ...]
+Children = Callable[[int, Path], tuple[np.ndarray, np.ndarray]]
+
+ARRAYS = {"host": Arrays(), "device": DeviceArrays(torch.device("cpu"))}
 
 
-def children(tree: int, path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+@pytest.fixture(params=ARRAYS)
+def arrays(request) -> Arrays:
+    return ARRAYS[request.param]
+
+
+def some_children(width: int, *, ties: bool = False) -> Children:
     """Tokens and probabilities below a path, the most probable first: a function of the path."""
-    random = np.random.default_rng([tree, 7, *path])
-    probs = np.sort(random.dirichlet(np.full(WIDTH + 1, 0.3))[:WIDTH].astype(np.float32))[::-1]
-    return random.permutation(50)[:WIDTH], probs
+
+    def children(tree: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        random = np.random.default_rng([tree, 7, *path])
+        probs = random.dirichlet(np.full(width + 1, 0.3))[:width].astype(np.float32)
+        if ties:
+            probs = random.choice(np.array([0.0, 0.25, 0.5, 1.0], dtype=np.float32), width)
+        return random.permutation(50)[:width], np.sort(probs)[::-1].copy()
+
+    return children
 
 
-def grow(sizes, depths, *, topk, floor, steps):
-    """The finished trees, and how many nodes were run."""
-    growth = TreeGrowth(
-        np.array(sizes), np.array(depths), topk=topk, max_nodes=topk * (steps - 1), floor=floor
-    )
-    paths: list[tuple[int, ...]] = [()] * len(sizes)
+def grow(arrays, children, sizes, depths, *, width, floor, steps, padding=0) -> Proposal:
+    """Padding trees, and rows that are no nodes, get probabilities of NaN or one in turn."""
+    count = len(sizes) + padding
 
-    def add(level, trees):
-        found = [children(tree, path) for tree, path in zip(trees, paths, strict=True)]
-        tokens = np.array([each[0] for each in found]).reshape(-1, WIDTH)
-        probs = np.array([each[1] for each in found], dtype=np.float32).reshape(-1, WIDTH)
-        growth.add(level, tokens, probs)
+    def own(array: np.ndarray):
+        return array if arrays.on_host else torch.from_numpy(array)
 
-    add(None, range(len(sizes)))
-    masks: dict[int, list[int]] = {}
-    paths_run: dict[int, list[tuple[int, ...]]] = {}
-    run = 0
-    for _ in range(steps - 1):
-        level = growth.expand()
-        above, paths = paths, []
-        for parent, token in zip(
-            level.parent_rows_F.tolist(), level.tokens_F.tolist(), strict=True
-        ):
-            paths.append((*above[parent], token))
-        assert [len(path) for path in paths] == level.depths_F.tolist()
-        run += len(paths)
-        check_masks(level, paths, masks, paths_run)
-        add(level, level.trees_F.tolist())
-    return growth.finish(source=3), run
+    floor_1 = np.array([max(floor, float(np.finfo(np.float32).tiny))], dtype=np.float32)
+    sizes_G = np.array([*sizes, *[0] * padding], dtype=np.int64)
+    depths_G = np.array([*depths, *[0] * padding], dtype=np.int64)
+    growth = TreeGrowth(arrays, own(sizes_G), own(depths_G), own(floor_1), width)
+    paths: list[list[Path | None]] = [[()] if g < len(sizes) else [None] for g in range(count)]
+    nodes_run: dict[tuple[int, int], Path] = {}
+    for level in range(steps):
+        shape = (count, len(paths[0]) if count else 1, width)
+        tokens = np.full(shape, -9)
+        probs = np.full(shape, np.nan if level % 2 else 1.0, dtype=np.float32)
+        for g, own_paths in enumerate(paths):
+            for f, path in enumerate(own_paths):
+                if path is not None:
+                    tokens[g, f], probs[g, f] = children(g, path)
+        growth.add(own(tokens), own(probs))
+        if level + 1 == steps:
+            break
+        paths = check_level(growth.expand(), level, width, paths, nodes_run)
+    none = np.zeros((count, 0, 0), dtype=np.float32)
+    found = {
+        "tokens_GC": growth.tokens_GC, "probs_GC": growth.probs_GC,
+        "candidates_GN": growth.candidates_GN,
+    }  # fmt: skip
+    return Proposal(
+        batch=decode_batch([]), entries_G=[], topk=width, index_GRK=none, probs_GRK=none,
+        ends_GRK=none, **arrays.read({name: each[: len(sizes)] for name, each in found.items()}),
+    )  # fmt: skip
 
 
-def check_masks(level, paths, masks, paths_run):
-    """A node's mask names the nodes run before that are on its path, and itself."""
-    offsets = np.concatenate([[0], np.cumsum(level.counts_B)])
-    for tree, path in zip(level.trees_F.tolist(), paths, strict=True):
-        paths_run.setdefault(tree, []).append(path)
-    for b, tree in enumerate(level.trees_B.tolist()):
-        given = level.masks_N[offsets[b] : offsets[b + 1]].tolist()
-        assert given[: -int(level.new_B[b])] == masks.get(tree, [])
-        masks[tree] = given
-        for mask, path in zip(given, paths_run[tree], strict=True):
-            on_path = [p for j, p in enumerate(paths_run[tree]) if mask >> (j + 1) & 1]
-            assert on_path == [path[:k] for k in range(1, len(path) + 1)]
+def check_level(nodes, level, width, before, nodes_run) -> list[list[Path | None]]:
+    """A node's mask names the nodes run before that are on its path, and itself. Gives the paths
+    of the level's rows."""
+    first, paths = level * width, []
+    for g in range(len(before)):
+        paths.append([])
+        for n in range(first, first + width):
+            mask = int(nodes.masks_GN[g, n]) % 2**64
+            if not nodes.is_node_GN[g, n]:
+                assert mask == 1 | 2 << n
+                assert nodes.tokens_GN[g, n] == 0
+                paths[g].append(None)
+                continue
+            parent = int(nodes.parents_GN[g, n])
+            above = () if parent < 0 else before[g][parent - first + width]
+            assert above is not None
+            path = nodes_run[g, n] = (*above, int(nodes.tokens_GN[g, n]))
+            paths[g].append(path)
+            on_path = [nodes_run[g, j] for j in range(n + 1) if mask >> (j + 1) & 1]
+            assert on_path == [path[:k] for k in range(1, level + 2)]
             assert mask & 1
+    return paths
 
 
-def searched(tree, size, depth, *, topk, floor, steps):
-    """{path: probability} of the best nodes, each level's ``topk`` best expanded."""
-    found: dict[tuple[int, ...], float] = {}
-    frontier = [((), 1.0)]
-    for level in range(min(steps, depth)):
-        frontier = sorted(frontier, key=lambda node: -node[1])[:topk] if level else frontier
-        below = []
-        for path, before in frontier:
+def searched(children, tree, size, depth, *, width, floor, steps) -> dict[Path, float]:
+    """The best nodes, each level's ``width`` best expanded; of equals the older come first."""
+    found: list[tuple[Path, float]] = []
+    frontier: list[tuple[Path, float]] = [((), 1.0)]
+    for level in range(min(steps, depth) if size else 0):
+        best = sorted(range(len(frontier)), key=lambda f: (-frontier[f][1], f))
+        expanded = [frontier[f] for f in sorted(best[:width] if level else best)]
+        frontier = []
+        for path, before in expanded:
             tokens, probs = children(tree, path)
-            for token, prob in list(zip(tokens.tolist(), probs, strict=True))[:topk]:
-                if before * float(prob) >= floor:
-                    below.append(((*path, token), float(np.float32(before) * prob)))
-        found |= dict(below)
-        frontier = below
-    best = sorted(found.items(), key=lambda node: (-node[1], len(node[0])))[:size]
-    return dict(best)
+            for token, prob in zip(tokens.tolist(), probs, strict=True):
+                value = float(np.float32(before) * prob)
+                if value >= max(floor, float(np.finfo(np.float32).tiny)):
+                    frontier.append(((*path, token), value))
+        found += frontier
+    order = sorted(range(len(found)), key=lambda c: (-found[c][1], c))
+    return dict(found[c] for c in order[:size])
 
 
-@pytest.mark.parametrize("topk", [1, 2, 4])
-@pytest.mark.parametrize("floor", [0.0, 0.02, 0.2])
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_the_most_probable_are_kept(topk, floor, steps):
-    sizes = [8, 0, 1, 3, 16, 40, 5]
-    depths = [5, 5, 5, 2, 5, 4, 1]
-    trees, _ = grow(sizes, depths, topk=topk, floor=floor, steps=steps)
+def check_searched(trees, children, sizes, depths, **rules) -> None:
     check_trees(trees)
+    assert set(trees.sources_N.tolist()) <= {3}
     for g, (size, depth) in enumerate(zip(sizes, depths, strict=True)):
         nodes = slice(int(trees.offsets_B1[g]), int(trees.offsets_B1[g + 1]))
         tokens, parents = trees.tokens_N[nodes].tolist(), trees.parents_N[nodes].tolist()
-        paths: list[tuple[int, ...]] = [()]
+        paths: list[Path] = [()]
         for token, parent in zip(tokens, parents, strict=True):
             paths.append((*paths[parent], token))
-        wanted = searched(g, size, depth, topk=topk, floor=floor, steps=steps)
+        wanted = searched(children, g, size, depth, **rules)
         assert dict(zip(paths[1:], trees.probs_N[nodes].tolist(), strict=True)) == wanted
         assert np.all(np.diff(trees.probs_N[nodes]) <= 0)
-    assert set(trees.sources_N.tolist()) <= {3}
 
 
-def test_nothing_is_run_that_could_not_be_kept():
-    _, run = grow([4] * 20, [9] * 20, topk=7, floor=0.0, steps=9)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("floor", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize(("width", "steps"), [(1, 6), (2, 5), (4, 4), (5, 2), (3, 1), (7, 10)])
+def test_the_most_probable_are_chosen(width, steps, floor, ties) -> None:
+    sizes = [8, 0, 1, 3, 16, 40, 5, 63]
+    depths = [5, 5, 5, 2, 5, 4, 1, 9]
+    children = some_children(width, ties=ties)
+    rules = {"width": width, "floor": floor, "steps": steps}
+    found = {
+        name: grow(arrays, children, sizes, depths, **rules, padding=3 * (name == "device"))
+        for name, arrays in ARRAYS.items()
+    }
+    trees = {name: each.trees(np.array(sizes), source=3) for name, each in found.items()}
+    check_searched(trees["host"], children, sizes, depths, **rules)
+    for name in ("offsets_B1", "tokens_N", "parents_N", "depths_N", "masks_N", "probs_N"):
+        assert np.array_equal(getattr(trees["host"], name), getattr(trees["device"], name)), name
+    assert found["host"].num_nodes == found["device"].num_nodes
+    assert found["host"].num_levels == found["device"].num_levels
+
+
+def test_nothing_is_run_that_could_not_be_chosen(arrays) -> None:
+    children, rules = some_children(7), {"width": 7, "floor": 0.0, "steps": 9}
+    proposal = grow(arrays, children, [4] * 20, [9] * 20, **rules)
     wanted = 0
     for tree in range(20):
-        best = searched(tree, 4, 9, topk=7, floor=0.0, steps=9)
-        # At least each kept node that has a kept child; at most three of a tree in each level.
+        best = searched(children, tree, 4, 9, **rules)
+        # At least each chosen node with a chosen child; at most three of a tree in each level.
         wanted += len({path[:-1] for path in best if len(path) > 1})
-    assert wanted <= run <= 20 * 3 * 8
-    assert run < 1.5 * wanted + 60
+    assert wanted <= proposal.num_nodes <= 20 * 3 * 8
+    assert proposal.num_nodes < 1.5 * wanted + 60
 
 
-def test_equal_probabilities_keep_parents_first():
-    growth = TreeGrowth(np.array([3]), np.array([3]), topk=2, max_nodes=4, floor=0.0)
-    certain = np.array([[5, 6]]), np.array([[1.0, 0.0]], dtype=np.float32)
-    growth.add(None, *certain)
-    for _ in range(2):
-        growth.add(growth.expand(), *certain)
-    trees = growth.finish(source=0)
+@pytest.mark.parametrize(("count", "padding"), [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1)])
+def test_few_trees_or_none(arrays, count, padding) -> None:
+    sizes, depths, children = [6] * count, [3] * count, some_children(4)
+    rules = {"width": 4, "floor": 0.0, "steps": 3}
+    proposal = grow(arrays, children, sizes, depths, **rules, padding=padding)
+    trees = proposal.trees(np.array(sizes, dtype=np.int64), source=3)
+    check_searched(trees, children, sizes, depths, **rules)
+
+
+def test_what_is_no_probability_is_no_node(arrays) -> None:
+    def children(tree: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([5, 6]), np.array([np.nan, 0.0], dtype=np.float32)
+
+    proposal = grow(arrays, children, [3], [3], width=2, floor=0.0, steps=3)
+    assert proposal.num_nodes == proposal.num_levels == 0
+    assert proposal.trees(np.array([3]), source=0).num_nodes == 0
+
+
+def test_equal_probabilities_have_parents_first(arrays) -> None:
+    def children(tree: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([5, 6]), np.array([1.0, 0.0], dtype=np.float32)
+
+    trees = grow(arrays, children, [3], [3], width=2, floor=0.0, steps=3).trees(np.array([3]), 0)
     check_trees(trees)
     assert trees.parents_N.tolist() == [0, 1, 2]
 
 
-def test_probabilities_that_are_none_are_no_nodes():
-    growth = TreeGrowth(np.array([3]), np.array([3]), topk=2, max_nodes=4, floor=0.0)
-    growth.add(None, np.array([[5, 6]]), np.array([[np.nan, 0.0]], dtype=np.float32))
-    assert not len(growth.expand().trees_F)
-    assert growth.finish(source=0).num_nodes == 0
-
-
-def test_no_trees_at_all():
-    growth = TreeGrowth(np.zeros(0, int), np.zeros(0, int), topk=2, max_nodes=4, floor=0.0)
-    nothing = np.zeros((0, 2), dtype=np.int64), np.zeros((0, 2), dtype=np.float32)
-    growth.add(None, *nothing)
-    growth.add(growth.expand(), *nothing)
-    trees = growth.finish(source=0)
-    assert trees.offsets_B1.tolist() == [0]
+def test_company_changes_no_tree(arrays) -> None:
+    children = some_children(4, ties=True)
+    sizes, depths = [9, 30, 4], [4, 2, 3]
+    rules = {"width": 4, "floor": 0.01, "steps": 4}
+    together = grow(arrays, children, sizes, depths, **rules).trees(np.array(sizes), source=0)
+    first = together.offsets_B1[1]
+    alone = grow(arrays, children, sizes[:1], depths[:1], **rules, padding=2)
+    own = alone.trees(np.array(sizes[:1]), source=0)
+    assert together.tokens_N[:first].tolist() == own.tokens_N.tolist()
+    assert together.masks_N[:first].tolist() == own.masks_N.tolist()

@@ -1,0 +1,159 @@
+"""Opens a target and a neural draft that reads it, from the draft's folder.
+
+The draft's weights and KV are the target's to look after. Mistakes show before the target is
+loaded, which may take minutes: InvalidInputError names the option; CheckpointError and
+UnsupportedModelError are for a draft that cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout.config import EngineConfig
+from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.causal_lm import CausalLM
+from rollout.models.draft_model import DraftModel, DraftSpec
+from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
+from rollout.models.loader import Progress
+from rollout.models.mtp.loader import MtpChain
+from rollout.models.spec import ModelSpec
+from rollout.weights.disk import CheckpointSource
+from spec_workers.draft_sizing import draft_bytes
+from spec_workers.neural.drafter import NeuralDrafter
+from spec_workers.neural.tree_proposer import proposal_graphs
+from spec_workers.options import NeuralOptions, check_topk
+from spec_workers.target import TargetWorker
+
+Reader = Callable[[Path, frozenset[str]], CheckpointSource]
+"""From a folder, and names of parts, to the tensors these take from there."""
+
+Load = Callable[[CausalLM], tuple[dict[str, DraftModel], Reader]]
+"""From the target's model to the draft's networks, by the parts of the weights that they are."""
+
+
+def open_eagle(
+    config: EngineConfig, progress: Progress | None, options: NeuralOptions
+) -> tuple[TargetWorker, NeuralDrafter]:
+    """A target with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which."""
+    path = options.draft_path
+    if not path:
+        raise InvalidInputError(
+            "spec.draft_path", path,
+            "must name the folder of an EAGLE draft of the target; `specrollout train-draft` "
+            "makes one",
+        )  # fmt: skip
+    target_spec = _target_spec(config)
+
+    def load(target: CausalLM) -> tuple[dict[str, DraftModel], Reader]:
+        model = load_eagle(path, target)
+
+        def read(folder: Path, parts: frozenset[str]) -> CheckpointSource:
+            return CheckpointSource.named(*tensors_for(folder, model, target))
+
+        return {"draft": model}, read
+
+    return _opened(
+        config,
+        progress,
+        options,
+        target_spec,
+        read_eagle_spec(path, target_spec),
+        load,
+        num_steps=4 if options.num_steps is None else options.num_steps,
+        topk=4 if options.topk is None else options.topk,
+        num_runners=1,
+    )
+
+
+def open_chain(
+    config: EngineConfig, progress: Progress | None, options: NeuralOptions
+) -> tuple[TargetWorker, NeuralDrafter]:
+    """A target with an MTP chain: that of a folder of its own, or of the target's checkpoint."""
+    target_spec = _target_spec(config)
+    try:
+        chain = MtpChain.find(Path(options.draft_path or config.model.path), target_spec)
+    except CheckpointError as error:
+        if options.draft_path:
+            raise
+        raise CheckpointError(
+            f"{error}; for a chain in a folder of its own, give spec.draft_path"
+        ) from None
+    num_steps = chain.spec.num_steps if options.num_steps is None else options.num_steps
+
+    def load(target: CausalLM) -> tuple[dict[str, DraftModel], Reader]:
+        networks = chain.load(target)[:num_steps]
+        own = {f"draft_step_{step}": network for step, network in enumerate(networks)}
+        owners: dict[str, str] = {}  # of tensors, which steps may share
+        for part, network in own.items():
+            for name in network.weight_loaders():
+                owners.setdefault(name, part)
+
+        def read(folder: Path, parts: frozenset[str]) -> CheckpointSource:
+            found = MtpChain.find(folder, target_spec)
+            names = found.tensors_for(networks)
+            read_names = {stored: name for stored, name in names.items() if owners[name] in parts}
+            return CheckpointSource.named(found.checkpoint, read_names)
+
+        return dict(own), read
+
+    return _opened(
+        config,
+        progress,
+        options,
+        target_spec,
+        chain.spec,
+        load,
+        num_steps=num_steps,
+        topk=1 if options.topk is None else options.topk,
+        num_runners=num_steps,
+    )
+
+
+def _target_spec(config: EngineConfig) -> ModelSpec:
+    return ModelSpec.read(Path(config.model.path), config.model.max_context_len)
+
+
+def _opened(
+    config: EngineConfig,
+    progress: Progress | None,
+    options: NeuralOptions,
+    target_spec: ModelSpec,
+    spec: DraftSpec,
+    load: Load,
+    *,
+    num_steps: int,
+    topk: int,
+    num_runners: int,
+) -> tuple[TargetWorker, NeuralDrafter]:
+    check_topk(topk, num_steps)
+    target = TargetWorker(
+        config,
+        progress,
+        features=spec.features,
+        draft_nodes=options.num_draft_tokens,
+        draft_bytes=draft_bytes(
+            config,
+            target_spec,
+            spec,
+            num_pools=num_runners,
+            # The nodes of a tree, and of runner k the last k positions.
+            slots_per_request=sum(k + topk * (num_steps - 1) for k in range(num_runners)),
+        ),
+    )
+    parts, reader = load(target.model)
+    networks = list(parts.values())
+    drafter = NeuralDrafter(
+        target,
+        [networks[min(k, len(networks) - 1)] for k in range(num_runners)],
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=options.num_draft_tokens,
+        lockstep=options.runs_in_lockstep(config),
+        graphs=proposal_graphs(config.memory, target),
+    )
+    for name, network in parts.items():
+        target.weights.parts.add(name, network, frozen=options.frozen, reader=reader)
+    for runner in drafter.runners:
+        target.residency.add_kv_pool(runner.kv.pool)
+    return target, drafter

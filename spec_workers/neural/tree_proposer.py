@@ -1,0 +1,227 @@
+"""A proposal of a neural draft: trees grow level by level, and are read when all is launched.
+
+Legend: G trees, P of a shape: those and padding, F rows of a level of a tree, W nodes of a level, N
+nodes of all levels, C candidates, K candidates of a row, R rows of logits, D draft vocabulary, E
+hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.config import MemoryConfig
+from rollout.runner.graphs.capture import CudaCapture
+from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.transfers import upload
+from rollout.types import Batch
+from spec_workers.neural.arrays import Array, Arrays
+from spec_workers.neural.draft_levels import DraftLevels
+from spec_workers.neural.guesses import Guesser
+from spec_workers.neural.proposal import Proposal
+from spec_workers.neural.shared_noise import Tensors, noise_inputs
+from spec_workers.neural.tree_growth import TreeGrowth
+from spec_workers.target import TargetWorker
+
+_FIRST_LONGEST = 1024
+_LONGEST_STEP = 4
+
+
+class Shape(NamedTuple):
+    """The shape of a proposal: all that its launches depend on beside what they read."""
+
+    trees: int  # padded, for a device
+    levels: int  # 1: children of the roots alone
+    longest: int  # no draft has read more positions
+    truncates: bool  # any of its requests
+    is_greedy: bool  # any of its requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreesToGrow:
+    """The trees to grow, on the host."""
+
+    batch: Batch
+    entries_G: list[int]  # of the batch
+    rows_G: NDArray[np.int64]  # of req_to_token
+    ends_G: NDArray[np.int64]  # tokens of their sequences
+    sizes_G: NDArray[np.int64]  # see TreeGrowth
+    depths_G: NDArray[np.int64]
+    floor: float
+
+
+class TreeProposer:
+    """Grows trees through the draft's levels, by the guesses of a `Guesser`."""
+
+    def __init__(
+        self,
+        levels: DraftLevels,
+        guesser: Guesser,
+        arrays: Arrays,
+        *,
+        topk: int,
+        num_steps: int,
+        device: torch.device,
+        lockstep: bool,
+        graphs: CapturedRuns | None = None,
+    ) -> None:
+        """
+        Args:
+            arrays: those of the trees while they grow, as of the levels.
+            lockstep: run every level, whatever there is to grow.
+            graphs: capture proposals, all levels of one together; default: each is launched anew.
+        """
+        self._levels = levels
+        self._guesser = guesser
+        self._arrays = arrays
+        self._topk = topk
+        self._num_steps = num_steps
+        self._device = device
+        self._lockstep = lockstep
+        self._graphs = graphs
+        self._shapes: set[Shape] = set()  # that were proposed
+        self.is_warm = True  # the last proposal compiled nothing, and was not captured
+
+    @torch.inference_mode()
+    def propose(self, wanted: TreesToGrow) -> Proposal:
+        """The grown trees. With a device: one copy to it, one from it, and nothing else waits."""
+        shape = self._shape(wanted)
+        self.is_warm = self._arrays.on_host or shape in self._shapes
+        self._shapes.add(shape)
+        arrays = self._inputs(wanted, shape.trees - len(wanted.rows_G))
+        arrays |= self._levels.changes(wanted.rows_G)
+        sent = None if self._graphs is None else self._graphs.place(arrays)
+        tensors = upload(arrays, self._device) if sent is None else sent
+        self._levels.apply(tensors, wanted.rows_G)
+        if self._graphs is None or sent is None:
+            grown = self._grow(tensors, shape)
+            # Kernel by kernel, which is not how its like will run.
+            self.is_warm &= self._graphs is None or self._graphs.is_idle
+        else:
+            grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
+            self.is_warm &= self._graphs.is_warm
+        count = len(wanted.rows_G)
+        own = {name: array[:count] for name, array in grown.items()}
+        read: dict[str, Any] = self._arrays.read(own)
+        return Proposal(batch=wanted.batch, entries_G=wanted.entries_G, topk=self._topk, **read)
+
+    def _shape(self, wanted: TreesToGrow) -> Shape:
+        entries = [wanted.batch.entries[b] for b in wanted.entries_G]
+        longest = _FIRST_LONGEST
+        while longest < self._levels.longest(wanted.rows_G):
+            longest *= _LONGEST_STEP
+        return Shape(
+            trees=len(entries) if self._arrays.on_host else padded_count(len(entries)),
+            levels=self._num_steps if self._lockstep else int(wanted.depths_G.max(initial=1)),
+            longest=longest,
+            truncates=any(entry.request.params.truncates for entry in entries),
+            is_greedy=any(entry.request.params.temperature == 0 for entry in entries),
+        )
+
+    def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
+        requests = [wanted.batch.entries[b].request for b in wanted.entries_G]
+        least = float(np.finfo(np.float32).tiny)
+        arrays: dict[str, NDArray] = {
+            "rows": padded(wanted.rows_G, padding),
+            "ends": padded(wanted.ends_G, padding),
+            "sizes": padded(wanted.sizes_G, padding),
+            "depths": padded(wanted.depths_G, padding),
+            "floor": np.array([max(wanted.floor, least)], dtype=np.float32),
+        }
+        arrays |= noise_inputs(requests, wanted.ends_G, padding, self._num_steps)
+        return arrays | self._guesser.tables() | self._levels.inputs(wanted.rows_G, padding)
+
+    def _grow(self, inputs: Tensors, shape: Shape) -> dict[str, Array]:
+        """The arrays that `Proposal` reads, of all P trees. Nothing waits for a device."""
+        topk, levels, arrays = self._topk, self._levels, self._arrays
+        sizes_P, depths_P, floor_1 = (
+            arrays.of_tensor(inputs[name]) for name in ("sizes", "depths", "floor")
+        )
+        growth = TreeGrowth(arrays, sizes_P, depths_P, floor_1, topk)
+        above_PHE = levels.roots(inputs)
+        guessed = [self._guess(growth, 0, above_PHE, sizes_P[:, None] >= 0, inputs)]
+        for level in range(1, shape.levels):
+            nodes = growth.expand()
+            is_row_PW = nodes.is_node_GN[:, -topk:]
+            if arrays.on_host and not self._lockstep and not is_row_PW.any():
+                break
+            hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs, shape.longest)
+            guessed.append(self._guess(growth, level, hidden_PWE, is_row_PW, inputs))
+        num_run = topk * (len(guessed) - 1)  # without nodes that there were none of
+        index, probs, ends = zip(*guessed, strict=True)
+        join = arrays.alike.concatenate
+        return {
+            "tokens_GC": arrays.int32(growth.tokens_GC),
+            "probs_GC": growth.probs_GC,
+            "candidates_GN": arrays.int32(growth.candidates_GN[:, :num_run]),
+            "index_GRK": arrays.int32(join(index, 1)),
+            "probs_GRK": join(probs, 1),
+            "ends_GRK": join(ends, 1),
+        }
+
+    def _guess(
+        self,
+        growth: TreeGrowth,
+        level: int,
+        hidden_PFE: torch.Tensor,
+        is_row_PF: Array,
+        inputs: Tensors,
+    ) -> tuple[Array, Array, Array]:
+        """Add the children of a level's rows to the trees. Index, probability and end of interval
+        [P, F, K] of the candidates they were chosen from; on the host, of rows there are none of,
+        zeros."""
+        shape, arrays = hidden_PFE.shape[:2], self._arrays
+        rows = is_row_PF.nonzero() if arrays.on_host else None
+        if rows is None:
+            trees_R = torch.arange(shape[0], device=hidden_PFE.device)[:, None]
+            trees_R = trees_R.expand(shape).reshape(-1)
+            hidden_RE = hidden_PFE.flatten(0, 1)
+        else:
+            trees_R = torch.from_numpy(rows[0])
+            hidden_RE = hidden_PFE[trees_R, torch.from_numpy(rows[1])]
+        logits_RD = self._levels.logits(level, hidden_RE)
+        guesses = self._guesser.children(arrays, logits_RD, inputs, trees_R, level)
+
+        def by_tree(array_RX: Array) -> Array:
+            if rows is None or len(array_RX) == shape.numel():
+                return array_RX.reshape((*shape, array_RX.shape[1]))
+            array_PFX = np.zeros((*shape, array_RX.shape[1]), dtype=array_RX.dtype)
+            array_PFX[rows] = array_RX
+            return array_PFX
+
+        growth.add(by_tree(guesses.tokens_RW), by_tree(guesses.probs_RW))
+        found = guesses.found
+        return by_tree(found.index_RC), by_tree(found.probs_RC), by_tree(found.ends_RC)
+
+
+def padded(array: NDArray, padding: int) -> NDArray:
+    """The array with zeros behind it."""
+    return np.pad(array, (0, padding)) if padding else array
+
+
+def padded_count(count: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is as large."""
+    power = 1 << max(0, count - 1).bit_length()
+    return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
+
+
+def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> CapturedRuns | None:
+    """None where nothing is to be captured. The target's graphs have what they need of the bound,
+    drafts what that leaves. When memory is given back theirs go too."""
+    device = target.model.device
+    if device.type != "cuda" or not config.graph_bytes or target.ranks.all.size > 1:
+        return None
+    forwards = None if target.graphs is None else target.graphs.runs
+    graphs = CapturedRuns(
+        "proposals",
+        max_bytes=lambda: config.graph_bytes - (0 if forwards is None else forwards.num_bytes),
+        capture=CudaCapture(device),
+        device=device,
+    )
+    target.residency.add_graphs(graphs)
+    return graphs
