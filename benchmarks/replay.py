@@ -1,115 +1,71 @@
-"""Replays recorded rollouts through drafters: accept length, what it came from, and estimates.
+"""Question: how many tokens per forward do a drafter's trees give on recorded rollouts, what were
+they copied from, and can its estimates be believed? No bars: those are in bench_corpus.py.
 
-    python benchmarks/replay.py --trace FILE --drafter corpus --drafter arctic --plot replay.png
+    python benchmarks/replay.py --trace FILE --drafter corpus --drafter prompt-lookup
 
-A drafter is any object with the methods of `drafters.drafter.Drafter`; to measure one of your own,
-call `replaying.replay`, or give it a name in
-`drafters.registry`. Without a trace one is made up.
+A drafter is any object with the methods of `drafters.Drafter`; to measure one of your own, call
+`replaying.replay`, or give it a name in `drafters`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
-from calibration import deciles, largest_gap
-from drafters.drafter import Drafter
-from drafters.isolated import IsolatedDrafter, Sees
-from drafters.registry import DRAFTERS, make_drafter, missing
-from plots import add_plot_option, plot_replays
-from replaying import Replay, replay
-from table import Row, finish, parser, row
-from traces import Trace, load_traces
+from drafters import DRAFTERS, make_drafter, missing
+from harness.command import Command, Parts
+from harness.rows import Row, row
+from harness.traces import Trace, add_trace_option, load_traces
+from replaying import equal_counts, largest_gap, replay
 
 
-def replay_rows(result: Replay, *, detailed: bool = True) -> list[Row]:
-    """The figures of one replay; ``detailed`` adds those by epoch, temperature and source."""
-    trace = result.trace
+def rows_of(trace: Trace, drafter: str, options: argparse.Namespace) -> Iterator[Row]:
+    if reason := missing(drafter):
+        print(reason)
+        return
+    made = make_drafter(drafter, options.floor)
+    result = replay(trace, made, budget=options.budget, active=options.active)
     name = f"{trace.name}, {result.drafter}"
-    tokens = trace.num_tokens
-    rows = [
-        row(f"{name}: accept length", result.accept_length, "tokens"),
-        row(f"{name}: drafted", result.drafted, "nodes/request"),
-    ]
-    if not detailed:
-        return rows
-    rows += [
-        row(f"{name}: propose", result.propose_cost, "us/request"),
-        row(f"{name}: insert", result.insert_cost, "us/token"),
-    ]
+    yield row(f"{name}: accept length", result.accept_length, "tokens")
+    yield row(f"{name}: drafted", result.drafted, "nodes/request")
+    yield row(f"{name}: propose", result.propose_cost, "us/request")
+    yield row(f"{name}: insert", result.insert_cost, "us/token")
     for epoch, length in result.accept_length_by(trace.epoch_of_R).items():
-        rows.append(row(f"{name}: epoch {epoch:g}", length, "tokens"))
-    known = ~np.isnan(trace.temperature_of_R)
-    if known.any():
+        yield row(f"{name}: epoch {epoch:g}", length, "tokens")
+    if not np.isnan(trace.temperature_of_R).all():
         for temperature, length in result.accept_length_by(trace.temperature_of_R).items():
-            rows.append(row(f"{name}: temperature {temperature:g}", length, "tokens"))
-    if result.accepted_by_source is not None:
-        copied = result.accepted_by_source
+            yield row(f"{name}: temperature {temperature:g}", length, "tokens")
+    if copied := result.accepted_by_source:
+        tokens = trace.num_tokens
         for source, count in copied.items():
-            rows.append(row(f"{name}: copied from {source}", count / tokens, "of tokens"))
+            yield row(f"{name}: copied from {source}", count / tokens, "of tokens")
         rest = 1 - sum(copied.values()) / tokens
-        rows.append(row(f"{name}: copied from none", rest, "of tokens"))
+        yield row(f"{name}: copied from none", rest, "of tokens")
     if len(result.estimates_J):
-        gap = largest_gap(deciles(result.estimates_J, result.accepted_J))
-        rows.append(row(f"{name}: worst decile of estimates off by", gap, "probability"))
-    return rows
+        bins = equal_counts(result.estimates_J)
+        gap = largest_gap(bins, result.estimates_J, result.accepted_J)
+        yield row(f"{name}: worst decile of estimates off by", gap, "probability")
 
 
-def ablation_rows(
-    trace: Trace, make: Callable[[], Drafter], *, budget: int, active: int
-) -> list[Row]:
-    """Accept length with scopes taken away, for what a drafter does not tell itself."""
-    rows = []
-    for sees in Sees:
-        result = replay(trace, IsolatedDrafter(make, sees), budget=budget, active=active)
-        rows += replay_rows(result, detailed=False)
-    return rows
-
-
-def add_replay_options(arguments: argparse.ArgumentParser) -> None:
-    """Those every benchmark that replays has."""
-    arguments.add_argument(
-        "--trace", type=Path, action="append", default=[], help="recorded rollouts (repeatable)"
-    )
-    arguments.add_argument("--budget", type=int, default=8, help="draft nodes per request")
-    arguments.add_argument("--active", type=int, default=64, help="sequences of a batch")
-    arguments.add_argument("--seed", type=int, default=0, help="of what is made up")
-    add_plot_option(arguments)
+def parts(options: argparse.Namespace) -> Parts:
+    return {
+        f"{trace.name}, {drafter}": partial(rows_of, trace, drafter, options)
+        for trace in load_traces(options.trace)
+        for drafter in options.drafter or ["corpus"]
+    }
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    add_replay_options(arguments)
-    arguments.add_argument(
-        "--drafter", choices=DRAFTERS, action="append", help="repeatable; default: corpus"
-    )
-    arguments.add_argument("--floor", type=float, default=0.0, help="least estimate of a node")
-    arguments.add_argument(
-        "--external", type=Path, help="a trace whose responses the corpus holds beforehand"
-    )
-    arguments.add_argument(
-        "--ablate", action="store_true", help="also replay with scopes taken away"
-    )
-    options = arguments.parse_args()
-    results, rows = [], []
-    for trace in load_traces(options.trace, options.seed):
-        for name in options.drafter or ["corpus"]:
-            if reason := missing(name):
-                print(reason)
-                continue
-
-            def make(name: str = name) -> Drafter:
-                return make_drafter(name, floor=options.floor, external=options.external)
-
-            results.append(replay(trace, make(), budget=options.budget, active=options.active))
-            rows += replay_rows(results[-1])
-            if options.ablate:
-                rows += ablation_rows(trace, make, budget=options.budget, active=options.active)
-    if options.plot is not None:
-        plot_replays(results, options.plot)
-    finish("replay", rows, options.json)
+    command = Command(__doc__)
+    add_trace_option(command)
+    help = "repeatable; default: corpus"
+    command.option("--drafter", [], choices=DRAFTERS, action="append", help=help)
+    command.option("--budget", 8, help="draft nodes per request")
+    command.option("--active", 64, help="sequences of a batch")
+    command.option("--floor", 0.0, help="least estimate of a node")
+    command.run("replay", parts)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Replays recorded rollouts through a drafter.
 
-Exact: the recorded response is what the target sampled, the longest path of the draft tree that
-spells it is accepted, then one token more. With sample-and-match verification that is the true
-accept length at any temperature.
+The recorded response is what the target sampled: the longest path of the draft tree that spells it
+is accepted, then one token more. With sample-and-match verification that is the true accept length
+at any temperature.
 
 Shape legend: B open sequences, N tokens or draft nodes of a call, flat, R responses of the trace,
 J nodes judged in the whole replay.
@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from drafters.drafter import SOURCES, Drafter
+from drafters import SOURCES, Drafter, Drafts
+from harness.traces import Trace
 from numpy.typing import NDArray
-from traces import Trace
 
 _WRONG = -1
 _UNDECIDED = -2
@@ -58,10 +58,33 @@ class Replay:
         return float(self.insert_seconds / self.emitted_R.sum() * 1e6)
 
     def accept_length_by(self, key_R: NDArray) -> dict[float, float]:
-        """Of the responses that share a key, for each key in order."""
+        """Accept length of the responses that share a key, for each key in order."""
         keys, of_R = np.unique(key_R, return_inverse=True)
         lengths = np.bincount(of_R, self.emitted_R) / np.bincount(of_R, self.forwards_R)
         return dict(zip(keys.tolist(), lengths.tolist(), strict=True))
+
+
+def equal_counts(estimates_J: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Ten bins of equal counts; equal estimates may fall into two of them."""
+    rank_J = np.argsort(np.argsort(estimates_J, kind="stable"), kind="stable")
+    return rank_J * 10 // max(len(rank_J), 1)
+
+
+def equal_widths(estimates_J: NDArray[np.float32]) -> NDArray[np.int64]:
+    return np.minimum((estimates_J * 10).astype(np.int64), 9)
+
+
+def largest_gap(
+    bin_J: NDArray[np.int64],
+    estimates_J: NDArray[np.float32],
+    accepted_J: NDArray[np.bool_],
+    at_least: int = 1,
+) -> float:
+    """Between mean estimate and acceptance rate, over bins of ``at_least`` nodes."""
+    count_K = np.bincount(bin_J, minlength=10)
+    kept_K = count_K >= at_least
+    gap_K = np.bincount(bin_J, estimates_J, 10) - np.bincount(bin_J, accepted_J, 10)
+    return float(np.abs(gap_K[kept_K] / count_K[kept_K]).max(initial=0.0))
 
 
 def match_tree(
@@ -131,7 +154,7 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
             drafts = drafter.propose(ids_B, budget)
             propose_seconds += clock() - start
 
-            _check(drafter.name, drafts.offsets_B1, drafts.parents_N, budget)
+            _check(drafter.name, drafts, budget)
             tokens, parents = drafts.tokens_N.tolist(), drafts.parents_N.tolist()
             ends = drafts.offsets_B1.tolist()
             sources = None if drafts.sources_N is None else drafts.sources_N.tolist()
@@ -143,8 +166,7 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
                 begin, end = ends[b], ends[b + 1]
                 at = emitted[response]
                 matched = match_tree(tokens, parents, begin, end, to_come[response], at)
-                accepted = max(matched)
-                emitted[response] = min(at + accepted + 1, len(to_come[response]))
+                emitted[response] = min(at + max(matched) + 1, len(to_come[response]))
                 forwards[response] += 1
                 drafted[response] += end - begin
                 fresh += to_come[response][at : emitted[response]]
@@ -186,12 +208,10 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
     )
 
 
-def _check(
-    name: str, offsets_B1: NDArray[np.int64], parents_N: NDArray[np.int32], budget: int
-) -> None:
-    sizes_B = np.diff(offsets_B1)
+def _check(name: str, drafts: Drafts, budget: int) -> None:
+    sizes_B, parents_N = np.diff(drafts.offsets_B1), drafts.parents_N
     if len(sizes_B) and sizes_B.max() > budget:
         raise ValueError(f"{name}: drafted {sizes_B.max()} nodes, must be at most {budget}")
-    tree_nodes_N = np.arange(1, len(parents_N) + 1) - np.repeat(offsets_B1[:-1], sizes_B)
+    tree_nodes_N = np.arange(1, len(parents_N) + 1) - np.repeat(drafts.offsets_B1[:-1], sizes_B)
     if not ((parents_N >= 0) & (parents_N < tree_nodes_N)).all():
         raise ValueError(f"{name}: parents must come before their children")

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drafters.drafter import Drafts
-from drafters.isolated import IsolatedDrafter, Sees
-from replaying import longest_path, match_tree, replay
-from traces import Trace
+from drafters import Drafts
+from harness.traces import Trace
+from replaying import (
+    equal_counts,
+    equal_widths,
+    largest_gap,
+    longest_path,
+    match_tree,
+    replay,
+)
 
 
 def make_trace(responses, *, steps=None, epochs=None, temperatures=None, prompt_of=None):
@@ -165,33 +171,29 @@ def test_longest_path_agrees_with_trying_them_all():
         assert [tokens[begin + node - 1] for node in reversed(path)] == to_come[at : at + best]
 
 
-@pytest.mark.parametrize("sees", Sees)
-def test_isolated_parts_see_only_their_own(sees):
-    parts = []
+def test_a_bin_that_is_off_is_found():
+    estimates_J = np.linspace(0, 1, 10_000, dtype=np.float32)
+    accepted_J = np.random.default_rng(0).random(10_000) < estimates_J
+    bins = equal_counts(estimates_J)
+    assert np.bincount(bins).tolist() == [1000] * 10
+    assert largest_gap(bins, estimates_J, accepted_J) < 0.05
+    accepted_J[2000:3000] = True  # where 0.25 is estimated
+    assert abs(largest_gap(bins, estimates_J, accepted_J) - 0.75) < 0.01
 
-    class Part(Scripted):
-        def __init__(self):
-            super().__init__(lambda sequence_id, so_far: [(sequence_id, 0, 1.0, 0)])
-            self.groups = {}
-            parts.append(self)
 
-        def open(self, sequence_id, group, prompt):
-            self.groups[sequence_id] = group
-            super().open(sequence_id, group, prompt)
+def test_equal_estimates_fall_into_bins_of_equal_counts():
+    assert np.bincount(equal_counts(np.full(1000, 0.5, np.float32))).tolist() == [100] * 10
 
-    responses = [[i] * 6 for i in range(6)]
-    trace = make_trace(responses, steps=[[0, 1, 2], [3, 4, 5]], prompt_of=[0, 0, 1, 0, 1, 1])
-    result = replay(trace, IsolatedDrafter(Part, sees), budget=1, active=2)
-    assert result.accept_length == 2  # each got its own draft
-    together = sorted(sorted(part.seen) for part in parts if part.seen)
-    assert (
-        together
-        == {
-            Sees.OWN: [[0], [1], [2], [3], [4], [5]],
-            Sees.SIBLINGS: [[0, 1], [2], [3], [4, 5]],
-            Sees.GROUP: [[0, 1, 3], [2, 4, 5]],
-            Sees.ALL_UNGROUPED: [[0, 1, 2, 3, 4, 5]],
-        }[sees]
-    )
-    if sees is Sees.ALL_UNGROUPED:
-        assert len(set(parts[-1].groups.values())) == 6
+
+def test_bins_of_few_nodes_are_not_judged():
+    estimates_J = np.array([0.05] * 300 + [0.55] * 199 + [1.0] * 200, np.float32)
+    accepted_J = estimates_J > 0.9
+    bins = equal_widths(estimates_J)
+    assert largest_gap(bins, estimates_J, accepted_J, at_least=200) == pytest.approx(0.05)
+    assert largest_gap(bins, estimates_J, accepted_J) == pytest.approx(0.55)
+
+
+def test_nothing_judged_is_off_by_nothing():
+    nothing = np.empty(0, np.float32)
+    for bins in (equal_counts(nothing), equal_widths(nothing)):
+        assert largest_gap(bins, nothing, np.empty(0, np.bool_)) == 0

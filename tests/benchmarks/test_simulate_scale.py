@@ -7,12 +7,17 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from scale_sim.broadcast import LATENCY_SECONDS, Shape, best_bucket, broadcast_seconds
-from scale_sim.hardware import Hardware
-from scale_sim.lengths import fitted, recorded
-from scale_sim.replica import SimulatedReplica
-from scale_sim.rollouts import Policy, Simulation, Workload
-from scale_sim.traffic import PIECE_BYTES, FanOut, traffic
+from scale_cluster import Policy, Simulation, Workload
+from scale_replica import Hardware, SimulatedReplica, fitted, recorded
+from simulate_scale import (
+    LATENCY_SECONDS,
+    PIECE_BYTES,
+    FanOut,
+    Shape,
+    best_bucket,
+    broadcast_seconds,
+    traffic,
+)
 
 from rollout.engine.corpus_delta import CorpusDelta
 from spec_workers.corpus_outbox import CorpusOutbox
@@ -140,5 +145,5 @@ def test_lengths_of_files(tmp_path):
         assert drawn == {(3, 3, 3), (7, 7, 7)}
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    with pytest.raises(SystemExit, match="holds no rollouts"):
+    with pytest.raises(FileNotFoundError, match="holds no rollouts"):
         recorded(empty)

@@ -1,0 +1,192 @@
+"""The budget's choice of nodes on recorded rollouts, where forwards cost what a roofline says.
+
+Replayed are the choice of nodes, the worth of a token, the forecast of lengths, and what the corpus
+is told of the verified nodes. Not replayed: the gate, the hysteresis that keeps drafts from turning
+on and off, the corrections learned of the corpus's probabilities, and the time that drafting takes,
+which has no price here.
+
+Shape legend: B sequences of a call, N draft nodes of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from drafters import CorpusDrafter, Drafts
+from harness.rows import Row, row
+from harness.traces import Trace
+from numpy.typing import NDArray
+from replaying import Replay, replay
+
+from ngram_native import Proposal
+from rollout.scheduler.length_forecast import LengthForecast
+from spec_workers.budget.prices import choose_nodes, falling, token_worth
+
+NODES = 16
+"""Most draft nodes per request and step."""
+
+ACTIVE = 64
+"""Sequences that run together."""
+
+FIRST_LIMIT = 4096
+"""Tokens a response of the first RL step is taken to be limited to."""
+
+_MIN_PROBABILITY = 0.02  # the choice is to leave nodes out, not this
+
+Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+"""Time of a step by its query tokens, roots included."""
+
+
+def roofline(query_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Decode steps of a GPU: up to 170 rows take as long as reading the weights, more as long as
+    the arithmetic; attention, sampling and the like add to each row."""
+    return np.maximum(1.0, query_tokens / 170) + 0.15 * query_tokens / 170
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """What is known of the sequences of a call when their nodes are picked."""
+
+    remaining_B: NDArray[np.float64]  # tokens each is expected to emit yet
+    ends: bool  # nobody waits for a seat
+
+
+Pick = Callable[[Proposal, Running, Cost], NDArray[np.int64]]
+"""How many first nodes of each tree are verified, (B,)."""
+
+
+def pick_all(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
+    return np.diff(proposal.offsets_B1)
+
+
+def pick_by_probability(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
+    """A token is worth the same wherever it is emitted."""
+    size = len(running.remaining_B)
+    return _choose(proposal, np.full(size, cost(np.array(size)) / size), cost)
+
+
+def pick_by_worth(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
+    """Sequences that are expected to run longest weigh more once nobody waits."""
+    decode_B = cost(np.arange(1, len(running.remaining_B) + 1))
+    return _choose(proposal, token_worth(running.remaining_B, decode_B, running.ends), cost)
+
+
+def _choose(proposal: Proposal, worth_B: NDArray[np.float64], cost: Cost) -> NDArray[np.int64]:
+    values_N = falling(proposal.probabilities_N.astype(np.float64), proposal.offsets_B1)
+    cost_N1 = cost(len(worth_B) + np.arange(len(values_N) + 1))
+    choice = choose_nodes(values_N, proposal.offsets_B1, worth_B, cost_N1, float(cost_N1[0]))
+    return choice.counts_B
+
+
+class PricedDrafter(CorpusDrafter):
+    """Hands out the first nodes of the corpus's trees that ``pick`` chose, and adds up the price.
+
+    The forecast of lengths learns what a scheduler's would: the responses that ended. A recording
+    does not tell its limit of new tokens: that of an RL step is taken to be the longest response of
+    the steps before it, of the first ``FIRST_LIMIT``, so that no length is known ahead of its time.
+    """
+
+    def __init__(self, trace: Trace, pick: Pick, floor: float = 0.0) -> None:
+        super().__init__(floor)
+        self._forecast = LengthForecast()
+        self._trace = trace
+        self._pick = pick
+        self._limit = FIRST_LIMIT
+        self._longest = 0  # of the responses that ended
+        self._unopened = 0  # responses of the RL step
+        self._emitted: dict[int, int] = {}  # by open sequence
+        self._verified_B = np.empty(0, np.int32)
+        self.price_of_step: list[float] = []  # by RL step
+        self.num_steps = 0
+        self.num_steps_without_drafts = 0
+
+    @property
+    def price(self) -> float:
+        return sum(self.price_of_step)
+
+    def set_weight_version(self, version: int) -> None:
+        super().set_weight_version(version)
+        self._limit = self._longest or FIRST_LIMIT
+        self._unopened = len(self._trace.steps[version])
+        self.price_of_step.append(0.0)
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        super().open(sequence_id, group, prompt)
+        self._emitted[sequence_id] = 0
+        self._unopened -= 1
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        proposal = self.ask(ids_B, budget)
+        counts_B = self._pick(proposal, self._running(ids_B), roofline)
+        num_nodes = int(counts_B.sum())
+        self.price_of_step[-1] += float(roofline(np.array(len(ids_B) + num_nodes)))
+        self.num_steps += 1
+        self.num_steps_without_drafts += num_nodes == 0
+        self._verified_B = counts_B.astype(np.int32)
+        return first_nodes(proposal, counts_B)
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        self.corpus.extend(ids_B, tokens_N, offsets_B1, self._verified_B)
+        for sequence_id, count in zip(ids_B.tolist(), np.diff(offsets_B1).tolist(), strict=True):
+            self._emitted[sequence_id] += count
+
+    def close(self, sequence_id: int) -> None:
+        super().close(sequence_id)
+        length = self._emitted.pop(sequence_id)
+        self._forecast.observe(self._group(sequence_id), length)
+        self._longest = max(self._longest, length)
+
+    def _running(self, ids_B: NDArray[np.int64]) -> Running:
+        remaining = []
+        for sequence_id in ids_B.tolist():
+            emitted = self._emitted[sequence_id]
+            room = max(1, self._limit - emitted)
+            remaining.append(self._forecast.remaining(self._group(sequence_id), emitted, room))
+        return Running(remaining_B=np.array(remaining), ends=self._unopened == 0)
+
+    def _group(self, sequence_id: int) -> int:
+        return int(self._trace.prompt_of_R[sequence_id])
+
+
+def first_nodes(proposal: Proposal, counts_B: NDArray[np.int64]) -> Drafts:
+    """The first ``counts_B[b]`` nodes of each tree; a parent comes before its children."""
+    sizes_B = np.diff(proposal.offsets_B1)
+    node_N = np.arange(sizes_B.sum()) - np.repeat(proposal.offsets_B1[:-1], sizes_B)
+    kept_N = node_N < np.repeat(counts_B, sizes_B)
+    return Drafts(
+        offsets_B1=np.concatenate([[0], np.cumsum(counts_B)]).astype(np.int64),
+        tokens_N=proposal.tokens_N[kept_N],
+        parents_N=proposal.parents_N[kept_N],
+    )
+
+
+def replay_rows(trace: Trace, bar: float | None) -> Iterator[Row]:
+    """``bar``: least speedup over plain decoding of the same trace under the same prices."""
+    label = f"replay of {trace.name}"
+    plain, _ = _replay(trace, pick_all, nodes=0)
+    yield row(f"{label}: plain", plain.price, "decode steps")
+    by_worth, result = _replay(trace, pick_by_worth, nodes=NODES)
+    steps = np.array(plain.price_of_step) / np.array(by_worth.price_of_step)
+    idle = by_worth.num_steps_without_drafts / by_worth.num_steps
+    yield row(f"{label}: accept length", result.accept_length, "tokens")
+    yield row(f"{label}: verified", result.drafted, "nodes/request")
+    yield row(f"{label}: steps without drafts", idle, "share")
+    yield row(f"{label}: worst RL step", steps.min(), "x")
+    others: tuple[tuple[str, Pick, int], ...] = (
+        ("all tokens worth the same", pick_by_probability, NODES),
+        ("8 nodes per request", pick_all, 8),
+        ("16 nodes per request", pick_all, 16),
+    )
+    for name, pick, nodes in others:
+        drafter, _ = _replay(trace, pick, nodes=nodes)
+        yield row(f"{label}: {name}", plain.price / drafter.price, "x")
+    yield row(f"{label}: speedup", plain.price / by_worth.price, "x", bar)
+
+
+def _replay(trace: Trace, pick: Pick, *, nodes: int) -> tuple[PricedDrafter, Replay]:
+    drafter = PricedDrafter(trace, pick, _MIN_PROBABILITY)
+    return drafter, replay(trace, drafter, budget=nodes, active=ACTIVE)

@@ -1,0 +1,250 @@
+"""What a replay can drive: the corpus, and the peers it is measured beside.
+
+Shape legend: B sequences of a call, N tokens or draft nodes of a call, flat.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ngram_native import Corpus, Proposal
+
+SOURCES = ("group", "live", "external", "gap")
+"""Names of the codes in `Drafts.sources_N`, in order."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Drafts:
+    """Draft trees of a batch, flat, without the roots.
+
+    Entry b owns nodes ``[offsets_B1[b], offsets_B1[b + 1])``. Within an entry the root (the last
+    committed token) is tree node 0 and node j, from 0, is tree node j + 1; parents come before
+    children.
+    """
+
+    offsets_B1: NDArray[np.int64]
+    tokens_N: NDArray[np.int32]
+    parents_N: NDArray[np.int32]
+    probabilities_N: NDArray[np.float32] | None = None  # that the node is accepted; if estimated
+    sources_N: NDArray[np.uint8] | None = None  # index into SOURCES; if the drafter can tell
+
+
+class Drafter(Protocol):
+    """Anything that drafts for many sequences at once. The replay calls it in this order:
+
+    For each step of training `set_weight_version`; then, until the step's sequences are done,
+    `open` for those that begin, `propose` and `insert` for all that are open, `close` for those
+    that ended.
+    """
+
+    name: str
+
+    def set_weight_version(self, version: int) -> None:
+        """Tokens from now on come from another policy."""
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        """A sequence begins after ``prompt``; the samples of one prompt share ``group``."""
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        """A tree of at most ``budget`` nodes for each of the open sequences."""
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        """Sequence b went on with ``tokens_N[offsets_B1[b]:offsets_B1[b + 1]]``, at least one."""
+
+    def close(self, sequence_id: int) -> None:
+        """The sequence ended."""
+
+
+class CorpusDrafter:
+    """The n-gram corpus; nodes less likely than ``floor`` to be accepted are not drafted."""
+
+    def __init__(self, floor: float = 0.0, corpus: Corpus | None = None) -> None:
+        self.name = f"corpus, floor {floor:g}" if floor > 0 else "corpus"
+        self.corpus = Corpus(max_bytes=256 << 20) if corpus is None else corpus
+        self._floor = floor
+
+    def set_weight_version(self, version: int) -> None:
+        self.corpus.set_weight_version(version)
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        self.corpus.open(sequence_id, group, prompt)
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        proposal = self.ask(ids_B, budget)
+        return Drafts(
+            offsets_B1=proposal.offsets_B1,
+            tokens_N=proposal.tokens_N,
+            parents_N=proposal.parents_N,
+            probabilities_N=proposal.probabilities_N,
+            sources_N=proposal.sources_N,
+        )
+
+    def ask(self, ids_B: NDArray[np.int64], budget: int) -> Proposal:
+        return self.corpus.propose(ids_B, np.full(len(ids_B), budget, np.int32), self._floor)
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        self.corpus.extend(ids_B, tokens_N, offsets_B1)
+
+    def close(self, sequence_id: int) -> None:
+        self.corpus.close(sequence_id)
+
+
+class _SequenceDrafter:
+    """A peer that drafts for one sequence at a time, from the tokens it has so far."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, NDArray[np.int64]] = {}  # with room at the end
+        self._lengths: dict[int, int] = {}
+
+    def set_weight_version(self, version: int) -> None:
+        """Peers know of no policies."""
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        self._contexts[sequence_id] = np.empty(1024, np.int64)
+        self._lengths[sequence_id] = 0
+        self.extend(sequence_id, prompt)
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        offsets, tokens, parents = [0], [], []
+        for sequence_id in ids_B.tolist():
+            context = self._contexts[sequence_id][: self._lengths[sequence_id]]
+            own_tokens, own_parents = self.draft(sequence_id, context, budget)
+            tokens += own_tokens
+            parents += own_parents
+            offsets.append(len(tokens))
+        return Drafts(
+            offsets_B1=np.array(offsets, np.int64),
+            tokens_N=np.array(tokens, np.int32),
+            parents_N=np.array(parents, np.int32),
+        )
+
+    def draft(
+        self, sequence_id: int, context: NDArray[np.int64], budget: int
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a tree."""
+        raise NotImplementedError
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        ends = offsets_B1.tolist()
+        for b, sequence_id in enumerate(ids_B.tolist()):
+            self.extend(sequence_id, tokens_N[ends[b] : ends[b + 1]])
+
+    def extend(self, sequence_id: int, tokens: NDArray[np.int32]) -> None:
+        context, begin = self._contexts[sequence_id], self._lengths[sequence_id]
+        end = begin + len(tokens)
+        if end > len(context):
+            context = np.concatenate([context, np.empty(end, np.int64)])
+            self._contexts[sequence_id] = context
+        context[begin:end] = tokens
+        self._lengths[sequence_id] = end
+
+    def close(self, sequence_id: int) -> None:
+        del self._contexts[sequence_id], self._lengths[sequence_id]
+
+
+class PromptLookupDrafter(_SequenceDrafter):
+    """transformers' prompt lookup: what followed the last 3, 2 or 1 tokens in the sequence."""
+
+    name = "prompt lookup"
+
+    def __init__(self) -> None:
+        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+        super().__init__()
+        self._generator = PromptLookupCandidateGenerator(
+            max_matching_ngram_size=3, max_length=sys.maxsize
+        )
+
+    def draft(
+        self, sequence_id: int, context: NDArray[np.int64], budget: int
+    ) -> tuple[list[int], list[int]]:
+        self._generator.num_output_tokens = budget
+        candidates = self._generator.get_candidates(torch.from_numpy(context)[None])[0][0]
+        drafted = candidates[len(context) :].tolist()
+        return drafted, list(range(len(drafted)))
+
+
+class SuffixDecodingDrafter(_SequenceDrafter):
+    """arctic-inference's suffix decoding, with trees and the settings that suit it best: a suffix
+    tree per sequence and one of all responses, of which the better draft is taken.
+
+    The rest of its package asks for CUDA and vLLM, this part does not: `csrc/suffix_decoding` of
+    its source distribution builds alone, with cmake and nanobind, and the module it gives belongs
+    in `arctic_inference/suffix_decoding`.
+    """
+
+    name = "arctic, tree"
+
+    def __init__(self) -> None:
+        from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
+            SuffixDecodingCache,
+        )
+
+        super().__init__()
+        self._cache: Any = SuffixDecodingCache()
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        super().open(sequence_id, group, prompt)
+        self._cache.start_request(sequence_id, prompt)
+
+    def draft(
+        self, sequence_id: int, context: NDArray[np.int64], budget: int
+    ) -> tuple[list[int], list[int]]:
+        recent = context[-self._cache.max_tree_depth :].astype(np.int32)
+        draft = self._cache.speculate(
+            sequence_id, recent, max_spec_tokens=budget, use_tree_spec=True, max_spec_factor=4.0,
+            min_token_prob=0.02,
+        )  # fmt: skip
+        return list(draft.token_ids), [parent + 1 for parent in draft.parents]
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        super().insert(ids_B, tokens_N, offsets_B1)
+        ends = offsets_B1.tolist()
+        for b, sequence_id in enumerate(ids_B.tolist()):
+            self._cache.add_active_response(sequence_id, tokens_N[ends[b] : ends[b + 1]])
+
+    def close(self, sequence_id: int) -> None:
+        super().close(sequence_id)
+        self._cache.stop_request(sequence_id)
+
+
+_NEEDS = {
+    "corpus": "ngram_native",
+    "prompt-lookup": "transformers",
+    "arctic": "arctic_inference",
+}
+DRAFTERS = tuple(_NEEDS)
+
+
+def missing(name: str) -> str | None:
+    """Why a drafter cannot run here, if it cannot."""
+    if importlib.util.find_spec(_NEEDS[name]) is None:
+        return f"{name}: skipped, no package {_NEEDS[name]}"
+    return None
+
+
+def make_drafter(name: str, floor: float) -> Drafter:
+    """A fresh drafter of `DRAFTERS`, which each replay needs.
+
+    ``floor``: nodes the corpus holds less likely are not drafted; the peers have their own.
+    """
+    if name == "corpus":
+        return CorpusDrafter(floor)
+    return PromptLookupDrafter() if name == "prompt-lookup" else SuffixDecodingDrafter()
