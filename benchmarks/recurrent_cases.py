@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from gpu_case import Case, copies, each, normal
+from op_case import Case, copies, each, normal
 
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.delta_gates import delta_gates

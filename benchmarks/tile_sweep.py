@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from gpu_case import copies, each, microseconds, normal
-from table import Row, row
+from harness.rows import Row, row
+from op_case import copies, each, microseconds, normal
 from triton import TritonError
 
 from rollout.config import MemoryConfig

@@ -60,7 +60,7 @@ class Command:
             settings: More of argparse's.
         """
         sample = default[0] if isinstance(default, list) and default else default
-        if sample not in (None, []):
+        if sample not in (None, []) and not isinstance(sample, bool):
             settings.setdefault("type", type(sample))
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
             help = f"{help}; default: {shown}".removeprefix("; ")

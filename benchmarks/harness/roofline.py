@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from harness import rows
 from harness.command import Command
+from harness.rows import read_records
 from harness.shapes import Shape
 from harness.timing import Call, wall_seconds
 
@@ -45,7 +45,7 @@ class Ceilings:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         known = {
             str(record.get("name")): record.get("value")
-            for record in (rows.read(floors) if floors is not None else [])
+            for record in (read_records(floors) if floors is not None else [])
         }
         bandwidth, rate = known.get(bandwidth_name(name)), known.get(rate_name(name))
         return Ceilings(

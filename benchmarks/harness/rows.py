@@ -73,7 +73,7 @@ def show(title: str, rows: Iterable[Row]) -> None:
     Console(width=110).print(table)
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
+def append_record(path: Path, record: dict[str, Any]) -> None:
     """Add one line in one write; behind a torn line it goes on a line of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record).encode() + b"\n"
@@ -85,7 +85,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
         file.write(line)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
     """All whole lines; a torn one is reported and left out. Nothing where there is no file."""
     found = []
     lines = path.read_bytes().splitlines() if path.exists() else []
@@ -109,7 +109,7 @@ class _Streamed(list[Row]):
 
     def append(self, entry: Row) -> None:
         super().append(entry)
-        append(self._path, asdict(entry))
+        append_record(self._path, asdict(entry))
 
     def extend(self, entries: Iterable[Row]) -> None:
         for entry in entries:

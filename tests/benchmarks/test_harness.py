@@ -17,11 +17,11 @@ def test_rows_are_in_the_file_as_they_come_and_survive_a_torn_line(tmp_path: Pat
     path = tmp_path / "rows.jsonl"
     with rows.finishing("", path) as found:
         found.extend(rows.row(name, 1, "ms") for name in "ab")
-        assert [record["name"] for record in rows.read(path)] == ["a", "b"]
+        assert [record["name"] for record in rows.read_records(path)] == ["a", "b"]
     with path.open("a") as file:
         file.write('{"name": "tor')
     rows.finish("", [rows.not_run("c", "ms")], path)
-    assert [record["name"] for record in rows.read(path)] == ["a", "b", "c"]
+    assert [record["name"] for record in rows.read_records(path)] == ["a", "b", "c"]
     assert "line 3: torn" in capsys.readouterr().out
 
 

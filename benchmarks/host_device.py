@@ -1,4 +1,4 @@
-"""A device that is not there: it takes no time, and says what was recorded.
+"""A device that is not there, for measuring the host: it takes no time and says what was recorded.
 
 Everything the host does for a GPU is done: inputs are laid out, padded and packed, changes of
 req_to_token are found, graphs are looked up, results are unpacked. What is left out is what runs
@@ -9,16 +9,17 @@ Legend: T query rows, E hidden, R sampled rows, B entries.
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from forced import Recording
 from numpy.typing import NDArray
-from replay_bench.forced import Recording
 
-from host_bench.phases import Phases
-from rollout.ops import gpu, tree_accept
+from rollout.ops import tree_accept
 from rollout.runner.model_runner import Forwarded
 from rollout.sampling import device_sampler
 from rollout.types import Batch, DraftTrees
@@ -27,10 +28,72 @@ from spec_workers.target import TargetWorker
 DEVICE = "device"
 """The phase that is no host's: what stands in for the device takes here."""
 
+COVERED = ", while the device computes"
+"""Ends the name of a phase's other share."""
 
-def pretend_gpu() -> None:
-    """From now on whatever is on the CPU goes the way of a GPU. Before anything else is made."""
-    gpu.runs_on = lambda device: True
+
+class Phases:
+    """``seconds`` by phase: each moment counts for the innermost phase under way, and what the
+    device covers counts by itself.
+
+    Two counters of Python's clock and a dozen lines per call: about half a microsecond, which the
+    phase around it pays.
+    """
+
+    def __init__(self, outermost: str) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open = [outermost]
+        self._is_covered = False  # the device computes
+        self._since = time.perf_counter()
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def time_calls(
+        self, owner: Any, name: str, phase: str, *, waits: bool = False, launches: bool = False
+    ) -> None:
+        """From now on calls of ``owner.name`` count for ``phase``.
+
+        Args:
+            waits: for the device, which is done when a call begins.
+            launches: what the device computes from the end of a call on.
+        """
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.enter(phase)
+            self._is_covered = self._is_covered and not waits
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+                self._is_covered = self._is_covered or launches
+
+        self._originals.append((owner, name, function))
+        setattr(owner, name, timed)
+
+    def stop(self) -> None:
+        """Call everything as before."""
+        for owner, name, function in reversed(self._originals):
+            setattr(owner, name, function)
+
+    def enter(self, phase: str) -> None:
+        self._turn()
+        self._open.append(phase)
+
+    def leave(self) -> None:
+        self._turn()
+        self._open.pop()
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        self._turn()
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        name = self._open[-1]
+        self.seconds[name + COVERED if self._is_covered else name] += now - self._since
+        self._since = now
 
 
 class NoCapture:
@@ -71,13 +134,7 @@ class StandIn:
     def _noted(self, batch: Batch, trees: DraftTrees, **options: Any) -> Forwarded:
         self._phases.enter(DEVICE)
         self._trees = trees
-        self._tokens = []
-        for b, entry in enumerate(batch.entries):
-            if entry.samples:
-                first, last = int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])
-                depths = [0, *trees.depths_N[first:last].tolist()]
-                at = self._recording.at
-                self._tokens += [at(entry.request, entry.end + depth) for depth in depths]
+        self._tokens = self._recording.sampled(batch, trees)
         self._phases.leave()
         return self._forward(batch, trees, **options)
 

@@ -1,8 +1,8 @@
-"""A target, and a draft, that say what was recorded.
+"""A trace forced through an engine: its target, and a draft, say what was recorded.
 
-Every product, norm and draw is done as ever; between the head and the draw, the recorded token
-of a row's position is made certain. What follows from the tokens, the accept lengths foremost, is
-then real, and so is the time. The draft cannot be real over random weights: it is told the recorded
+Every product, norm and draw is done as ever; between the head and the draw, the recorded token of a
+row's position is made certain. What follows from the tokens, the accept lengths foremost, is then
+real, and so is the time. The draft cannot be real over random weights: it is told the recorded
 token with a given probability, drawn anew at each position, and is as sure of a wrong one else.
 
 Legend: G trees, L levels, R rows of logits, D draft vocabulary.
@@ -10,14 +10,17 @@ Legend: G trees, L levels, R rows of logits, D draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from harness.traces import Trace
 from numpy.typing import NDArray
-from traces import Trace
 
+from rollout import RolloutEngine, SamplingParams
 from rollout.runner.model_runner import Forwarded
 from rollout.runner.transfers import upload
 from rollout.sampling.noise import uniforms
@@ -29,7 +32,7 @@ from spec_workers.neural.guesses import Guesser, HostGuesses
 from spec_workers.target import TargetWorker
 
 Said = Callable[[Sequence[Request], NDArray[np.int64]], NDArray[np.int64]]
-"""Of requests and positions of theirs: the tokens that the draft is told."""
+"""The tokens that the draft is told, by requests and positions of theirs."""
 
 _CERTAIN = 1e4
 """Beside logits of order ten, at any temperature up to about a hundred."""
@@ -47,6 +50,16 @@ class Recording:
         index = position - request.prompt_len
         return int(response[index]) if index < len(response) else 0
 
+    def sampled(self, batch: Batch, trees: DraftTrees) -> list[int]:
+        """The token that is next at every node of a step's trees, the roots first."""
+        tokens: list[int] = []
+        for b, entry in enumerate(batch.entries):
+            if entry.samples:
+                first, last = int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])
+                depths = [0, *trees.depths_N[first:last].tolist()]
+                tokens += [self.at(entry.request, entry.end + depth) for depth in depths]
+        return tokens
+
 
 def force_target(target: TargetWorker, recording: Recording) -> None:
     """From now on every row's logits make the recorded next token certain."""
@@ -55,13 +68,8 @@ def force_target(target: TargetWorker, recording: Recording) -> None:
     @torch.inference_mode()
     def forced(batch: Batch, trees: DraftTrees) -> Forwarded:
         forwarded = verify(batch, trees)
-        tokens: list[int] = []
-        for b, entry in enumerate(batch.entries):
-            if entry.samples:
-                first, last = int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])
-                depths = [0, *trees.depths_N[first:last].tolist()]
-                tokens += [recording.at(entry.request, entry.end + depth) for depth in depths]
-        _make_certain(forwarded.logits_RV, np.array(tokens, dtype=np.int64))
+        tokens_R = np.array(recording.sampled(batch, trees), dtype=np.int64)
+        _make_certain(forwarded.logits_RV, tokens_R)
         return forwarded
 
     target.verify = forced  # type: ignore[method-assign]
@@ -130,3 +138,74 @@ def _make_certain(logits_RV: torch.Tensor, tokens_R: NDArray[np.int64]) -> None:
         return
     sent = upload({"tokens": tokens_R}, logits_RV.device)
     logits_RV.scatter_(1, sent["tokens"][:, None], _CERTAIN)
+
+
+def waves(trace: Trace, active: int, limit: int | None) -> list[list[int]]:
+    """Responses that run together: the trace's steps, joined until there are ``active`` of them."""
+    found: list[list[int]] = [[]]
+    for step in trace.steps:
+        if len(found[-1]) >= active:
+            found.append([])
+        found[-1] += step
+    return found[:limit]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    seconds: float
+    running: int
+    rows: int
+    sampled: int  # rows of logits
+    kv_tokens: int
+    tokens: int
+    forwards: int  # requests sampled from
+    is_warm: bool
+
+
+def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step]:
+    """Run the responses of a wave together, on an engine whose target is forced.
+
+    Raises RuntimeError where a rollout is not the recorded one.
+    """
+    for response in wave:
+        prompt = int(trace.prompt_of_R[response])
+        length = len(trace.responses[response])
+        engine.submit(
+            trace.prompts[prompt].tolist(),
+            SamplingParams(max_new_tokens=length, ignore_eos=True),
+            prompt_index=prompt,
+            sample_index=response,
+        )
+    while engine.has_unfinished:
+        started = time.perf_counter()
+        ended = engine.step()
+        seconds = time.perf_counter() - started
+        for rollout in ended:
+            if rollout.token_ids != trace.responses[rollout.sample_index].tolist():
+                raise RuntimeError(f"response {rollout.sample_index} is not the recorded one")
+        last = engine.last_step
+        yield Step(
+            seconds=seconds,
+            running=last.running,
+            rows=last.query_tokens,
+            sampled=last.sampling + last.drafted,
+            kv_tokens=last.kv_used,
+            tokens=last.generated_tokens,
+            forwards=last.sampling,
+            is_warm=_is_warm(engine),
+        )
+
+
+def _is_warm(engine: RolloutEngine) -> bool:
+    """Whether the last step's timing is steady-state."""
+    worker: Any = engine.worker
+    graphs = worker.target.graphs
+    return worker.drafting_is_steady and (graphs is None or graphs.is_warm)
+
+
+def new_policy(engine: RolloutEngine, number: int) -> None:
+    """Drafts see that the policy moved; one norm is sent again, which changes nothing."""
+    worker: Any = engine.worker
+    norm = worker.target.model.weight_loaders()["model.norm.weight"]
+    tensors = [("model.norm.weight", norm.read())]
+    engine.update_weights_from_tensor(tensors, weight_version=number + 2, partial=True)
