@@ -196,7 +196,6 @@ def sample_trace(model: Path, path: Path, params: SamplingParams, epochs: int) -
         resp_prompt=np.array([rollout.prompt_index for rollout in rollouts]),
         resp_epoch=epoch_of_R,
         resp_step=epoch_of_R,
-        temperature=params.temperature,
     )
 
 

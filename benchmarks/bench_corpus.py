@@ -1,13 +1,14 @@
 """Question: what does the n-gram corpus cost by itself, what does it hold, and how well does it
-draft beside its peers?
+draft on recorded rollouts?
 
-    python benchmarks/bench_corpus.py [--trace FILE ...] [--quick] [--only memory ...] [--json FILE]
+    python benchmarks/bench_corpus.py [--trace FILE ...] [--quick] [--only memory ...]
+    python benchmarks/bench_corpus.py --trace FILE --only accept --drafter corpus
 
 Traces are recorded rollouts; without one, one is made up. Every part has its bars: tokens per
 second, bytes per token, microseconds per proposal, pauses beside usual calls, accept length and
 precision of estimates on the two recorded traces. Times are CPU times with Python's garbage
 collector off, except where wall time is what counts: while another thread removes a corpus, and for
-the disk. Peers that are not installed are skipped, with a line saying so.
+the disk. To measure a drafter of your own, give it a name in `drafters.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from corpus_calls import (
 )
 from corpus_drafting import accept_rows, pathological_rows, precision_rows, proposing_rows
 from corpus_latency import latency_rows
+from drafters import DRAFTERS
 from harness.command import Command, Parts
 from harness.rows import Row, row
 from harness.timing import (
@@ -164,6 +166,7 @@ ROWS = {
 def parts(options: argparse.Namespace) -> Parts:
     settings = Settings(
         traces=load_traces(options.trace),
+        drafters=options.drafter or list(DRAFTERS),
         external_text=options.external_text,
         budget=options.budget,
         active=options.active,
@@ -179,6 +182,8 @@ def main() -> None:
     command.option("--budget", 8, help="draft nodes per request")
     command.option("--active", 64, help="sequences of a batch")
     command.option("--floor", 0.06, help="least estimate of a node, for accept length")
+    help = "for accept length; repeatable; default: all"
+    command.option("--drafter", [], choices=DRAFTERS, action="append", help=help)
     help = "a document of the external corpus; repeatable; default: the standard library"
     command.option("--external-text", [], type=Path, action="append", help=help)
     command.run("n-gram corpus", parts)

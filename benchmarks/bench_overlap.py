@@ -19,19 +19,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness.command import POSITIVE, Command, Parts
+from harness.command import POSITIVE, Command
 from harness.rows import Row, row
 from harness.shapes import (
     Shape,
     add_shape_options,
-    chosen_shapes,
     send_random_weights,
+    shape_parts,
     write_config,
 )
 
@@ -127,11 +126,6 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator
     gc.collect()
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    shapes = chosen_shapes(options, "8b", "demo")
-    return {name: partial(shape_rows, name, shape, options) for name, shape in shapes.items()}
-
-
 def make_command() -> Command:
     on_gpu = torch.cuda.is_available()
     command = Command(__doc__)
@@ -142,4 +136,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("halves that take turns, on {device}", parts)
+    make_command().run("halves that take turns, on {device}", shape_parts(shape_rows, "8b", "demo"))

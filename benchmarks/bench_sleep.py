@@ -15,15 +15,14 @@ import gc
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from decoding import open_engine
-from harness.command import POSITIVE, Command, Parts
+from harness.command import POSITIVE, Command
 from harness.rows import Row, row
-from harness.shapes import Shape, add_shape_options, chosen_shapes, write_config
+from harness.shapes import Shape, add_shape_options, shape_parts, write_config
 from harness.timing import wall_seconds
 
 from rollout import RolloutEngine, SamplingParams
@@ -81,11 +80,6 @@ def _num_graphs(engine: RolloutEngine) -> int:
     return graphs.runs.num_graphs if graphs is not None else 0
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    shapes = chosen_shapes(options, "8b")
-    return {name: partial(shape_rows, name, shape, options) for name, shape in shapes.items()}
-
-
 def make_command() -> Command:
     on_gpu = torch.cuda.is_available()
     command = Command(__doc__)
@@ -97,4 +91,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("sleep and wake on {device}", parts)
+    make_command().run("sleep and wake on {device}", shape_parts(shape_rows, "8b"))

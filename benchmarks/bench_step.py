@@ -23,7 +23,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,10 +36,10 @@ from decoding import (
     step_seconds,
     stop,
 )
-from harness.command import POSITIVE, Command, Parts
+from harness.command import POSITIVE, Command
 from harness.roofline import Ceilings, add_floors_option
 from harness.rows import Row, not_run, row
-from harness.shapes import Shape, add_shape_options, chosen_shapes, write_config
+from harness.shapes import Shape, add_shape_options, shape_parts, write_config
 from triton import TritonError
 
 from rollout import RolloutEngine, RolloutError
@@ -167,11 +166,6 @@ def _kind_rows(
         engine.close()
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    shapes = chosen_shapes(options, "8b", "demo")
-    return {name: partial(shape_rows, name, shape, options) for name, shape in shapes.items()}
-
-
 def make_command() -> Command:
     command = Command(__doc__)
     add_shape_options(command)
@@ -186,4 +180,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("a step on {device}", parts)
+    make_command().run("a step on {device}", shape_parts(shape_rows, "8b", "demo"))

@@ -18,7 +18,7 @@ from drafters import CorpusDrafter, Drafts
 from harness.rows import Row, row
 from harness.traces import Trace
 from numpy.typing import NDArray
-from replaying import Replay, replay
+from replaying import replay
 
 from ngram_native import Proposal
 from rollout.scheduler.length_forecast import LengthForecast
@@ -35,13 +35,11 @@ FIRST_LIMIT = 4096
 
 _MIN_PROBABILITY = 0.02  # the choice is to leave nodes out, not this
 
-Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
-"""Time of a step by its query tokens, roots included."""
-
 
 def roofline(query_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Decode steps of a GPU: up to 170 rows take as long as reading the weights, more as long as
-    the arithmetic; attention, sampling and the like add to each row."""
+    """Time of a GPU's decode step by its query tokens, roots included: up to 170 rows take as long
+    as reading the weights, more as long as the arithmetic; attention, sampling and the like add to
+    each row."""
     return np.maximum(1.0, query_tokens / 170) + 0.15 * query_tokens / 170
 
 
@@ -53,29 +51,20 @@ class Running:
     ends: bool  # nobody waits for a seat
 
 
-Pick = Callable[[Proposal, Running, Cost], NDArray[np.int64]]
+Pick = Callable[[Proposal, Running], NDArray[np.int64]]
 """How many first nodes of each tree are verified, (B,)."""
 
 
-def pick_all(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
+def pick_all(proposal: Proposal, running: Running) -> NDArray[np.int64]:
     return np.diff(proposal.offsets_B1)
 
 
-def pick_by_probability(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
-    """A token is worth the same wherever it is emitted."""
+def pick_by_worth(proposal: Proposal, running: Running) -> NDArray[np.int64]:
+    """The budget's choice: sequences expected to run longest weigh more once nobody waits."""
     size = len(running.remaining_B)
-    return _choose(proposal, np.full(size, cost(np.array(size)) / size), cost)
-
-
-def pick_by_worth(proposal: Proposal, running: Running, cost: Cost) -> NDArray[np.int64]:
-    """Sequences that are expected to run longest weigh more once nobody waits."""
-    decode_B = cost(np.arange(1, len(running.remaining_B) + 1))
-    return _choose(proposal, token_worth(running.remaining_B, decode_B, running.ends), cost)
-
-
-def _choose(proposal: Proposal, worth_B: NDArray[np.float64], cost: Cost) -> NDArray[np.int64]:
+    worth_B = token_worth(running.remaining_B, roofline(np.arange(1, size + 1)), running.ends)
     values_N = falling(proposal.probabilities_N.astype(np.float64), proposal.offsets_B1)
-    cost_N1 = cost(len(worth_B) + np.arange(len(values_N) + 1))
+    cost_N1 = roofline(size + np.arange(len(values_N) + 1))
     choice = choose_nodes(values_N, proposal.offsets_B1, worth_B, cost_N1, float(cost_N1[0]))
     return choice.counts_B
 
@@ -119,7 +108,7 @@ class PricedDrafter(CorpusDrafter):
 
     def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
         proposal = self.ask(ids_B, budget)
-        counts_B = self._pick(proposal, self._running(ids_B), roofline)
+        counts_B = self._pick(proposal, self._running(ids_B))
         num_nodes = int(counts_B.sum())
         self.price_of_step[-1] += float(roofline(np.array(len(ids_B) + num_nodes)))
         self.num_steps += 1
@@ -166,27 +155,19 @@ def first_nodes(proposal: Proposal, counts_B: NDArray[np.int64]) -> Drafts:
 
 def replay_rows(trace: Trace, bar: float | None) -> Iterator[Row]:
     """``bar``: least speedup over plain decoding of the same trace under the same prices."""
+    plain, chosen, fixed = (
+        PricedDrafter(trace, pick, _MIN_PROBABILITY) for pick in (pick_all, pick_by_worth, pick_all)
+    )
+    replay(trace, plain, budget=0, active=ACTIVE)
+    result = replay(trace, chosen, budget=NODES, active=ACTIVE)
+    replay(trace, fixed, budget=8, active=ACTIVE)
+    worst = (np.array(plain.price_of_step) / np.array(chosen.price_of_step)).min()
+    idle = chosen.num_steps_without_drafts / chosen.num_steps
     label = f"replay of {trace.name}"
-    plain, _ = _replay(trace, pick_all, nodes=0)
     yield row(f"{label}: plain", plain.price, "decode steps")
-    by_worth, result = _replay(trace, pick_by_worth, nodes=NODES)
-    steps = np.array(plain.price_of_step) / np.array(by_worth.price_of_step)
-    idle = by_worth.num_steps_without_drafts / by_worth.num_steps
     yield row(f"{label}: accept length", result.accept_length, "tokens")
     yield row(f"{label}: verified", result.drafted, "nodes/request")
     yield row(f"{label}: steps without drafts", idle, "share")
-    yield row(f"{label}: worst RL step", steps.min(), "x")
-    others: tuple[tuple[str, Pick, int], ...] = (
-        ("all tokens worth the same", pick_by_probability, NODES),
-        ("8 nodes per request", pick_all, 8),
-        ("16 nodes per request", pick_all, 16),
-    )
-    for name, pick, nodes in others:
-        drafter, _ = _replay(trace, pick, nodes=nodes)
-        yield row(f"{label}: {name}", plain.price / drafter.price, "x")
-    yield row(f"{label}: speedup", plain.price / by_worth.price, "x", bar)
-
-
-def _replay(trace: Trace, pick: Pick, *, nodes: int) -> tuple[PricedDrafter, Replay]:
-    drafter = PricedDrafter(trace, pick, _MIN_PROBABILITY)
-    return drafter, replay(trace, drafter, budget=nodes, active=ACTIVE)
+    yield row(f"{label}: worst RL step", worst, "x")
+    yield row(f"{label}: 8 nodes per request", plain.price / fixed.price, "x")
+    yield row(f"{label}: speedup", plain.price / chosen.price, "x", bar)

@@ -65,6 +65,7 @@ class Settings:
     """What the parts of bench_corpus.py are told."""
 
     traces: list[Trace]
+    drafters: list[str]  # whose accept length is measured
     external_text: list[Path]  # documents of the external corpus; empty: the standard library
     budget: int  # draft nodes per request
     active: int  # sequences of a batch

@@ -1,14 +1,13 @@
-"""What a replay can drive: the corpus, and the peers it is measured beside.
+"""Drafters that a replay can drive: the corpus, and a peer it is measured beside.
 
 Shape legend: B sequences of a call, N tokens or draft nodes of a call, flat.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -100,64 +99,7 @@ class CorpusDrafter:
         self.corpus.close(sequence_id)
 
 
-class _SequenceDrafter:
-    """A peer that drafts for one sequence at a time, from the tokens it has so far."""
-
-    name: str
-
-    def __init__(self) -> None:
-        self._contexts: dict[int, NDArray[np.int64]] = {}  # with room at the end
-        self._lengths: dict[int, int] = {}
-
-    def set_weight_version(self, version: int) -> None:
-        """Peers know of no policies."""
-
-    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
-        self._contexts[sequence_id] = np.empty(1024, np.int64)
-        self._lengths[sequence_id] = 0
-        self.extend(sequence_id, prompt)
-
-    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
-        offsets, tokens, parents = [0], [], []
-        for sequence_id in ids_B.tolist():
-            context = self._contexts[sequence_id][: self._lengths[sequence_id]]
-            own_tokens, own_parents = self.draft(sequence_id, context, budget)
-            tokens += own_tokens
-            parents += own_parents
-            offsets.append(len(tokens))
-        return Drafts(
-            offsets_B1=np.array(offsets, np.int64),
-            tokens_N=np.array(tokens, np.int32),
-            parents_N=np.array(parents, np.int32),
-        )
-
-    def draft(
-        self, sequence_id: int, context: NDArray[np.int64], budget: int
-    ) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a tree."""
-        raise NotImplementedError
-
-    def insert(
-        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
-    ) -> None:
-        ends = offsets_B1.tolist()
-        for b, sequence_id in enumerate(ids_B.tolist()):
-            self.extend(sequence_id, tokens_N[ends[b] : ends[b + 1]])
-
-    def extend(self, sequence_id: int, tokens: NDArray[np.int32]) -> None:
-        context, begin = self._contexts[sequence_id], self._lengths[sequence_id]
-        end = begin + len(tokens)
-        if end > len(context):
-            context = np.concatenate([context, np.empty(end, np.int64)])
-            self._contexts[sequence_id] = context
-        context[begin:end] = tokens
-        self._lengths[sequence_id] = end
-
-    def close(self, sequence_id: int) -> None:
-        del self._contexts[sequence_id], self._lengths[sequence_id]
-
-
-class PromptLookupDrafter(_SequenceDrafter):
+class PromptLookupDrafter:
     """transformers' prompt lookup: what followed the last 3, 2 or 1 tokens in the sequence."""
 
     name = "prompt lookup"
@@ -165,86 +107,64 @@ class PromptLookupDrafter(_SequenceDrafter):
     def __init__(self) -> None:
         from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-        super().__init__()
         self._generator = PromptLookupCandidateGenerator(
             max_matching_ngram_size=3, max_length=sys.maxsize
         )
+        self._contexts: dict[int, torch.Tensor] = {}  # int64, with room at the end
+        self._lengths: dict[int, int] = {}
 
-    def draft(
-        self, sequence_id: int, context: NDArray[np.int64], budget: int
-    ) -> tuple[list[int], list[int]]:
-        self._generator.num_output_tokens = budget
-        candidates = self._generator.get_candidates(torch.from_numpy(context)[None])[0][0]
-        drafted = candidates[len(context) :].tolist()
-        return drafted, list(range(len(drafted)))
-
-
-class SuffixDecodingDrafter(_SequenceDrafter):
-    """arctic-inference's suffix decoding, with trees and the settings that suit it best: a suffix
-    tree per sequence and one of all responses, of which the better draft is taken.
-
-    The rest of its package asks for CUDA and vLLM, this part does not: `csrc/suffix_decoding` of
-    its source distribution builds alone, with cmake and nanobind, and the module it gives belongs
-    in `arctic_inference/suffix_decoding`.
-    """
-
-    name = "arctic, tree"
-
-    def __init__(self) -> None:
-        from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
-            SuffixDecodingCache,
-        )
-
-        super().__init__()
-        self._cache: Any = SuffixDecodingCache()
+    def set_weight_version(self, version: int) -> None:
+        """It keeps nothing from one sequence to the next."""
 
     def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
-        super().open(sequence_id, group, prompt)
-        self._cache.start_request(sequence_id, prompt)
+        self._contexts[sequence_id] = torch.empty(1024, dtype=torch.int64)
+        self._lengths[sequence_id] = 0
+        self._append(sequence_id, prompt)
 
-    def draft(
-        self, sequence_id: int, context: NDArray[np.int64], budget: int
-    ) -> tuple[list[int], list[int]]:
-        recent = context[-self._cache.max_tree_depth :].astype(np.int32)
-        draft = self._cache.speculate(
-            sequence_id, recent, max_spec_tokens=budget, use_tree_spec=True, max_spec_factor=4.0,
-            min_token_prob=0.02,
-        )  # fmt: skip
-        return list(draft.token_ids), [parent + 1 for parent in draft.parents]
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        self._generator.num_output_tokens = budget
+        offsets = [0]
+        tokens: list[int] = []
+        parents: list[int] = []
+        for sequence_id in ids_B.tolist():
+            length = self._lengths[sequence_id]
+            context = self._contexts[sequence_id][None, :length]
+            drafted = self._generator.get_candidates(context)[0][0, length:].tolist()
+            tokens += drafted
+            parents += range(len(drafted))
+            offsets.append(len(tokens))
+        return Drafts(
+            offsets_B1=np.array(offsets, np.int64),
+            tokens_N=np.array(tokens, np.int32),
+            parents_N=np.array(parents, np.int32),
+        )
 
     def insert(
         self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
     ) -> None:
-        super().insert(ids_B, tokens_N, offsets_B1)
         ends = offsets_B1.tolist()
         for b, sequence_id in enumerate(ids_B.tolist()):
-            self._cache.add_active_response(sequence_id, tokens_N[ends[b] : ends[b + 1]])
+            self._append(sequence_id, tokens_N[ends[b] : ends[b + 1]])
 
     def close(self, sequence_id: int) -> None:
-        super().close(sequence_id)
-        self._cache.stop_request(sequence_id)
+        del self._contexts[sequence_id], self._lengths[sequence_id]
+
+    def _append(self, sequence_id: int, tokens: NDArray[np.int32]) -> None:
+        context, begin = self._contexts[sequence_id], self._lengths[sequence_id]
+        end = begin + len(tokens)
+        if end > len(context):
+            context = torch.cat([context, torch.empty(end, dtype=torch.int64)])
+            self._contexts[sequence_id] = context
+        context[begin:end] = torch.from_numpy(tokens)
+        self._lengths[sequence_id] = end
 
 
-_NEEDS = {
-    "corpus": "ngram_native",
-    "prompt-lookup": "transformers",
-    "arctic": "arctic_inference",
-}
-DRAFTERS = tuple(_NEEDS)
-
-
-def missing(name: str) -> str | None:
-    """Why a drafter cannot run here, if it cannot."""
-    if importlib.util.find_spec(_NEEDS[name]) is None:
-        return f"{name}: skipped, no package {_NEEDS[name]}"
-    return None
+DRAFTERS = ("corpus", "prompt-lookup")
 
 
 def make_drafter(name: str, floor: float) -> Drafter:
-    """A fresh drafter of `DRAFTERS`, which each replay needs.
+    """A fresh drafter, which each replay needs.
 
-    ``floor``: nodes the corpus holds less likely are not drafted; the peers have their own.
+    ``floor``: nodes the corpus holds less likely are not drafted; a peer has its own.
     """
-    if name == "corpus":
-        return CorpusDrafter(floor)
-    return PromptLookupDrafter() if name == "prompt-lookup" else SuffixDecodingDrafter()
+    return CorpusDrafter(floor) if name == "corpus" else PromptLookupDrafter()

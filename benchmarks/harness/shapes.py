@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from harness.command import Command
+from harness.command import Command, Parts
+from harness.rows import Row
 from rollout import RolloutEngine
 from rollout.models.layers.weight_loader import WeightLoader
 
@@ -71,6 +73,16 @@ def chosen_shapes(options: argparse.Namespace, *on_gpu: str) -> dict[str, Shape]
     """The shapes named, else those for a GPU; without a GPU the tiny one."""
     usual = on_gpu if torch.cuda.is_available() and not options.quick else ("tiny",)
     return {name: SHAPES[name] for name in options.shape or usual}
+
+
+def shape_parts(
+    rows: Callable[[str, Shape, argparse.Namespace], Iterator[Row]], *on_gpu: str
+) -> Callable[[argparse.Namespace], Parts]:
+    """The parts of a benchmark that measures one shape after the other."""
+    return lambda options: {
+        name: partial(rows, name, shape, options)
+        for name, shape in chosen_shapes(options, *on_gpu).items()
+    }
 
 
 def write_config(folder: Path, shape: Shape) -> Path:

@@ -28,7 +28,6 @@ class Trace:
     responses: list[NDArray[np.int32]]
     prompt_of_R: NDArray[np.int64]
     epoch_of_R: NDArray[np.int64]
-    temperature_of_R: NDArray[np.float64]  # NaN where the file does not say
     steps: list[list[int]]  # responses of one RL step, in the order they were started
 
     @property
@@ -48,14 +47,13 @@ def trace_of(
     prompt_of_R: Sequence[int] | NDArray,
     steps: list[list[int]],
 ) -> Trace:
-    """A trace of which neither epochs nor temperatures are known."""
+    """A trace of one epoch."""
     return Trace(
         name=name,
         prompts=[tokens.astype(np.int32) for tokens in prompts],
         responses=[tokens.astype(np.int32) for tokens in responses],
         prompt_of_R=np.asarray(prompt_of_R, np.int64),
         epoch_of_R=np.zeros(len(responses), np.int64),
-        temperature_of_R=np.full(len(responses), np.nan),
         steps=steps,
     )
 
@@ -65,8 +63,7 @@ def load_trace(path: Path) -> Trace:
 
     Its arrays: `prompt_tokens` and `resp_tokens`, flat, cut by the offsets `prompt_off` (P + 1,)
     and `resp_off` (R + 1,); `resp_prompt` (R,), an index into the prompts; `resp_step` (R,), the
-    rollouts of one step having run together. Optional: `resp_epoch` (R,), one epoch without it;
-    `temperature`, a scalar or (R,).
+    rollouts of one step having run together. Optional: `resp_epoch` (R,), one epoch without it.
 
     Raises FileNotFoundError where there is no such file, and where there is another.
     """
@@ -81,8 +78,6 @@ def load_trace(path: Path) -> Trace:
 
 def _from_arrays(name: str, arrays: dict[str, NDArray]) -> Trace:
     step_of_R = arrays["resp_step"]
-    count = len(step_of_R)
-    temperature = np.asarray(arrays.get("temperature", np.nan), np.float64)
     trace = trace_of(
         name,
         np.split(arrays["prompt_tokens"], arrays["prompt_off"][1:-1]),
@@ -90,8 +85,7 @@ def _from_arrays(name: str, arrays: dict[str, NDArray]) -> Trace:
         arrays["resp_prompt"],
         [np.flatnonzero(step_of_R == step).tolist() for step in np.unique(step_of_R)],
     )
-    trace.epoch_of_R = arrays.get("resp_epoch", np.zeros(count)).astype(np.int64)
-    trace.temperature_of_R = np.broadcast_to(temperature, (count,))
+    trace.epoch_of_R = arrays.get("resp_epoch", trace.epoch_of_R).astype(np.int64)
     return trace
 
 

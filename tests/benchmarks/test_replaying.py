@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from drafters import Drafts
-from harness.traces import Trace
+from harness.traces import trace_of
 from replaying import (
     equal_counts,
     equal_widths,
@@ -16,17 +16,17 @@ from replaying import (
 )
 
 
-def make_trace(responses, *, steps=None, epochs=None, temperatures=None, prompt_of=None):
+def make_trace(responses, *, steps=None, epochs=None):
     count = len(responses)
-    return Trace(
-        name="made",
-        prompts=[np.array([90 + p], np.int32) for p in range(count)],
-        responses=[np.array(tokens, np.int32) for tokens in responses],
-        prompt_of_R=np.array(prompt_of or range(count), np.int64),
-        epoch_of_R=np.array(epochs or [0] * count, np.int64),
-        temperature_of_R=np.array(temperatures or [np.nan] * count),
-        steps=steps or [list(range(count))],
+    trace = trace_of(
+        "made",
+        [np.array([90 + p]) for p in range(count)],
+        [np.array(tokens) for tokens in responses],
+        range(count),
+        steps or [list(range(count))],
     )
+    trace.epoch_of_R = np.array(epochs or [0] * count, np.int64)
+    return trace
 
 
 class Scripted:
@@ -84,7 +84,6 @@ def test_oracle_of_three_tokens_emits_four():
         responses,
         steps=[[1, 0, 2], [3, 4]],
         epochs=[0, 0, 0, 1, 1],
-        temperatures=[0.5, 0.5, 1.0, 1.0, 1.0],
     )
     result = replay(trace, drafter, budget=3, active=2)
     assert drafter.seen == dict(enumerate(responses))  # every token once
@@ -95,7 +94,6 @@ def test_oracle_of_three_tokens_emits_four():
     assert result.emitted_R.tolist() == [8, 12, 16, 20, 24]
     assert result.accept_length == 4
     assert result.accept_length_by(trace.epoch_of_R) == {0: 4, 1: 4}
-    assert result.accept_length_by(trace.temperature_of_R) == {0.5: 4, 1.0: 4}
     assert result.accepted_by_source == {"group": 0, "live": 3 * 20, "external": 0, "gap": 0}
 
 
