@@ -2,13 +2,12 @@
 draft on recorded rollouts?
 
     python benchmarks/bench_corpus.py [--trace FILE ...] [--quick] [--only memory ...]
-    python benchmarks/bench_corpus.py --trace FILE --only accept --drafter corpus
 
 Traces are recorded rollouts; without one, one is made up. Every part has its bars: tokens per
 second, bytes per token, microseconds per proposal, pauses beside usual calls, accept length and
 precision of estimates on the two recorded traces. Times are CPU times with Python's garbage
 collector off, except where wall time is what counts: while another thread removes a corpus, and for
-the disk. To measure a drafter of your own, give it a name in `drafters.py`.
+the disk. To measure a drafter of your own, call `replaying.replay`.
 """
 
 from __future__ import annotations
@@ -24,18 +23,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 from corpus_calls import (
-    MAX_BYTES,
     Call,
     Settings,
-    native_program,
     python_rate,
     real_text,
-    run_program,
-    write_script,
 )
 from corpus_drafting import accept_rows, pathological_rows, precision_rows, proposing_rows
 from corpus_latency import latency_rows
-from drafters import DRAFTERS
 from harness.command import Command, Parts
 from harness.rows import Row, row
 from harness.timing import (
@@ -51,26 +45,14 @@ SMALL_BYTES = 32 << 20
 
 
 def insertion_rows(settings: Settings) -> Iterator[Row]:
-    """Interleaved sequences take 1 to 4 tokens each per call; prompts enter by `open`, which is not
-    timed. Nodes proposed before each call, not timed either, are judged by its tokens."""
+    """Interleaved sequences take 1 to 4 tokens each per call, one Python call per step; prompts
+    enter by `open`, which is not timed. Nodes proposed before each call, not timed either, are
+    judged by its tokens."""
     calls = settings.calls(400_000 if settings.quick else 1_300_000)
     repeats = 3 if settings.quick else 5
-    budgets = {0: "insert", 8: "insert and judge 8 nodes"}
-    program = native_program()
-    if program is None:
-        print("insert, C++ alone: skipped, no C++ compiler")
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "calls.bin"
-            write_script(calls, script)
-            for budget, name in budgets.items():
-                rates = run_program(
-                    program, script, max_bytes=MAX_BYTES, budget=budget, repeats=repeats
-                )
-                yield row(f"{name}, C++ alone", statistics.median(rates), "tokens/s", 4e6)
-    for budget, name in budgets.items():
+    for budget, name in ((0, "insert"), (8, "insert and judge 8 nodes")):
         rate = statistics.median(python_rate(calls, budget) for _ in range(repeats))
-        yield row(f"{name}, one Python call per step", rate, "tokens/s", 2e6)
+        yield row(name, rate, "tokens/s", 4e6)
 
 
 def memory_rows(settings: Settings) -> Iterator[Row]:
@@ -166,7 +148,6 @@ ROWS = {
 def parts(options: argparse.Namespace) -> Parts:
     settings = Settings(
         traces=load_traces(options.trace),
-        drafters=options.drafter or list(DRAFTERS),
         external_text=options.external_text,
         budget=options.budget,
         active=options.active,
@@ -182,8 +163,6 @@ def main() -> None:
     command.option("--budget", 8, help="draft nodes per request")
     command.option("--active", 64, help="sequences of a batch")
     command.option("--floor", 0.06, help="least estimate of a node, for accept length")
-    help = "for accept length; repeatable; default: all"
-    command.option("--drafter", [], choices=DRAFTERS, action="append", help=help)
     help = "a document of the external corpus; repeatable; default: the standard library"
     command.option("--external-text", [], type=Path, action="append", help=help)
     command.run("n-gram corpus", parts)

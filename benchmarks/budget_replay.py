@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from drafters import CorpusDrafter, Drafts
 from harness.rows import Row, row
 from harness.traces import Trace
 from numpy.typing import NDArray
-from replaying import replay
+from replaying import CorpusDrafter, Drafts, replay
 
 from ngram_native import Proposal
 from rollout.scheduler.length_forecast import LengthForecast

@@ -5,12 +5,8 @@ Shape legend: B sequences of a call, N tokens of a call, flat.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
 import re
-import shutil
-import subprocess
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,11 +18,6 @@ from harness.traces import Trace
 from numpy.typing import NDArray
 
 from ngram_native import Corpus
-
-_ROOT = Path(__file__).resolve().parents[1]
-_PROGRAM = _ROOT / "benchmarks" / "native" / "insert.cpp"
-_CORPUS = _ROOT / "ngram_native" / "csrc"
-_FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-ffp-contract=off", "-pthread", f"-I{_CORPUS}"]
 
 MAX_BYTES = 256 << 20
 
@@ -65,7 +56,6 @@ class Settings:
     """What the parts of bench_corpus.py are told."""
 
     traces: list[Trace]
-    drafters: list[str]  # whose accept length is measured
     external_text: list[Path]  # documents of the external corpus; empty: the standard library
     budget: int  # draft nodes per request
     active: int  # sequences of a batch
@@ -176,63 +166,6 @@ def real_text(files: Sequence[Path], num_tokens: int) -> list[NDArray[np.int32]]
         documents.append(np.array(tokens, np.int32))
         left -= len(words)
     return documents
-
-
-def native_program() -> Path | None:
-    """`native/insert.cpp` with the corpus's own sources, built anew when any of them changed; None
-    without a compiler.
-
-    Raises:
-        subprocess.CalledProcessError: It does not compile; the compiler has said why.
-    """
-    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
-    if compiler is None:
-        return None
-    sources = [path for path in sorted(_CORPUS.glob("*.cpp")) if path.name != "binding.cpp"]
-    command = [compiler, *_FLAGS, str(_PROGRAM), *map(str, sources)]
-    digest = hashlib.sha256(" ".join(command).encode())
-    for path in [_PROGRAM, *sources, *sorted(_CORPUS.glob("*.h"))]:
-        digest.update(path.read_bytes())
-    program = _ROOT / "build" / "benchmarks" / f"insert-{digest.hexdigest()[:16]}"
-    if not program.exists():
-        program.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = program.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-o", str(unfinished)], check=True)
-        unfinished.replace(program)
-    return program
-
-
-def run_program(
-    program: Path, script: Path, *, max_bytes: int, budget: int, repeats: int
-) -> list[float]:
-    """Tokens per CPU second of each repeat."""
-    command = [str(program), str(script), str(max_bytes), str(budget), str(repeats)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return [int(n) / float(s) for n, s in map(str.split, output.splitlines())]
-
-
-def write_script(calls: Sequence[Call], path: Path) -> None:
-    """For `native/insert.cpp`: arrays of int64, each behind its length, in the order read there."""
-    opened = [entry for call in calls for entry in call.opened]
-    arrays: list[list[int] | NDArray] = [
-        _offsets([len(call.closed) for call in calls]),
-        [sequence_id for call in calls for sequence_id in call.closed],
-        _offsets([len(call.opened) for call in calls]),
-        [sequence_id for sequence_id, _ in opened],
-        [document.group for _, document in opened],
-        _offsets([len(document.prompt) for _, document in opened]),
-        np.concatenate([document.prompt for _, document in opened]),
-        _offsets([len(call.ids_B) for call in calls]),
-        np.concatenate([call.ids_B for call in calls]),
-        np.concatenate([np.diff(call.offsets_B1) for call in calls]),
-        np.concatenate([call.tokens_N for call in calls]),
-    ]
-    with path.open("wb") as file:
-        for array in arrays:
-            values = np.asarray(array, np.int64)
-            file.write(np.int64(len(values)).tobytes())
-            file.write(values.tobytes())
 
 
 def _offsets(counts: list[int]) -> NDArray[np.int64]:

@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 from corpus_calls import Call, Document, Settings, documents_of, interleave, python_rate
-from drafters import CorpusDrafter, make_drafter
 from harness.rows import Row, row
 from harness.timing import clock_cost, cpu_clock, cpu_seconds, no_garbage_collection
 from harness.traces import SYNTHETIC, Trace, trace_of
 from numpy.typing import NDArray
-from replaying import Replay, equal_counts, equal_widths, largest_gap, replay
+from replaying import CorpusDrafter, Replay, equal_counts, equal_widths, largest_gap, replay
 
 from ngram_native import Corpus, Proposal
 
@@ -24,8 +23,6 @@ PROPOSE_BARS = {1: 5.0, 64: 2.5, 256: 2.5}  # us per request at 8 nodes, by batc
 
 # At 8 nodes, 64 active and a floor of 0.06: least accept length, most nodes drafted.
 ACCEPT_BARS = {"gsm_rollouts_t05": (2.9, 7.6), "procedural_groups": (4.6, 6.8)}
-
-PEER_TOKENS = 100_000  # of the traces the peers replay in a quick run
 
 
 class TimedDrafter(CorpusDrafter):
@@ -162,29 +159,24 @@ def hard_streams(total: int) -> dict[str, NDArray[np.int32]]:
 
 
 def accept_rows(settings: Settings) -> Iterator[Row]:
-    """Every drafter on every trace: accept length, also by epoch, its price, and the scopes that
-    accepted tokens were copied from."""
+    """Accept length on every trace, also by epoch, and its price."""
     for trace in settings.traces:
         asked = (settings.budget, settings.active, settings.floor)
         bars = ACCEPT_BARS.get(trace.name) if asked == (8, 64, 0.06) else None
-        short = not settings.quick or trace.num_tokens <= PEER_TOKENS
-        for name in settings.drafters if short else ["corpus"]:
-            result = replayed(settings, name, trace, settings.floor)
-            title = f"{trace.name}, {result.drafter}"
-            length, drafted = bars if bars and name == "corpus" else (None, None)
-            yield row(f"{title}: accept length", result.accept_length, "tokens", length)
-            yield row(f"{title}: drafted", result.drafted, "nodes/request", drafted, at_most=True)
-            yield row(f"{title}: propose", result.propose_cost, "us/request")
-            yield row(f"{title}: insert", result.insert_cost, "us/token")
-            for epoch, reached in result.accept_length_by(trace.epoch_of_R).items():
-                yield row(f"{title}: epoch {epoch:g}", reached, "tokens")
-            for source, count in (result.accepted_by_source or {}).items():
-                yield row(f"{title}: copied from {source}", count / trace.num_tokens, "of tokens")
+        least, most = bars or (None, None)
+        result = replayed(settings, trace, settings.floor)
+        title = f"{trace.name}, {result.drafter}"
+        yield row(f"{title}: accept length", result.accept_length, "tokens", least)
+        yield row(f"{title}: drafted", result.drafted, "nodes/request", most, at_most=True)
+        yield row(f"{title}: propose", result.propose_cost, "us/request")
+        yield row(f"{title}: insert", result.insert_cost, "us/token")
+        for epoch, length in result.accept_length_by(trace.epoch_of_R).items():
+            yield row(f"{title}: epoch {epoch:g}", length, "tokens")
 
 
 def precision_rows(settings: Settings) -> Iterator[Row]:
     """Estimates of the corpus against what came, no node left out for a low estimate."""
-    results = [replayed(settings, "corpus", trace, 0.0) for trace in settings.traces]
+    results = [replayed(settings, trace, 0.0) for trace in settings.traces]
     judged = {each.trace.name: (each.estimates_J, each.accepted_J) for each in results}
     if len(results) > 1:
         every = zip(*judged.values(), strict=True)
@@ -200,7 +192,7 @@ def precision_rows(settings: Settings) -> Iterator[Row]:
         yield row(f"{name} [0, 0.1), ... off by", gap, "probability", bar, at_most=True)
 
 
-def replayed(settings: Settings, name: str, trace: Trace, floor: float) -> Replay:
-    drafter = make_drafter(name, floor)
+def replayed(settings: Settings, trace: Trace, floor: float) -> Replay:
     with no_garbage_collection():
+        drafter = CorpusDrafter(floor)
         return replay(trace, drafter, budget=settings.budget, active=settings.active)

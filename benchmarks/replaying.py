@@ -12,14 +12,94 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from drafters import SOURCES, Drafter, Drafts
 from harness.traces import Trace
 from numpy.typing import NDArray
 
+from ngram_native import Corpus, Proposal
+
 _WRONG = -1
 _UNDECIDED = -2
+
+
+@dataclass(kw_only=True, slots=True)
+class Drafts:
+    """Draft trees of a batch, flat, without the roots.
+
+    Entry b owns nodes ``[offsets_B1[b], offsets_B1[b + 1])``. Within an entry the root (the last
+    committed token) is tree node 0 and node j, from 0, is tree node j + 1; parents come before
+    children.
+    """
+
+    offsets_B1: NDArray[np.int64]
+    tokens_N: NDArray[np.int32]
+    parents_N: NDArray[np.int32]
+    probabilities_N: NDArray[np.float32] | None = None  # of acceptance; if estimated
+
+
+class Drafter(Protocol):
+    """Anything that drafts for many sequences at once. The replay calls it in this order:
+
+    For each step of training `set_weight_version`; then, until the step's sequences are done,
+    `open` for those that begin, `propose` and `insert` for all that are open, `close` for those
+    that ended.
+    """
+
+    name: str
+
+    def set_weight_version(self, version: int) -> None:
+        """Tokens from now on come from another policy."""
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        """A sequence begins after ``prompt``; the samples of one prompt share ``group``."""
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        """A tree of at most ``budget`` nodes for each of the open sequences."""
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        """Sequence b went on with ``tokens_N[offsets_B1[b]:offsets_B1[b + 1]]``, at least one."""
+
+    def close(self, sequence_id: int) -> None:
+        """The sequence ended."""
+
+
+class CorpusDrafter:
+    """The n-gram corpus; nodes less likely than ``floor`` to be accepted are not drafted."""
+
+    def __init__(self, floor: float = 0.0, corpus: Corpus | None = None) -> None:
+        self.name = f"corpus, floor {floor:g}" if floor > 0 else "corpus"
+        self.corpus = Corpus(max_bytes=256 << 20) if corpus is None else corpus
+        self._floor = floor
+
+    def set_weight_version(self, version: int) -> None:
+        self.corpus.set_weight_version(version)
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        self.corpus.open(sequence_id, group, prompt)
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        proposal = self.ask(ids_B, budget)
+        return Drafts(
+            offsets_B1=proposal.offsets_B1,
+            tokens_N=proposal.tokens_N,
+            parents_N=proposal.parents_N,
+            probabilities_N=proposal.probabilities_N,
+        )
+
+    def ask(self, ids_B: NDArray[np.int64], budget: int) -> Proposal:
+        return self.corpus.propose(ids_B, np.full(len(ids_B), budget, np.int32), self._floor)
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        self.corpus.extend(ids_B, tokens_N, offsets_B1)
+
+    def close(self, sequence_id: int) -> None:
+        self.corpus.close(sequence_id)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,7 +111,6 @@ class Replay:
     forwards_R: NDArray[np.int64]
     drafted_R: NDArray[np.int64]
     emitted_R: NDArray[np.int64]
-    accepted_by_source: dict[str, int] | None  # None when the drafter does not tell
     estimates_J: NDArray[np.float32]  # empty when the drafter estimates nothing
     accepted_J: NDArray[np.bool_]
     propose_seconds: float  # CPU time of the calls
@@ -109,19 +188,6 @@ def match_tree(
     return matched
 
 
-def longest_path(matched: list[int], parents: list[int], begin: int) -> list[int]:
-    """Tree nodes of the longest path that agrees, from its end up to the root, which is left out.
-
-    A tree may offer a token twice, so this is not always the first child that agrees.
-    """
-    node = matched.index(max(matched))
-    path = []
-    while node:
-        path.append(node)
-        node = parents[begin + node - 1]
-    return path
-
-
 def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Replay:
     """Run the responses of each step together, at most ``active`` at a time.
 
@@ -133,7 +199,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
     count = len(trace.responses)
     to_come = [response.tolist() for response in trace.responses]
     emitted, forwards, drafted = [0] * count, [0] * count, [0] * count
-    by_source: list[int] | None = None
     estimates: list[NDArray[np.float32]] = []
     matches: list[int] = []  # parallel to the estimates, once joined
     propose_seconds = insert_seconds = 0.0
@@ -157,9 +222,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
             _check(drafter.name, drafts, budget)
             tokens, parents = drafts.tokens_N.tolist(), drafts.parents_N.tolist()
             ends = drafts.offsets_B1.tolist()
-            sources = None if drafts.sources_N is None else drafts.sources_N.tolist()
-            if sources is not None and by_source is None:
-                by_source = [0] * len(SOURCES)
             fresh: list[int] = []
             fresh_ends = [0]
             for b, response in enumerate(running):
@@ -173,9 +235,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
                 fresh_ends.append(len(fresh))
                 if drafts.probabilities_N is not None:
                     matches += matched[1:]
-                if sources is not None and by_source is not None:
-                    for node in longest_path(matched, parents, begin):
-                        by_source[sources[begin + node - 1]] += 1
             if drafts.probabilities_N is not None:
                 estimates.append(drafts.probabilities_N)
 
@@ -200,7 +259,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
         forwards_R=np.array(forwards),
         drafted_R=np.array(drafted),
         emitted_R=np.array(emitted),
-        accepted_by_source=dict(zip(SOURCES, by_source, strict=True)) if by_source else None,
         estimates_J=estimates_J[decided],
         accepted_J=matches_J[decided] > 0,
         propose_seconds=propose_seconds,

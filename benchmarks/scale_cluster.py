@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scale_replica import GroupSampler, Hardware, SimulatedReplica
+from scale_replica import Cost, GroupSampler, SimulatedReplica
 
 from rollout.cluster.router import Router
 
@@ -62,7 +62,7 @@ class Simulation:
         self,
         num_replicas: int,
         workload: Workload,
-        hardware: Hardware,
+        cost: Cost,
         lengths: GroupSampler,
         *,
         policy: Policy = Policy.SYNCHRONOUS,
@@ -78,7 +78,7 @@ class Simulation:
         self._replicas: dict[str, SimulatedReplica] = {}
         for name in names:
             self._router.join(name, workload.seats)
-            self._replicas[name] = SimulatedReplica(hardware, workload.seats, speculates=speculates)
+            self._replicas[name] = SimulatedReplica(cost, workload.seats, speculates=speculates)
         self._events: list[tuple[float, str, int]] = []  # (when, replica, its version), a heap
         self._now = 0.0
         self._step = 0

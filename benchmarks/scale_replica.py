@@ -7,8 +7,8 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,33 +58,17 @@ def recorded(path: Path) -> GroupSampler:
     return sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """A decode step reads all weights once and each request's KV once: memory-bound, as decoding is
-    at these batch sizes. Prefill is left out: a group's prompt is computed once and is short beside
-    its answers."""
+class Cost(NamedTuple):
+    """Seconds of a decode step, which reads all weights once and each request's KV once:
+    memory-bound, as decoding is at these batch sizes. Prefill is left out: a group's prompt is
+    computed once and is short beside its answers."""
 
-    weight_bytes: float
-    kv_bytes_per_token: float
-    bytes_per_second: float  # of memory, as reached
-    overhead_seconds: float  # of a step: launches, sampling, scheduling
-
-    @property
-    def base_seconds(self) -> float:
-        return self.overhead_seconds + self.weight_bytes / self.bytes_per_second
-
-    @property
-    def seconds_per_context_token(self) -> float:
-        return self.kv_bytes_per_token / self.bytes_per_second
+    base: float  # reading the weights; launches, sampling, scheduling
+    per_context_token: float
 
 
-# 8.03 billion parameters in bfloat16; 32 layers of 8 KV heads of 128; 70 % of 3.35 TB/s.
-LLAMA_8B = Hardware(
-    weight_bytes=16.06e9,
-    kv_bytes_per_token=131_072,
-    bytes_per_second=0.7 * 3.35e12,
-    overhead_seconds=2e-3,
-)
+# 8.03 billion parameters in bfloat16 and 2 ms; 32 layers of 8 KV heads of 128; 70 % of 3.35 TB/s.
+LLAMA_8B = Cost(2e-3 + 16.06e9 / (0.7 * 3.35e12), 131_072 / (0.7 * 3.35e12))
 
 
 def accept_length(running: int, *, speculates: bool) -> float:
@@ -106,9 +90,9 @@ class SimulatedReplica:
     ``kv * gain * n**2 / 2`` seconds, where the contexts grow by ``gain`` tokens a step.
     """
 
-    def __init__(self, hardware: Hardware, seats: int, *, speculates: bool) -> None:
+    def __init__(self, cost: Cost, seats: int, *, speculates: bool) -> None:
         """``seats``: requests that run together; others wait here."""
-        self._hardware = hardware
+        self._cost = cost
         self._seats = seats
         # By how many run.
         self._accepted = [1.0] + [
@@ -177,9 +161,9 @@ class SimulatedReplica:
 
     def _coefficients(self) -> tuple[float, float]:
         """Seconds of n steps are ``a * n**2 + b * n``."""
-        kv = self._hardware.seconds_per_context_token
+        base, kv = self._cost
         gain = len(self._ends) * self._accept
-        return kv * gain / 2, self._hardware.base_seconds + kv * self._contexts
+        return kv * gain / 2, base + kv * self._contexts
 
     def _seconds_to(self, progress: float) -> float:
         steps = (progress - self._progress) / self._accept

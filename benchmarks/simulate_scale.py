@@ -17,7 +17,7 @@ import enum
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,6 @@ class Shape(enum.StrEnum):
     CHAIN = "chain"  # to one other
 
 
-class FanOut(enum.StrEnum):
-    ALL = "all to all"
-    SAMPLED = "8 others, in turn"
-    GROUP = "groups that spread"  # to those that run rollouts of the same prompt
-
-
 def tail_rows(options: argparse.Namespace, lengths: GroupSampler) -> Iterator[dict[str, Any]]:
     """Weak scaling: the work grows with the cluster. Strong scaling: it is that of 64 replicas."""
     for scaling in ("weak", "strong"):
@@ -78,48 +72,30 @@ def tail_rows(options: argparse.Namespace, lengths: GroupSampler) -> Iterator[di
                     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    received_per_replica: float  # bytes/s
-    total: float  # bytes/s, of the whole cluster
-    core_share: float  # of one core, for learning what comes
-    seconds_held: float  # of history in the corpus
-
-
-def traffic(
-    fan_out: FanOut, num_replicas: int, tokens_per_second: float, running: float, spread: float
-) -> Traffic:
-    """What sharing the corpus costs: bytes on the wire, tokens to insert, history that fits.
-
-    Args:
-        tokens_per_second, running: Of one replica.
-        spread: Share of groups that run on more than one replica.
-    """
-    receivers = {
-        FanOut.ALL: num_replicas - 1,
-        FanOut.SAMPLED: min(8, num_replicas - 1),
-        FanOut.GROUP: spread,
-    }[fan_out]
-    sent = TOKEN_BYTES * tokens_per_second + PIECE_BYTES * running / SHARE_SECONDS
-    learned = tokens_per_second * receivers
-    return Traffic(
-        received_per_replica=sent * receivers,
-        total=sent * receivers * num_replicas,
-        core_share=learned / INSERTED_PER_SECOND,
-        seconds_held=CORPUS_BYTES / CORPUS_BYTES_PER_TOKEN / (tokens_per_second + learned),
-    )
-
-
 def traffic_rows(tails: Rows) -> Iterator[dict[str, Any]]:
-    """At the rate of the streaming policy, where replicas are busiest."""
+    """What sharing the corpus costs at the rate of the streaming policy, where replicas are
+    busiest: bytes on the wire, tokens to insert, history that fits."""
     for tail in tails:
-        if (tail["scaling"], tail["policy"], tail["speculation"]) == ("weak", "streaming", True):
-            running = (1 - tail["empty_seats"]) * SEATS
-            for fan_out in FanOut:
-                found = traffic(
-                    fan_out, tail["replicas"], tail["tokens_per_second"], running, tail["spread"]
-                )
-                yield {"replicas": tail["replicas"], "fan_out": fan_out.value, **asdict(found)}
+        if (tail["scaling"], tail["policy"], tail["speculation"]) != ("weak", "streaming", True):
+            continue
+        replicas, rate = tail["replicas"], tail["tokens_per_second"]
+        pieces_per_second = (1 - tail["empty_seats"]) * SEATS / SHARE_SECONDS
+        sent = TOKEN_BYTES * rate + PIECE_BYTES * pieces_per_second
+        receivers_of = {
+            "all to all": replicas - 1,
+            "8 others, in turn": min(8, replicas - 1),
+            "groups that spread": tail["spread"],  # those that run rollouts of the same prompt
+        }
+        for fan_out, receivers in receivers_of.items():
+            held = CORPUS_BYTES / CORPUS_BYTES_PER_TOKEN
+            yield {
+                "replicas": replicas,
+                "fan_out": fan_out,
+                "received_per_replica": sent * receivers,
+                "total": sent * receivers * replicas,
+                "core_share": rate * receivers / INSERTED_PER_SECOND,
+                "seconds_held": held / (rate * (1 + receivers)),
+            }
 
 
 def broadcast_seconds(

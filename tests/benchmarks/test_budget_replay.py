@@ -16,9 +16,8 @@ from budget_replay import (
     pick_by_worth,
     roofline,
 )
-from drafters import CorpusDrafter
 from harness.traces import load_trace, synthetic_trace, trace_of
-from replaying import replay
+from replaying import CorpusDrafter, replay
 
 from ngram_native import Corpus
 

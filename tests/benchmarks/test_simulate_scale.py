@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from scale_cluster import Policy, Simulation, Workload
-from scale_replica import Hardware, SimulatedReplica, fitted, recorded
+from scale_replica import Cost, SimulatedReplica, fitted, recorded
 from simulate_scale import (
     LATENCY_SECONDS,
     PIECE_BYTES,
@@ -21,21 +21,19 @@ from rollout.engine.corpus_delta import CorpusDelta
 from spec_workers.corpus_outbox import CorpusOutbox
 from tests.helpers.requests import make_request
 
-HARDWARE = Hardware(
-    weight_bytes=1e9, kv_bytes_per_token=1e5, bytes_per_second=1e12, overhead_seconds=1e-3
-)
+COST = Cost(base=2e-3, per_context_token=1e-7)
 
 
 def test_a_replica_takes_the_time_of_its_steps_one_by_one():
-    replica = SimulatedReplica(HARDWARE, 3, speculates=False)
+    replica = SimulatedReplica(COST, 3, speculates=False)
     remaining = {0: 5, 1: 9, 2: 9, 3: 4}  # the last waits for a seat
     context = dict.fromkeys(remaining, 100)
     for request, count in remaining.items():
         replica.start(request, context[request], count)
     running, waiting, clock, ends = [0, 1, 2], [3], 0.0, {}
     while running:
-        clock += HARDWARE.base_seconds
-        clock += HARDWARE.seconds_per_context_token * sum(context[r] + 0.5 for r in running)
+        clock += COST.base
+        clock += COST.per_context_token * sum(context[r] + 0.5 for r in running)
         for request in list(running):
             context[request] += 1
             remaining[request] -= 1
@@ -54,7 +52,7 @@ def test_looking_at_a_replica_between_events_changes_nothing():
     rng = np.random.default_rng(0)
     ends = []
     for looks in (0, 200):
-        replica = SimulatedReplica(HARDWARE, 8, speculates=True)
+        replica = SimulatedReplica(COST, 8, speculates=True)
         for request in range(20):
             replica.start(request, 50, 10 + 7 * request)
         found: dict[int, float] = {}
@@ -71,7 +69,7 @@ def test_looking_at_a_replica_between_events_changes_nothing():
 @pytest.mark.parametrize("policy", Policy)
 def test_every_rollout_ends_and_nobody_idles_more_than_all_the_time(policy):
     work = Workload(groups_per_step=32, samples=4, num_steps=3, seats=8)
-    simulation = Simulation(4, work, HARDWARE, fitted, policy=policy)
+    simulation = Simulation(4, work, COST, fitted, policy=policy)
     outcome = simulation.run()
     assert 0 <= outcome.idle < 1
     assert -1e-9 <= outcome.empty_seats < 1
