@@ -231,7 +231,7 @@ def parts(options: argparse.Namespace) -> Parts:
     return found
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.threads(2)
@@ -239,8 +239,8 @@ def main() -> None:
     help = "recorded rollouts to replay, with the least speedup that is good; repeatable"
     command.option("--trace", [], type=barred_trace, action="append", metavar="FILE[=BAR]",
                    help=help)  # fmt: skip
-    command.run("draft budget, {threads} threads", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("draft budget, {threads} threads", parts)

@@ -188,14 +188,14 @@ def parts(options: argparse.Namespace) -> Parts:
     return {name: partial(each, options) for name, each in rows.items()}
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.option("--prompts", 6, quick=2, limits=POSITIVE)
     command.option("--tokens", 96, quick=16, limits=POSITIVE, help="per rollout, at most")
     command.repeats(3)
-    command.run("a cluster of replicas", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("a cluster of replicas", parts)

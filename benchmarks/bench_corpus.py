@@ -157,7 +157,7 @@ def parts(options: argparse.Namespace) -> Parts:
     return {name: partial(rows, settings) for name, rows in ROWS.items()}
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     add_trace_option(command)
     command.option("--budget", 8, help="draft nodes per request")
@@ -165,8 +165,8 @@ def main() -> None:
     command.option("--floor", 0.06, help="least estimate of a node, for accept length")
     help = "a document of the external corpus; repeatable; default: the standard library"
     command.option("--external-text", [], type=Path, action="append", help=help)
-    command.run("n-gram corpus", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("n-gram corpus", parts)

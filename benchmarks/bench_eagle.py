@@ -263,7 +263,7 @@ def parts(options: argparse.Namespace) -> Parts:
     }
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.option("--draft", "drafts/eagle3", help="an EAGLE-3 draft, or none")
@@ -275,8 +275,8 @@ def main() -> None:
     command.option("--steps", 20, quick=1, limits=POSITIVE, help="of GRPO, for co-training")
     command.threads(2)
     command.repeats(2)
-    command.run("neural drafts, {threads} threads", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("neural drafts, {threads} threads", parts)

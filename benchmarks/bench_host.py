@@ -245,7 +245,7 @@ def parts(options: argparse.Namespace) -> Parts:
     }
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     add_trace_option(command)
     command.option("--batch", [1, 8, 32, 64, 256], quick=[3], nargs="+", limits=POSITIVE)
@@ -253,8 +253,8 @@ def main() -> None:
     command.option("--nodes", 8, limits=(1, 63), help="most draft nodes per request")
     command.option("--steps", 160, quick=4, limits=POSITIVE, help="timed; half above batch 64")
     command.flag("--totals", "no phases")
-    command.run("the host's part of a step", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("the host's part of a step", parts)

@@ -191,14 +191,14 @@ def parts(options: argparse.Namespace) -> Parts:
     return found
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     add_trace_option(command)
     command.option("--steps", 2, quick=1, limits=(0, float("inf")), help="of each trace; 0: all")
     command.repeats(15)
     command.threads(1)
-    command.run("hybrid targets, {threads} threads", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("hybrid targets, {threads} threads", parts)

@@ -135,12 +135,12 @@ def parts(options: argparse.Namespace) -> Parts:
     return {"ops": partial(measure, options.seconds)}
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     command.threads(torch.get_num_threads())
     command.option("--seconds", 0.4, quick=0.001, help="of calls of each side of an op")
-    command.run("CPU ops, {threads} threads", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("CPU ops, {threads} threads", parts)

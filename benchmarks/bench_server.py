@@ -249,7 +249,7 @@ def parts(options: argparse.Namespace) -> Parts:
     return {name: partial(each, options) for name, each in rows.items()}
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.threads(2)
@@ -258,8 +258,8 @@ def main() -> None:
     command.option("--clients", 500, quick=60, limits=(60, 10_000), help="at once")
     command.option("--malformed", 10_000, quick=220, limits=POSITIVE, help="malformed requests")
     command.option("--seed", 0, help="of the malformed requests")
-    command.run("server, {model.name}, {threads} threads", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("server, {model.name}, {threads} threads", parts)

@@ -237,13 +237,13 @@ def parts(options: argparse.Namespace) -> Parts:
     return {"in process": updates.in_process, **of_size}
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.threads(1)
     command.option("--rounds", 7, quick=1, limits=POSITIVE, help="that medians are taken of")
-    command.run("weight updates, {threads} threads per process", parts)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("weight updates, {threads} threads per process", parts)

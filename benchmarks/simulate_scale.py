@@ -186,7 +186,7 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def main() -> None:
+def make_command() -> Command:
     command = Command(__doc__)
     help = "lengths: a trace (.npz) or a job's rollouts (.jsonl); default: a fitted distribution"
     command.option("--trace", type=Path, help=help)
@@ -194,7 +194,11 @@ def main() -> None:
     command.option("--groups", 16, quick=2, limits=POSITIVE, help="per replica and step")
     command.option("--samples", 8, limits=POSITIVE, help="per group")
     command.option("--seed", 0)
-    options = command.parse()
+    return command
+
+
+def main() -> None:
+    options = make_command().parse()
     lengths = fitted if options.trace is None else recorded(options.trace)
     drawn = np.concatenate([lengths(np.random.default_rng(i), options.samples) for i in range(999)])
     print(f"lengths: mean {drawn.mean():.0f}, median {np.median(drawn):.0f}, max {drawn.max()}")

@@ -14,14 +14,11 @@ from bench_eagle import (
     MTP,
     NGRAM,
     Folders,
-    Setting,
     accept_length_rows,
     epoch_rows,
-    speed_rows,
 )
 from harness.prompts import held_out_prompts
 
-from rollout import SamplingParams
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
@@ -61,16 +58,6 @@ def test_hybrids_are_held_against_their_parts(folders):
 def test_a_draft_can_be_left_out(folders):
     alone = Folders(model=folders.model, eagle3=None, mtp=folders.mtp)
     assert alone.drafting == (MTP, NGRAM, HYBRID_MTP)
-    assert len(list(accept_length_rows(alone, PROMPTS, max_tokens=4))) == 9
-
-
-def test_every_draft_races_plain_decoding(folders):
-    params = SamplingParams(temperature=1.0, max_new_tokens=6)
-    setting = Setting(name="T 1.0, batch 2", params=params, batch=2, num_prompts=2)
-    rows = {row.name: row for row in speed_rows(folders, setting, PROMPTS, 1)}
-    for entrant in DRAFTING:
-        assert rows[f"T 1.0, batch 2, speedup: {entrant}"].bar == 0.97
-        assert 0 < rows[f"T 1.0, batch 2, drafting: {entrant}"].value < 1
 
 
 def test_what_is_missing_is_said_with_what_makes_it(folders, tmp_path):

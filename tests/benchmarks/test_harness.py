@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +34,9 @@ def test_a_bar_is_the_least_or_the_largest_good_value() -> None:
     assert judged == [False, True, True, True, True, False]
     assert rows.row("", 1.0, "").ok
     assert rows.not_run("", "", 2.0).ok is None
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def command() -> Command:
@@ -134,3 +140,18 @@ def test_whoever_is_behind_has_the_next_turn() -> None:
 def test_different_tokens_end_the_race() -> None:
     with pytest.raises(RuntimeError, match="changed the tokens"):
         race([Scripted("a", 3, []), Scripted("b", 3, [], outputs={(0, 0): [2]})])
+
+
+def test_the_commands_of_the_documentation_are_understood() -> None:
+    """Each is parsed by the benchmark it names; those of a session on a GPU have their own test."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.py")]
+    pattern = re.compile(r"python3? benchmarks/((?:bench|profile|simulate)\w+)\.py([^`#\n]*)")
+    found = set()
+    for page in pages:
+        for name, given in pattern.findall(page.read_text()):
+            for option in re.findall(r"\[([^]]*)\]", given) or [given]:
+                arguments = shlex.split(option.replace("...", "").split("|")[0])
+                if "FILE[=BAR]" not in given:
+                    importlib.import_module(name).make_command().parse(arguments)
+                    found.add(name)
+    assert len(found) > 12
