@@ -26,7 +26,6 @@ from harness.command import Command, Parts
 from harness.prompts import OPEN_PROMPTS, chat, reasoning_prompts
 from harness.rows import Row, row
 from harness.shapes import SHAPES, write_config
-from harness.timing import wall_seconds
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 
@@ -68,24 +67,27 @@ def continuous_seconds(model: Any, rollouts: list[Rollout]) -> float:
 
 
 @torch.inference_mode()
-def generate_batch(model: Any, rollouts: list[Rollout]) -> None:
-    """Run `generate` on one padded batch with these prompts and token counts."""
+def generate_seconds(model: Any, rollouts: list[Rollout]) -> float:
+    """Seconds `generate` takes for one padded batch with these prompts and token counts."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     width = max(len(rollout.prompt_ids) for rollout in rollouts)
     device = model.device
     missing = [width - len(rollout.prompt_ids) for rollout in rollouts]
-    ids = [[0] * n + each.prompt_ids for n, each in zip(missing, rollouts, strict=True)]
-    mask = [[0] * n + [1] * (width - n) for n in missing]
+    ids = torch.tensor(
+        [[0] * n + each.prompt_ids for n, each in zip(missing, rollouts, strict=True)]
+    )
+    mask = torch.tensor([[0] * n + [1] * (width - n) for n in missing])
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], device=device)
 
     class EnoughTokens(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return input_ids.shape[1] - width >= lengths
 
+    started = time.perf_counter()
     model.generate(
-        torch.tensor(ids, device=device),
-        attention_mask=torch.tensor(mask, device=device),
+        ids.to(device),
+        attention_mask=mask.to(device),
         do_sample=True,
         temperature=TEMPERATURE,
         top_k=0,
@@ -96,6 +98,7 @@ def generate_batch(model: Any, rollouts: list[Rollout]) -> None:
     )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def compare(
@@ -122,8 +125,7 @@ def compare(
         ours.append(time.perf_counter() - started)
         for size in batch_sizes:
             batches = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
-            seconds = [wall_seconds(partial(generate_batch, model, batch)) for batch in batches]
-            theirs.append(sum(seconds))
+            theirs.append(sum(generate_seconds(model, batch) for batch in batches))
         if continuous:
             continuously.append(continuous_seconds(model, rollouts))
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
