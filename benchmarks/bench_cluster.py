@@ -129,8 +129,8 @@ def actors() -> list[psutil.Process]:
 
 
 def overhead_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """In time of the clock, within one pass; in CPU time, which other work on the machine hardly
-    changes, over passes of an engine in this process."""
+    """The clock's time is compared within one pass; CPU time, which other work on the machine
+    hardly changes, with passes of an engine in this process."""
     prompts = reasoning_prompts(options.prompts)
     params = SamplingParams(temperature=0.8, max_new_tokens=options.tokens, n=4, ignore_eos=True)
     beside, alone, actor, router = [], [], [], []

@@ -104,8 +104,8 @@ def step_cases() -> Iterator[Case]:
 
 
 def _attention_cases(load: Workload) -> Iterator[Case]:
-    """In any layer but the first; for steps of drafts in the first one too, where the step's list
-    of work and its nodes' keys are found."""
+    """Attention in any layer but the first; for steps of drafts in the first one too, where the
+    step's list of work and its nodes' keys are found."""
     kv_bytes = 4 * load.slots * K * D
     plan, rows = make_padded_plan(load, "cuda")
     shape = (load.slots, K, D)
@@ -162,7 +162,7 @@ def _sampling_cases(rows: int) -> Iterator[Case]:
 
 
 def _multinomial(logits_RV: torch.Tensor) -> torch.Tensor:
-    """As torch.multinomial draws, whose checks of its input wait for the device."""
+    """The draw of torch.multinomial, without its checks of the input, which wait for the device."""
     weights_RV = torch.softmax(logits_RV.float() / 0.7, -1)
     return (weights_RV / torch.empty_like(weights_RV).exponential_()).argmax(-1)
 

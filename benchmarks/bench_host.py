@@ -133,7 +133,7 @@ def forward_ms(rows: int) -> float:
 
 
 def tell_times(budget: Any) -> None:
-    """From now on the budget learns what forwards would take."""
+    """Let the budget learn what forwards would take, from now on."""
     observe = budget.observe
 
     def told(

@@ -44,7 +44,7 @@ def roofline(query_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
 
 @dataclass(kw_only=True, slots=True)
 class Running:
-    """What is known of the sequences of a call when their nodes are picked."""
+    """Knowledge of the sequences of a call when their nodes are picked."""
 
     remaining_B: NDArray[np.float64]  # tokens each is expected to emit yet
     ends: bool  # nobody waits for a seat

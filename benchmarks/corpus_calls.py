@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(kw_only=True, slots=True)
 class Settings:
-    """What the parts of bench_corpus.py are told."""
+    """Settings of all parts of bench_corpus.py."""
 
     traces: list[Trace]
     external_text: list[Path]  # documents of the external corpus; empty: the standard library

@@ -45,7 +45,7 @@ class TimedDrafter(CorpusDrafter):
 
 
 def proposing_rows(settings: Settings) -> Iterator[Row]:
-    """What a proposal costs, the Python call included, in the middle of a run."""
+    """The price of a proposal, the Python call included, in the middle of a run."""
     for batch, bar in PROPOSE_BARS.items():
         times = propose_times(settings, batch)
         if len(times) < 2:

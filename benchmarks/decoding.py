@@ -108,7 +108,7 @@ def open_engine(
     exact: bool,
     nodes: int,
 ) -> RolloutEngine:
-    """For any one of ``loads``, the context lengths of requests that decode together."""
+    """An engine for any one of ``loads``, the context lengths of requests that decode together."""
     most = max(map(len, loads))
     config = EngineConfig(
         model=ModelConfig(path=str(folder), device=device, load_format=LoadFormat.dummy),

@@ -39,7 +39,7 @@ _CERTAIN = 1e4
 
 
 class Recording:
-    """What each request is going to say: its sample index is a response of the trace."""
+    """The future of each request: its sample index is a response of the trace."""
 
     def __init__(self, trace: Trace) -> None:
         self._responses = trace.responses
@@ -62,7 +62,7 @@ class Recording:
 
 
 def force_target(target: TargetWorker, recording: Recording) -> None:
-    """From now on every row's logits make the recorded next token certain."""
+    """Make the recorded next token certain in every row's logits, from now on."""
     verify = target.verify
 
     @torch.inference_mode()
@@ -76,8 +76,8 @@ def force_target(target: TargetWorker, recording: Recording) -> None:
 
 
 def force_draft(drafter: EagleDrafter, recording: Recording, hit_rate: float) -> None:
-    """From now on the draft is sure of a token, which is the recorded one in ``hit_rate`` of all
-    positions."""
+    """Make the draft sure of a token, which is the recorded one in ``hit_rate`` of all positions,
+    from now on."""
 
     def said(requests: Sequence[Request], positions_R: NDArray[np.int64]) -> NDArray[np.int64]:
         ids_R = np.array([request.request_id for request in requests], dtype=np.uint64)
@@ -110,7 +110,7 @@ def _force_host(guesser: Guesser, said: Said) -> None:
 
 
 def _force_device(proposer: DeviceProposer, said: Said) -> None:
-    """What is said of all depths is sent along, for levels are launched without a read between."""
+    """Send the tokens of all depths along, for levels are launched without a read between."""
     inputs, guesser = proposer._inputs, proposer._device_guesser
     children = guesser.children
 
@@ -133,7 +133,7 @@ def _force_device(proposer: DeviceProposer, said: Said) -> None:
 
 
 def _make_certain(logits_RV: torch.Tensor, tokens_R: NDArray[np.int64]) -> None:
-    """Without waiting for what the device has still to do before."""
+    """Raise one logit of each row, without waiting for the device's work before it."""
     if not tokens_R.size:
         return
     sent = upload({"tokens": tokens_R}, logits_RV.device)

@@ -24,7 +24,7 @@ EXTENSIONS = {
 
 
 def provide(wheels: Path) -> list[str]:
-    """Those that are not to be had."""
+    """Provide both extensions; returns the names of those that are not to be had."""
     missing = []
     for name, folder in EXTENSIONS.items():
         if not loads(name):
@@ -46,7 +46,7 @@ def provide(wheels: Path) -> list[str]:
 
 
 def loads(name: str) -> bool:
-    """In a process of its own: a process remembers what it did not find."""
+    """Whether it can be imported, asked in a new process: one remembers what it did not find."""
     load = [sys.executable, "-c", f"import {name}"]
     return not subprocess.run(load, cwd=ROOT, check=False).returncode
 

@@ -1,4 +1,4 @@
-"""What to run on a GPU that is there for half an hour: checks and times, the most telling first.
+"""Question: is all of this right on a GPU, and how fast? One lent for half an hour answers here.
 
     python3 benchmarks/gpu_session.py --output FOLDER --seconds 540 --stage smoke step profile
     python3 benchmarks/gpu_merge.py FOLDER... --json session.json
@@ -45,7 +45,7 @@ ROWS, LOG, CACHE = "rows.jsonl", "session.log", "triton-cache.tar.gz"
 MAX_FILES, MAX_BYTES = 8, 16 << 20
 
 _MIN_SHARE = 0.5
-"""Of a stage's limit that has to be left for it to be begun: most end well before theirs."""
+"""Share of a stage's limit that has to be left to begin it: most end well before theirs."""
 
 _LAST_WORDS_SECONDS = 10.0
 _LAST_WORDS = 1500
@@ -206,7 +206,7 @@ def _follow_parent() -> None:
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """What it has found so far is told when it is interrupted."""
+    """Interrupt the process, which then tells the rows or failures it has found so far."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_LAST_WORDS_SECONDS)

@@ -1,4 +1,4 @@
-"""What a bare machine lacks, from wheels that were brought along; then the two extensions.
+"""Install the packages a bare machine lacks from wheels brought along; then the two extensions.
 
     python benchmarks/gpu_setup.py --wheels build/gpu-wheels --site build/gpu-site
 

@@ -50,7 +50,7 @@ class Phases:
     def time_calls(
         self, owner: Any, name: str, phase: str, *, waits: bool = False, launches: bool = False
     ) -> None:
-        """From now on calls of ``owner.name`` count for ``phase``.
+        """Count calls of ``owner.name`` for ``phase`` from now on.
 
         Args:
             waits: for the device, which is done when a call begins.

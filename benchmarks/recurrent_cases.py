@@ -28,7 +28,7 @@ from rollout.ops.state_plan import StatePlan
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a layer, and of the steps it is timed on."""
+    """Sizes of a layer, and of the steps it is timed on."""
 
     key_heads: int
     heads: int

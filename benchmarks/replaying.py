@@ -104,7 +104,7 @@ class CorpusDrafter:
 
 @dataclass(kw_only=True, slots=True)
 class Replay:
-    """What happened, by response."""
+    """The outcome of a replay, by response."""
 
     trace: Trace
     drafter: str
@@ -159,7 +159,7 @@ def largest_gap(
     accepted_J: NDArray[np.bool_],
     at_least: int = 1,
 ) -> float:
-    """Between mean estimate and acceptance rate, over bins of ``at_least`` nodes."""
+    """The largest gap of mean estimate and acceptance rate over bins of ``at_least`` nodes."""
     count_K = np.bincount(bin_J, minlength=10)
     kept_K = count_K >= at_least
     gap_K = np.bincount(bin_J, estimates_J, 10) - np.bincount(bin_J, accepted_J, 10)

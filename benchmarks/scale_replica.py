@@ -32,7 +32,7 @@ def fitted(rng: np.random.Generator, num_samples: int) -> NDArray[np.int64]:
 
 
 def recorded(path: Path) -> GroupSampler:
-    """From a trace (.npz) or a job's rollouts (.jsonl): a prompt at random, its samples at random.
+    """Lengths of a trace (.npz) or a job's rollouts (.jsonl): random samples of a random prompt.
 
     In a file that holds each prompt once or twice, samples of one prompt come out too much alike.
     """

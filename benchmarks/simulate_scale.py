@@ -73,7 +73,7 @@ def tail_rows(options: argparse.Namespace, lengths: GroupSampler) -> Iterator[di
 
 
 def traffic_rows(tails: Rows) -> Iterator[dict[str, Any]]:
-    """What sharing the corpus costs at the rate of the streaming policy, where replicas are
+    """The price of sharing the corpus at the rate of the streaming policy, where replicas are
     busiest: bytes on the wire, tokens to insert, history that fits."""
     for tail in tails:
         if (tail["scaling"], tail["policy"], tail["speculation"]) != ("weak", "streaming", True):
@@ -105,7 +105,7 @@ def broadcast_seconds(
     bytes_per_second: float,
     bucket_bytes: float = BUCKET_BYTES,
 ) -> float:
-    """From the first byte of a weight update until the last host has the last bucket.
+    """Seconds from the first byte of a weight update until the last host has the last bucket.
 
     A link sends one bucket at a time and receives another meanwhile. Hosts at one level of a tree
     are alike, so the one that is served last at every level is the last of all.

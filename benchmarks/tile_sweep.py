@@ -29,7 +29,7 @@ MAX_PADDING = 1.35
 
 
 def neighbours(rows: int) -> Iterator[Tile]:
-    """Of the heights that pad least, with as many stages as fit, eight at most."""
+    """Tiles of the heights that pad least, with as many stages as fit, eight at most."""
     heights = [1 << (max(rows, 16) - 1).bit_length()]
     if rows > FEW_ROWS:
         heights = sorted(HEIGHTS, key=lambda height: (-(-rows // height) * height, -height))[:4]

@@ -1,1 +1,1 @@
-"""What all benchmarks share: command line, rows, timing, races of engines, shapes and traces."""
+"""The harness of all benchmarks: command line, rows, timing, races of engines, shapes, traces."""

@@ -117,7 +117,7 @@ def _seconds(call: Call, device: torch.device) -> float:
 
 
 def _cuda_seconds(call: Call) -> float:
-    """By the device's own clock: launching does not count."""
+    """Seconds by the device's own clock: launching does not count."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()

@@ -34,7 +34,7 @@ class Outcome:
 
     @property
     def trouble(self) -> str:
-        """What the server did that it must not do; empty when it did well."""
+        """The server's fault in this outcome; empty when it did well."""
         if self.answer is None:
             return "no answer"
         status = self.answer.status
@@ -78,7 +78,7 @@ async def send_all(
 async def _send(
     port: int, request: BadRequest, timeout: float, leave_after: float | None
 ) -> Answer:
-    """What the server says to it; a client that leaves resets the connection, whatever has come.
+    """The server's answer; a client that leaves resets the connection, whatever has come.
 
     Raises TimeoutError when the server neither answers nor closes.
     """

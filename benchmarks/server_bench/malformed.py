@@ -52,7 +52,7 @@ METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW", 
 
 
 class Manner(enum.Enum):
-    """What the client does when it has sent everything."""
+    """The client's next move when it has sent everything."""
 
     WAITS = "waits"
     ENDS = "ends"  # closes its half, as what it sent may be a beginning to the server

@@ -47,7 +47,7 @@ class ServedProcess:
             time.sleep(0.1)
 
     def cpu_seconds(self) -> float:
-        """Of all its threads, since it began."""
+        """CPU seconds of all its threads since it began."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
 

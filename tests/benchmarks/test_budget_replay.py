@@ -85,7 +85,7 @@ def test_choosing_beats_both_plain_decoding_and_all_nodes():
 
 
 def test_no_length_is_known_ahead_of_its_time():
-    """What is expected of a response never depends on those that end after it."""
+    """A response's expected length never depends on those that end after it."""
     responses = [np.arange(length, dtype=np.int32) for length in (5, 9, 7, 90)]
     trace = trace_of("growing", [np.zeros(4)], responses, [0] * 4, [[0, 1], [2], [3]])
     expected = []

@@ -1,4 +1,4 @@
-"""What a bare machine lacks is installed from wheels that were brought along, or told."""
+"""Packages that a bare machine lacks are installed from wheels brought along, or told."""
 
 from __future__ import annotations
 
