@@ -12,7 +12,7 @@ DRAFT_MINUTES ?= 18
 FUZZERS := build/native-tests
 FUZZ_SECONDS ?= 600
 CPP := $(wildcard rollout/ops/csrc/*.h rollout/ops/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp \
-  tests/native/cpp/* tests/native/fuzz/* benchmarks/native/*)
+  tests/native/cpp/* tests/native/fuzz/*)
 NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/ops/csrc/* ngram_native/csrc/*)
 
 BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.26" ninja
@@ -155,10 +155,10 @@ fuzz: $(STAMP)  ## fuzz the corpus under sanitizers for FUZZ_SECONDS (600)
 	done
 
 .PHONY: bench
-bench: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## all benchmarks (demo-draft, demo-mtp first); JSON in runs/bench
+bench: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## all benchmarks (demo-draft, demo-mtp first; BENCH=--quick: small ones); JSON in runs/bench
 	mkdir -p runs/bench
 	for bench in benchmarks/bench_*.py; do \
-	  $(BIN)/python $$bench --json runs/bench/$$(basename $$bench .py).json || exit 1; \
+	  $(BIN)/python $$bench $(BENCH) --json runs/bench/$$(basename $$bench .py).json || exit 1; \
 	done
 
 .PHONY: clean

@@ -1,7 +1,13 @@
-"""Replicas as Ray actors against one engine in this process: the same rollouts, at what price.
+"""Question: do replicas as Ray actors give the rollouts of one engine in this process, at what
+price, and how much of the accept length do they keep?
+
+    python benchmarks/bench_cluster.py [--only same overhead sharing]
 
 Engines run on one thread each, so that two replicas, or one and the process that drives it, have a
-core each. Passes that are compared alternate, and the fastest of each counts.
+core each. Passes that are compared alternate. Bars: the same rollouts bit for bit, also with a
+replica killed meanwhile, whose replacement takes requests within 20 s; at most 5 % of the time
+beside a replica's steps, 1.05x an engine's CPU time, 5 % of a core for the router; with shared
+corpora 0.95 of one engine's accept length.
 """
 
 from __future__ import annotations
@@ -10,38 +16,44 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
-from table import Row, finish, parser, row
-from workloads import reasoning_prompts
+from harness.command import POSITIVE, Command, Parts
+from harness.prompts import reasoning_prompts
+from harness.rows import Row, row
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_with
-from rollout.config import engine_config
+from rollout.config import EngineConfig, engine_config
 from rollout.engine.protocol import Engine
 from rollout.engine.worker import worker_factory
 
 WARM = SamplingParams(max_new_tokens=4)
 
 
+def configured(options: argparse.Namespace, spec: str) -> tuple[EngineConfig, Any]:
+    """An engine's configuration and its worker's factory."""
+    config = engine_config(str(options.model.resolve()), {"max_running": 8, "num_threads": 1})
+    # What is drafted must not depend on how fast it goes.
+    own = {"budget": "fixed", "calibration_seconds": 0} if spec == "ngram" else {}
+    return config, worker_factory(spec, **own)
+
+
 @contextmanager
 def cluster_of(
     options: argparse.Namespace, replicas: int, spec: str, **settings: Any
 ) -> Iterator[RolloutCluster]:
-    config = engine_config(str(options.model), {"max_running": 8, "num_threads": 1})
-    cluster = open_with(
-        config,
-        factory(spec),
-        ClusterConfig(
-            kind=ClusterKind.ray, replicas=replicas, num_cpus=1, address="local", **settings
-        ),
+    ray = ClusterConfig(
+        kind=ClusterKind.ray, replicas=replicas, num_cpus=1, address="local", **settings
     )
+    cluster = open_with(*configured(options, spec), ray)
     assert isinstance(cluster, RolloutCluster)
     try:
         run(cluster, [[1, 2, 3]] * 2 * replicas, WARM)
@@ -51,20 +63,16 @@ def cluster_of(
 
 
 def engine_of(options: argparse.Namespace, spec: str) -> RolloutEngine:
-    config = engine_config(str(options.model), {"max_running": 8, "num_threads": 1})
-    engine = RolloutEngine.from_config(config, factory(spec))
+    engine = RolloutEngine.from_config(*configured(options, spec))
     run(engine, [[1, 2, 3]], WARM)
     return engine
 
 
-def factory(spec: str) -> Any:
-    # What is drafted must not depend on how fast it goes.
-    options = {"budget": "fixed", "calibration_seconds": 0} if spec == "ngram" else {}
-    return worker_factory(spec, **options)
-
-
 def run(
-    engine: Engine, prompts: list[Any], params: SamplingParams, between: Any = None
+    engine: Engine,
+    prompts: list[Any],
+    params: SamplingParams,
+    between: Callable[[list[Rollout]], None] = lambda rollouts: None,
 ) -> list[Rollout]:
     for index, prompt in enumerate(prompts):
         for sample in range(params.n):
@@ -72,8 +80,7 @@ def run(
     rollouts: list[Rollout] = []
     while engine.has_unfinished:
         rollouts += engine.step()
-        if between is not None:
-            between(rollouts)
+        between(rollouts)
     return sorted(rollouts, key=lambda each: (each.prompt_index, each.sample_index))
 
 
@@ -86,49 +93,49 @@ def accept_length(rollouts: list[Rollout]) -> float:
     return 1 + sum(each.stats.accepted for each in rollouts) / steps
 
 
-def same_rollouts_and_recovery(options: argparse.Namespace, prompts: list[Any]) -> list[Row]:
+def same_rows(options: argparse.Namespace) -> Iterator[Row]:
+    prompts = reasoning_prompts(options.prompts)
     params = SamplingParams(temperature=0.8, max_new_tokens=options.tokens, n=4, seed=1)
     expected = content(run(engine_of(options, "ngram"), prompts, params))
     with cluster_of(options, 2, "ngram") as cluster:
         same = content(run(cluster, prompts, params)) == expected
+        yield row("2 replicas, the rollouts of 1 engine, bit for bit", float(same), "", 1.0)
         began_with = set(cluster.members.joined.values())
         killed_at: list[float] = []
 
         def kill_one(rollouts: list[Rollout]) -> None:
             if len(rollouts) >= 2 and not killed_at:
-                os.kill(_actors()[0], signal.SIGKILL)
+                os.kill(actors()[0].pid, signal.SIGKILL)
                 killed_at.append(time.perf_counter())
 
-        same_after = content(run(cluster, prompts, params, kill_one)) == expected
+        same = content(run(cluster, prompts, params, kill_one)) == expected
+        yield row("the same with a replica killed meanwhile", float(same), "", 1.0)
         while set(cluster.members.joined.values()) == began_with or not cluster.members.all_joined:
             cluster.step()
         seconds = time.perf_counter() - killed_at[0]
-    return [
-        row("2 replicas, the rollouts of 1 engine, bit for bit", float(same), "", 1.0),
-        row("the same with a replica killed meanwhile", float(same_after), "", 1.0),
-        row("until its replacement takes requests", seconds, "s", 20.0, at_most=True),
-    ]
+        yield row("until its replacement takes requests", seconds, "s", 20.0, at_most=True)
 
 
-def _actors() -> list[int]:
+def actors() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             if process.name().startswith("ray::ReplicaAct"):
-                found.append(process.pid)
+                found.append(process)
         except psutil.NoSuchProcess:
             continue
     return found
 
 
-def overhead(options: argparse.Namespace, prompts: list[Any]) -> list[Row]:
-    """In time of the clock, within one pass; in CPU time, which other work on the machine hardly
-    changes, over passes of an engine in this process."""
+def overhead_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """The clock's time is compared within one pass; CPU time, which other work on the machine
+    hardly changes, with passes of an engine in this process."""
+    prompts = reasoning_prompts(options.prompts)
     params = SamplingParams(temperature=0.8, max_new_tokens=options.tokens, n=4, ignore_eos=True)
     beside, alone, actor, router = [], [], [], []
     engine = engine_of(options, "none")
     with cluster_of(options, 1, "none") as cluster:
-        (replica,) = map(psutil.Process, _actors())
+        (replica,) = actors()
         for _ in range(options.repeats):
             began = time.process_time()
             run(engine, prompts, params)
@@ -141,64 +148,53 @@ def overhead(options: argparse.Namespace, prompts: list[Any]) -> list[Row]:
             router.append((time.process_time() - began) / seconds)
             actor.append(_cpu_seconds(replica) - cpu)
             beside.append(seconds / ((cluster.metrics().total_ms - own) / 1e3) - 1)
-    cpu = min(actor) / min(alone)
-    return [
-        row("time beside the replica's steps", min(beside), "share", 0.05, at_most=True),
-        row("CPU time of a replica over an engine's", cpu, "x", 1.05, at_most=True),
-        row("CPU time of the router and of Ray here", min(router), "core", 0.05, at_most=True),
-    ]
+    times = min(actor) / min(alone)
+    yield row("time beside the replica's steps", min(beside), "share", 0.05, at_most=True)
+    yield row("CPU time of a replica over an engine's", times, "x", 1.05, at_most=True)
+    yield row("CPU time of the router and of Ray here", min(router), "core", 0.05, at_most=True)
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
-def sharing(options: argparse.Namespace, prompts: list[Any]) -> list[Row]:
+def sharing_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Two epochs of every prompt; then a third when one of two replicas is gone."""
-    rows = []
-    epochs = [
-        SamplingParams(temperature=0.7, max_new_tokens=options.tokens, n=4, seed=seed)
-        for seed in range(3)
-    ]
-    engine = engine_of(options, "ngram")
-    alone = [accept_length(run(engine, prompts, params)) for params in epochs]
-    for shares in (False, True):
-        name = "with sharing" if shares else "without"
-        with cluster_of(options, 2, "ngram", share_corpus=shares, share_seconds=0.1) as cluster:
-            lengths = [accept_length(run(cluster, prompts, params)) for params in epochs[:2]]
-            victim = cluster.members.joined["replica-0"]
-            victim.kill()
-            cluster.members.wait_until_gone(victim)
-            lengths.append(accept_length(run(cluster, prompts, epochs[2])))
-        for epoch, (length, one) in enumerate(zip(lengths, alone, strict=True)):
-            what = f"epoch {epoch + 1}" if epoch < 2 else "epoch 3, one replica new"
-            bar = 0.95 if shares else None
-            rows.append(
-                row(f"accept length over 1 engine's, {what}, {name}", length / one, "x", bar)
-            )
-    return [row("accept length of 1 engine, epoch 2", alone[1], "tokens"), *rows]
-
-
-PARTS = {"same": same_rollouts_and_recovery, "overhead": overhead, "sharing": sharing}
-
-
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
-    arguments.add_argument("--prompts", type=int, default=6)
-    arguments.add_argument("--tokens", type=int, default=96, help="per rollout, at most")
-    arguments.add_argument("--repeats", type=int, default=3)
-    arguments.add_argument("--only", choices=list(PARTS))
-    options = arguments.parse_args()
-    options.model = options.model.resolve()
     prompts = reasoning_prompts(options.prompts)
-    rows: list[Row] = []
-    for name, part in PARTS.items():
-        if options.only in (None, name):
-            rows += part(options, prompts)
-    finish("a cluster of replicas", rows, options.json)
+    params = SamplingParams(temperature=0.7, max_new_tokens=options.tokens, n=4)
+    epochs = {
+        name: replace(params, seed=seed)
+        for seed, name in enumerate(("epoch 1", "epoch 2", "epoch 3, one replica new"))
+    }
+    engine = engine_of(options, "ngram")
+    alone = {name: accept_length(run(engine, prompts, each)) for name, each in epochs.items()}
+    yield row("accept length of 1 engine, epoch 2", alone["epoch 2"], "tokens")
+    for shares, what in ((False, "without"), (True, "with sharing")):
+        with cluster_of(options, 2, "ngram", share_corpus=shares, share_seconds=0.1) as cluster:
+            for name, each in epochs.items():
+                if name.startswith("epoch 3"):
+                    victim = cluster.members.joined["replica-0"]
+                    victim.kill()
+                    cluster.members.wait_until_gone(victim)
+                ratio = accept_length(run(cluster, prompts, each)) / alone[name]
+                label = f"accept length over 1 engine's, {name}, {what}"
+                yield row(label, ratio, "x", 0.95 if shares else None)
+
+
+def parts(options: argparse.Namespace) -> Parts:
+    rows = {"same": same_rows, "overhead": overhead_rows, "sharing": sharing_rows}
+    return {name: partial(each, options) for name, each in rows.items()}
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    command.model()
+    command.option("--prompts", 6, quick=2, limits=POSITIVE)
+    command.option("--tokens", 96, quick=16, limits=POSITIVE, help="per rollout, at most")
+    command.repeats(3)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("a cluster of replicas", parts)

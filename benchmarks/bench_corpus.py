@@ -1,32 +1,136 @@
-"""The n-gram corpus by itself: what it costs, what it holds, how well it drafts, beside its peers.
+"""Question: what does the n-gram corpus cost by itself, what does it hold, and how well does it
+draft on recorded rollouts?
 
-    python benchmarks/bench_corpus.py [--trace FILE ...] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/bench_corpus.py [--trace FILE ...] [--quick] [--only memory ...]
 
-Traces are recorded rollouts (see `traces.load_trace`); without one, one is made up. Times are CPU
-times with Python's garbage collector off, except where wall time is what counts: while another
-thread removes a corpus, and for the disk. Peers that are not installed are skipped, with a line
-saying so.
+Traces are recorded rollouts; without one, one is made up. Every part has its bars: tokens per
+second, bytes per token, microseconds per proposal, pauses beside usual calls, accept length and
+precision of estimates on the two recorded traces. Times are CPU times with Python's garbage
+collector off, except where wall time is what counts: while another thread removes a corpus, and for
+the disk. To measure a drafter of your own, call `replaying.replay`.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from corpus_bench.external import external_rows
-from corpus_bench.insertion import insertion_rows
-from corpus_bench.latency import latency_rows
-from corpus_bench.memory import memory_rows
-from corpus_bench.pathological import pathological_rows
-from corpus_bench.persistence import persistence_rows
-from corpus_bench.proposing import proposing_rows
-from corpus_bench.quality import accept_rows, precision_rows
-from corpus_bench.settings import Settings
-from plots import plot_replays
-from replay import add_replay_options
-from replaying import Replay
-from table import Row, finish, parser
-from traces import load_traces
+import numpy as np
+import psutil
+from corpus_calls import (
+    Call,
+    Settings,
+    python_rate,
+    real_text,
+)
+from corpus_drafting import accept_rows, pathological_rows, precision_rows, proposing_rows
+from corpus_latency import latency_rows
+from harness.command import Command, Parts
+from harness.rows import Row, row
+from harness.timing import (
+    in_fresh_process,
+    no_garbage_collection,
+    wall_seconds,
+)
+from harness.traces import add_trace_option, load_traces
+
+from ngram_native import Corpus
+
+SMALL_BYTES = 32 << 20
+
+
+def insertion_rows(settings: Settings) -> Iterator[Row]:
+    """Interleaved sequences take 1 to 4 tokens each per call, one Python call per step; prompts
+    enter by `open`, which is not timed. Nodes proposed before each call, not timed either, are
+    judged by its tokens."""
+    calls = settings.calls(400_000 if settings.quick else 1_300_000)
+    repeats = 3 if settings.quick else 5
+    for budget, name in ((0, "insert"), (8, "insert and judge 8 nodes")):
+        rate = statistics.median(python_rate(calls, budget) for _ in range(repeats))
+        yield row(name, rate, "tokens/s", 4e6)
+
+
+def memory_rows(settings: Settings) -> Iterator[Row]:
+    """Bytes per token by the corpus's own books, the table and open sequences included, at two
+    million tokens held and of a smaller corpus that is full; and by the process's."""
+    calls = settings.calls(2_000_000)
+    corpus, full = filled(Corpus(), calls), filled(Corpus(max_bytes=SMALL_BYTES), calls)
+    bars = partial(row, at_most=True)
+    held, held_full = (each.num_bytes / each.num_tokens for each in (corpus, full))
+    yield bars("memory, 2M tokens, default size", held, "bytes/token", 40)
+    yield bars("memory, 32 MiB, full", held_full, "bytes/token", 40)
+    yield bars("memory, 32 MiB, full: of its bound", full.num_bytes / SMALL_BYTES, "share", 1)
+    growth, external_growth = in_fresh_process(process_growth, 2_000_000)
+    yield bars("memory, process growth / num_bytes", growth, "ratio", 1.05)
+    yield bars("external, process growth / bytes", external_growth, "ratio", 1.05)
+
+
+def filled(corpus: Corpus, calls: Sequence[Call]) -> Corpus:
+    for call in calls:
+        call.prepare(corpus)
+        call.extend(corpus)
+    return corpus
+
+
+def process_growth(count: int) -> tuple[float, float]:
+    """How much the resident memory grows per byte reported, by rollouts and by an external corpus
+    of random tokens. Below 1 where memory was reserved and never touched."""
+    tokens = np.random.default_rng(0).integers(0, 50_000, count, dtype=np.int32)
+    ids_B, offsets_B1 = np.arange(64), np.arange(65) * 2
+    none = np.empty(0, np.int32)
+    documents = list(tokens[: count // 2].reshape(-1, 1000))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    corpus = Corpus()
+    for sequence_id in ids_B.tolist():
+        corpus.open(sequence_id, sequence_id // 8, none)
+    for begin in range(0, count, 128):
+        corpus.extend(ids_B, tokens[begin : begin + 128], offsets_B1)
+    grown = process.memory_info().rss
+    reported = corpus.num_bytes
+    corpus.add_external("external", documents)
+    added = process.memory_info().rss
+    external = corpus.counters()["external_bytes"]
+    return (grown - before) / reported, (added - grown) / external
+
+
+def external_rows(settings: Settings) -> Iterator[Row]:
+    documents = real_text(settings.external_text, 1_000_000)
+    tokens = sum(map(len, documents))
+    print(f"external: {tokens} tokens of text", flush=True)
+    rates = []
+    for _ in range(3):
+        corpus = Corpus()
+        with no_garbage_collection():
+            start = time.process_time()  # of all threads: the corpus may use others
+            corpus.add_external("text", documents)
+            rates.append(tokens / (time.process_time() - start))
+    size = corpus.counters()
+    held = size["external_bytes"] / size["external_tokens"]
+    yield row("external, build", statistics.median(rates), "tokens/s", 2e6)
+    yield row("external, memory", held, "bytes/token", 64, at_most=True)
+
+
+def persistence_rows(settings: Settings) -> Iterator[Row]:
+    """Saving, loading and forgetting two million tokens."""
+    again = Corpus()
+    corpus = filled(Corpus(), settings.calls(400_000 if settings.quick else 2_000_000))
+    with tempfile.TemporaryDirectory() as folder, no_garbage_collection():
+        path = Path(folder) / "corpus"
+        save = wall_seconds(lambda: corpus.save(path))
+        load = wall_seconds(lambda: again.load(path))
+        size = path.stat().st_size
+    again.check_integrity()
+    yield row("save, until it is on the disk", save * 1e3, "ms")
+    yield row("save, file", size / corpus.num_tokens, "bytes/token")
+    yield row("load", load * 1e3, "ms")
+    yield row("reset", wall_seconds(corpus.reset) * 1e3, "ms", 350, at_most=True)
+
 
 ROWS = {
     "insert": insertion_rows,
@@ -36,56 +140,33 @@ ROWS = {
     "pathological": pathological_rows,
     "latency": latency_rows,
     "persistence": persistence_rows,
+    "accept": accept_rows,
+    "precision": precision_rows,
 }
-REPLAYS = {"accept": accept_rows, "precision": precision_rows}
-PARTS = [*ROWS, *REPLAYS]
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    add_replay_options(arguments)
-    arguments.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    arguments.add_argument(
-        "--floor", type=float, default=0.06, help="least estimate of a node, for accept length"
-    )
-    arguments.add_argument(
-        "--external-text",
-        type=Path,
-        action="append",
-        default=[],
-        help="a document of the external corpus (repeatable; default: the standard library)",
-    )
-    arguments.add_argument("--quick", action="store_true", help="fewer tokens, under a minute")
-    options = arguments.parse_args()
-    if unknown := sorted(set(options.parts) - set(PARTS)):
-        arguments.error(f"PART={unknown[0]!r}: must be one of {', '.join(PARTS)}")
-    parts = options.parts or PARTS
-    if options.plot is not None and not set(parts) & set(REPLAYS):
-        arguments.error(f"--plot: needs one of the parts {', '.join(REPLAYS)}")
+def parts(options: argparse.Namespace) -> Parts:
     settings = Settings(
-        traces=load_traces(options.trace, options.seed),
+        traces=load_traces(options.trace),
         external_text=options.external_text,
         budget=options.budget,
         active=options.active,
         floor=options.floor,
-        seed=options.seed,
         quick=options.quick,
     )
-    rows: list[Row] = []
-    pictures: list[Replay] = []
-    for part in parts:
-        start = time.perf_counter()
-        if part in ROWS:
-            rows += ROWS[part](settings)
-        else:
-            added, results = REPLAYS[part](settings)
-            rows += added
-            pictures += results
-        print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-    if options.plot is not None:
-        plot_replays(pictures, options.plot)
-    finish("n-gram corpus", rows, options.json)
+    return {name: partial(rows, settings) for name, rows in ROWS.items()}
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    add_trace_option(command)
+    command.option("--budget", 8, help="draft nodes per request")
+    command.option("--active", 64, help="sequences of a batch")
+    command.option("--floor", 0.06, help="least estimate of a node, for accept length")
+    help = "a document of the external corpus; repeatable; default: the standard library"
+    command.option("--external-text", [], type=Path, action="append", help=help)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("n-gram corpus", parts)

@@ -1,10 +1,13 @@
-"""Plain decoding against transformers: same model, dtype, prompts and token counts.
+"""Question: how fast is plain decoding beside transformers, with the same model, dtype, prompts and
+token counts?
+
+    python benchmarks/bench_generate.py --repeats 1
+    python benchmarks/bench_generate.py --shape 8b        # random weights, nothing read from disk
 
 Our engine samples first, lengths as they fall; transformers then generates exactly as many tokens
 for each prompt: by `generate`, waiting in each batch for its longest row, as its users must, and by
-its continuous batching, which does not wait. The latter runs on a GPU, or with --continuous.
-
-With --shape the model has random weights and prompts are random tokens: nothing is read from disk.
+its continuous batching, which does not wait. The latter runs on a GPU, or with --continuous. Bars,
+on a CPU with exact=true: 1.3x at batch 1 and 8, 1.5x at 32, 2x for 64 rollouts of 8 prompts.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from replay_bench.shapes import SHAPES, write_config
-from table import Row, finishing, parser, row
-from workloads import OPEN_PROMPTS, chat, reasoning_prompts
+from harness.command import Command, Parts
+from harness.prompts import OPEN_PROMPTS, chat, reasoning_prompts
+from harness.rows import Row, row
+from harness.shapes import SHAPES, write_config
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 
@@ -29,14 +34,10 @@ TEMPERATURE = 1.0
 LENGTHS = (16, 256)
 """Tokens of the shortest and the longest rollout of a model of random weights, drawn evenly."""
 
-
-def load_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+BARS = {1: 1.3, 8: 1.3, 32: 1.5, 64: 2.0}  # by batch
 
 
-def continuous_seconds(model: Any, rollouts: list[Rollout], temperature: float) -> float:
+def continuous_seconds(model: Any, rollouts: list[Rollout]) -> float:
     """Seconds transformers' continuous batching takes for the same, its start not counted.
 
     Raises RuntimeError where it ends before it has answered.
@@ -44,7 +45,7 @@ def continuous_seconds(model: Any, rollouts: list[Rollout], temperature: float) 
     from transformers import GenerationConfig
 
     config = GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, eos_token_id=-1, pad_token_id=0
+        do_sample=True, temperature=TEMPERATURE, top_k=0, eos_token_id=-1, pad_token_id=0
     )
     counts = {f"request-{index}": len(rollout.token_ids) for index, rollout in enumerate(rollouts)}
     with model.continuous_batching_context_manager(generation_config=config) as manager:
@@ -66,17 +67,18 @@ def continuous_seconds(model: Any, rollouts: list[Rollout], temperature: float) 
 
 
 @torch.inference_mode()
-def transformers_seconds(model: Any, rollouts: list[Rollout], temperature: float) -> float:
-    """Seconds transformers takes for one padded batch with these prompts and token counts."""
+def generate_seconds(model: Any, rollouts: list[Rollout]) -> float:
+    """Seconds `generate` takes for one padded batch with these prompts and token counts."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    width = max(len(r.prompt_ids) for r in rollouts)
+    width = max(len(rollout.prompt_ids) for rollout in rollouts)
     device = model.device
-    ids = torch.tensor([[0] * (width - len(r.prompt_ids)) + r.prompt_ids for r in rollouts])
-    mask = torch.tensor(
-        [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in rollouts]
+    missing = [width - len(rollout.prompt_ids) for rollout in rollouts]
+    ids = torch.tensor(
+        [[0] * n + each.prompt_ids for n, each in zip(missing, rollouts, strict=True)]
     )
-    lengths = torch.tensor([len(r.token_ids) for r in rollouts], device=device)
+    mask = torch.tensor([[0] * n + [1] * (width - n) for n in missing])
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], device=device)
 
     class EnoughTokens(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -87,7 +89,7 @@ def transformers_seconds(model: Any, rollouts: list[Rollout], temperature: float
         ids.to(device),
         attention_mask=mask.to(device),
         do_sample=True,
-        temperature=temperature,
+        temperature=TEMPERATURE,
         top_k=0,
         eos_token_id=None,
         pad_token_id=0,
@@ -99,23 +101,19 @@ def transformers_seconds(model: Any, rollouts: list[Rollout], temperature: float
     return time.perf_counter() - started
 
 
-def batches(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
-    return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
-
-
 def compare(
     name: str,
     engine: RolloutEngine,
     model: Any,
-    prompts: list[Any],
+    prompts: Sequence[Any],
     params: SamplingParams | list[SamplingParams],
     *,
-    batch_sizes: tuple[int, ...],
-    bar: float | None,
+    batch_sizes: Sequence[int],
     repeats: int,
     continuous: bool,
-) -> list[Row]:
-    """Best of ``repeats`` on all sides; for `generate` the best of ``batch_sizes``."""
+    bar: float | None = None,
+) -> Iterator[Row]:
+    """The best of the repeats on all sides; for `generate` the best of ``batch_sizes`` too."""
     ours: list[float] = []
     theirs: list[float] = []
     continuously: list[float] = []
@@ -126,22 +124,17 @@ def compare(
         rollouts = engine.generate(prompts, params)
         ours.append(time.perf_counter() - started)
         for size in batch_sizes:
-            parts = batches(rollouts, size)
-            theirs.append(sum(transformers_seconds(model, p, TEMPERATURE) for p in parts))
+            batches = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+            theirs.append(sum(generate_seconds(model, batch) for batch in batches))
         if continuous:
-            continuously.append(continuous_seconds(model, rollouts, TEMPERATURE))
-    tokens = sum(len(r.token_ids) for r in rollouts)
-    rows = [
-        row(f"{name}: specrollout", tokens / min(ours), "tokens/s"),
-        row(f"{name}: transformers", tokens / min(theirs), "tokens/s"),
-        row(f"{name}: ratio", min(theirs) / min(ours), "x", bar),
-    ]
+            continuously.append(continuous_seconds(model, rollouts))
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    yield row(f"{name}: specrollout", tokens / min(ours), "tokens/s")
+    yield row(f"{name}: transformers", tokens / min(theirs), "tokens/s")
+    yield row(f"{name}: ratio", min(theirs) / min(ours), "x", bar)
     if continuously:
-        rows += [
-            row(f"{name}: continuous batching", tokens / min(continuously), "tokens/s"),
-            row(f"{name}: ratio to it", min(continuously) / min(ours), "x"),
-        ]
-    return rows
+        yield row(f"{name}: continuous batching", tokens / min(continuously), "tokens/s")
+        yield row(f"{name}: ratio to it", min(continuously) / min(ours), "x")
 
 
 def shaped(name: str, device: str, *, exact: bool) -> tuple[RolloutEngine, Any]:
@@ -154,9 +147,8 @@ def shaped(name: str, device: str, *, exact: bool) -> tuple[RolloutEngine, Any]:
             folder, spec="none", load_format="dummy", max_running=64, device=device, exact=exact
         )
         config = AutoConfig.from_pretrained(folder)
-    dtype = engine.worker.model_dtype
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=engine.worker.model_dtype).eval()
     engine.update_weights_from_tensor(model.state_dict().items())
     return engine, model
 
@@ -168,49 +160,46 @@ def shaped_rows(options: argparse.Namespace) -> Iterator[Row]:
         [randomness.randrange(engine.vocab_size) for _ in range(randomness.randint(32, 256))]
         for _ in range(64)
     ]
+    counts = [min(options.tokens, randomness.randint(*LENGTHS)) for _ in prompts]
     params = [
-        SamplingParams(
-            temperature=TEMPERATURE, max_new_tokens=randomness.randint(*LENGTHS), ignore_eos=True
-        )
-        for _ in prompts
+        SamplingParams(temperature=TEMPERATURE, max_new_tokens=count, ignore_eos=True)
+        for count in counts
     ]
     engine.generate(prompts[:2], SamplingParams(max_new_tokens=8, ignore_eos=True))  # warm
-    for size in (1, 8, 32, 64):
+    for size in (1, 8) if options.quick else (1, 8, 32, 64):
         yield from compare(
             f"{options.shape}, batch {size}", engine, model, prompts[:size], params[:size],
-            batch_sizes=(size,), bar=None, repeats=options.repeats, continuous=options.continuous,
+            batch_sizes=(size,), repeats=options.repeats, continuous=options.continuous,
         )  # fmt: skip
 
 
 def model_rows(options: argparse.Namespace) -> Iterator[Row]:
+    from transformers import AutoModelForCausalLM
+
     started = time.perf_counter()
     engine = RolloutEngine.from_pretrained(
-        options.model,
-        spec="none",
-        max_running=64,
-        device=options.device,
-        exact=not options.fast,
+        options.model, spec="none", max_running=64, device=options.device, exact=not options.fast
     )
     yield row("load the model", time.perf_counter() - started, "s")
     dtype, device = engine.worker.model_dtype, engine.worker.model_device
-    model = load_transformers(options.model, dtype, device)
-    bars = {1: 1.3, 8: 1.3, 32: 1.5, 64: 2.0} if device.type == "cpu" and not options.fast else {}
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval().to(device)
+    bars = BARS if device.type == "cpu" and not options.fast else {}
     open_prompts = [chat(text) for text in OPEN_PROMPTS]
     tasks = reasoning_prompts(24)
     engine.generate(open_prompts[:2], SamplingParams(max_new_tokens=8))  # warm
 
+    tokens = min(128, options.tokens)
+    params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=tokens, seed=1)
     for size, prompts in ((1, tasks[:1]), (8, open_prompts), (32, open_prompts + tasks)):
-        params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=128, seed=1)
         yield from compare(
-            f"batch {size}, {dtype}", engine, model, prompts, params,
-            batch_sizes=(size,), bar=bars.get(size), repeats=options.repeats,
-            continuous=options.continuous,
+            f"batch {size}, {dtype}", engine, model, prompts, params, bar=bars.get(size),
+            batch_sizes=(size,), repeats=options.repeats, continuous=options.continuous,
         )  # fmt: skip
     group = [*open_prompts[:4], *tasks[:4]]
-    params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=256, seed=2, n=8)
+    params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=options.tokens, seed=2, n=8)
     yield from compare(
-        f"8 prompts x 8 samples, {dtype}", engine, model, group, params,
-        batch_sizes=(8, 64), bar=bars.get(64), repeats=1, continuous=options.continuous,
+        f"8 prompts x 8 samples, {dtype}", engine, model, group, params, bar=bars.get(64),
+        batch_sizes=(8, 64), repeats=1, continuous=options.continuous,
     )  # fmt: skip
     metrics = engine.metrics()
     yield row("engine time to first rollout", metrics.first_rollout_seconds or 0.0, "s")
@@ -218,27 +207,25 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
     yield row("peak memory, transformers' copy included", peak, "MiB")
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--repeats", type=int, default=2)
+def parts(options: argparse.Namespace) -> Parts:
+    rows = shaped_rows if options.shape else model_rows
+    return {options.shape or options.model.name: partial(rows, options)}
+
+
+def make_command() -> Command:
     on_gpu = torch.cuda.is_available()
-    arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    arguments.add_argument("--fast", action="store_true", help="ours with exact=false")
-    arguments.add_argument(
-        "--continuous",
-        action=argparse.BooleanOptionalAction,
-        default=on_gpu,
-        help="transformers' continuous batching too; it is made for GPUs",
-    )
-    arguments.add_argument("--shape", choices=SHAPES, help="random weights instead of --model")
-    options = arguments.parse_args()
-    torch.set_num_threads(options.threads)
-    chosen = f"generate, {options.shape or options.model.name}, {options.device}"
-    with finishing(f"{chosen}, {options.threads} threads", options.json) as rows:
-        rows.extend(shaped_rows(options) if options.shape else model_rows(options))
+    command = Command(__doc__)
+    command.model()
+    command.threads(2)
+    command.repeats(2)
+    command.option("--tokens", 256, quick=4, limits=(1, 256), help="of a rollout, at most")
+    command.option("--device", "cuda" if on_gpu else "cpu")
+    command.flag("--fast", "ours with exact=false")
+    help = "transformers' continuous batching too; it is made for GPUs"
+    command.option("--continuous", on_gpu, action=argparse.BooleanOptionalAction, help=help)
+    command.option("--shape", choices=SHAPES, help="random weights instead of --model")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("generate on {device}, {threads} threads", parts)

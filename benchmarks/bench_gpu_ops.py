@@ -1,48 +1,62 @@
-"""Time of every GPU op at the shape of an 8B model, beside its floor and what torch has for it.
+"""Question: how near is every GPU op at the shape of an 8B model to its floor, and to what torch
+has for it? Which tiles should its matrix product have?
 
-    python benchmarks/bench_gpu_ops.py [--no-tests] [--ops step] [--json FILE]
+    python benchmarks/bench_gpu_ops.py [--no-tests] [--ops step recurrent sweep] [--json FILE]
+    python benchmarks/bench_gpu_ops.py --ops padding      # needs no GPU
 
 A floor is what the GPU needs at least: the bytes that have to move, or the arithmetic, whichever
 takes longer, at the rates that this device is measured to have. First the tests marked `gpu` are
-run. Calls are captured in a graph, each on buffers of its own, so that
-weights and keys come from memory and not from the cache. Where there is no GPU this says so and
-ends well: the rows are `not run`. Bars are those of an H100 or H200.
+run. Calls are captured in a graph, each on buffers of its own, so that weights and keys come from
+memory and not from the cache. Bars, on an H100 or H200: floor / time 0.7 for products of up to 32
+rows and for all ops of a step; exactness 1.6x; draft nodes 1.15x; a tile's padding 1.35x. Where
+there is no GPU this says so and ends well: the rows are `not run`.
 
-Legend: T query rows, H heads, K kv heads, D head_dim, E hidden, F ffn, V vocabulary.
+Legend: as in `op_case.py`.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from attention_workload import Workload, make_padded_plan
-from gpu_case import Case, copies, each, microseconds, normal
+from harness.command import Command, Part, Parts
+from harness.roofline import Ceilings, add_floors_option
+from harness.rows import Row, not_run, row
+from harness.shapes import SHAPES
+from op_case import (
+    Case,
+    Workload,
+    copies,
+    each,
+    make_padded_plan,
+    microseconds,
+    normal,
+    row_cases,
+)
 from recurrent_cases import QWEN3_NEXT, recurrent_cases
-from replay_bench.roofline import Ceilings, add_floors_option
-from table import Row, finish, finishing, not_run, parser, row
 from tile_sweep import padding, sweep
 from triton import TritonError
 
 from rollout.ops.categorical import categorical
 from rollout.ops.matmul import matmul
 from rollout.ops.paged_attention import paged_attention
-from rollout.ops.rms_norm import add_rms_norm
-from rollout.ops.rotary_store_kv import rotary_store_kv_
-from rollout.ops.silu_mul import silu_mul
 from rollout.ops.tree_accept import accept
 from rollout.ops.truncation import truncation_threshold
 
-LAYERS, E, H, K, D, FFN, V = 32, 4096, 32, 8, 128, 14336, 128256
+SHAPE = SHAPES["8b"]
+LAYERS, E, H, K = SHAPE.num_layers, SHAPE.hidden_size, SHAPE.num_heads, SHAPE.num_kv_heads
+D, FFN, V = SHAPE.head_dim, SHAPE.ffn_size, SHAPE.vocab_size
 LINEARS = {"qkv": ((H + 2 * K) * D, E), "o": (E, E), "gate_up": (2 * FFN, E), "down": (E, FFN)}
 HEAD = {"head": (V, E)}
 CONTEXT = 4096
-OPS = ("step", "recurrent")
-SWEEP, PADDING = "sweep", "padding"  # of matmul's tiles, where asked for
+OPS = ["step", "recurrent"]
+TILES = ["sweep", "padding"]  # of matmul, where asked for
 DECODE = (1, 8, 32)
 ROWS = (*DECODE, 72, 128, 512, 2048, 8192)
 ATTENTION = (
@@ -56,8 +70,11 @@ ATTENTION = (
     Workload(name="prefill 2048 after 8192", requests=1, start=8192, run_len=2048),
 )
 
+Times = dict[str, tuple[float, float]]
+"""Microseconds of ours and of torch's, ours where it has none, by the case's name."""
 
-def matmul_cases() -> Iterator[Case]:
+
+def step_cases() -> Iterator[Case]:
     for name, (outputs, inputs) in (LINEARS | HEAD).items():
         weights = [normal(outputs, inputs) for _ in range(copies(2 * outputs * inputs))]
         for rows in ROWS if name in LINEARS else (*DECODE, 72):
@@ -70,16 +87,25 @@ def matmul_cases() -> Iterator[Case]:
                 flop=2 * rows * outputs * inputs,
                 bar=0.7 if rows <= 32 else None,
             )
-
-
-def attention_cases() -> Iterator[Case]:
+        del weights, xs
     for load in ATTENTION:
         yield from _attention_cases(load)
+    for rows in (*DECODE, 72, 2048):
+        yield from row_cases(SHAPE, rows, "cuda", buffers=16)
+    for rows in (*DECODE, 72, 576):
+        yield from _sampling_cases(rows)
+    nodes = torch.arange(64 * 8, device="cuda")
+    counts = torch.arange(65, dtype=torch.int32, device="cuda")
+    tree = (
+        torch.zeros(64 * 9, dtype=torch.int64, device="cuda"), counts * 9,
+        torch.zeros_like(nodes).int(), (nodes % 8).int(), (1 << (nodes % 8 + 2)) - 1, counts * 8,
+    )  # fmt: skip
+    yield Case(name="tree_accept 64x8", ours=[lambda: accept(*tree)] * 8)
 
 
 def _attention_cases(load: Workload) -> Iterator[Case]:
-    """In any layer but the first, and of steps of drafts in the first one, where the step's list of
-    work and its nodes' keys are found."""
+    """Attention in any layer but the first; for steps of drafts in the first one too, where the
+    step's list of work and its nodes' keys are found."""
     kv_bytes = 4 * load.slots * K * D
     plan, rows = make_padded_plan(load, "cuda")
     shape = (load.slots, K, D)
@@ -115,54 +141,6 @@ def _sdpa(load: Workload) -> Callable[..., object]:
     return call
 
 
-def row_cases() -> Iterator[Case]:
-    angles = torch.rand(8192, D // 2, device="cuda")
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    for rows in (*DECODE, 72, 2048):
-        yield from _row_cases(rows, normal(E), cos_sin)
-
-
-def _row_cases(rows: int, weight: torch.Tensor, cos_sin: torch.Tensor) -> Iterator[Case]:
-    hidden, residuals = ([normal(rows, E) for _ in range(16)] for _ in range(2))
-    yield Case(
-        name=f"add_rms_norm {rows} rows",
-        ours=each(lambda x, r: add_rms_norm(x, r, weight, 1e-5), hidden, residuals),
-        theirs=each(lambda x, r: F.rms_norm(r.add_(x), (E,), weight, 1e-5), hidden, residuals),
-        num_bytes=8 * rows * E,
-    )
-    gates = [normal(rows, 2 * FFN) for _ in range(16)]
-    yield Case(
-        name=f"silu_mul {rows} rows",
-        ours=each(silu_mul, gates),
-        theirs=each(lambda x: F.silu(x[:, :FFN]) * x[:, FFN:], gates),
-        num_bytes=6 * rows * FFN,
-    )
-    fused = [normal(rows, H + 2 * K, D).split([H, K, K], dim=1) for _ in range(16)]
-    positions = torch.randint(8192, (rows,), device="cuda")
-    keys, values = normal(2, 65536, K, D)
-    slots = torch.randperm(65536, device="cuda")[:rows]
-    yield Case(
-        name=f"rotary_store_kv {rows} rows",
-        ours=each(
-            lambda q, k, v: rotary_store_kv_(q, k, v, positions, cos_sin, keys, values, slots),
-            *zip(*fused, strict=True),
-        ),
-        num_bytes=4 * rows * (H + 2 * K) * D,
-    )
-
-
-def sampling_cases() -> Iterator[Case]:
-    for rows in (*DECODE, 72, 576):
-        yield from _sampling_cases(rows)
-    nodes = torch.arange(64 * 8, device="cuda")
-    counts = torch.arange(65, dtype=torch.int32, device="cuda")
-    tree = (
-        torch.zeros(64 * 9, dtype=torch.int64, device="cuda"), counts * 9,
-        torch.zeros_like(nodes).int(), (nodes % 8).int(), (1 << (nodes % 8 + 2)) - 1, counts * 8,
-    )  # fmt: skip
-    yield Case(name="tree_accept 64x8", ours=[lambda: accept(*tree)] * 8)
-
-
 def _sampling_cases(rows: int) -> Iterator[Case]:
     logits = [normal(rows, V) * 3 for _ in range(4)]
     temperature = torch.full((rows,), 0.7, device="cuda")
@@ -184,16 +162,13 @@ def _sampling_cases(rows: int) -> Iterator[Case]:
 
 
 def _multinomial(logits_RV: torch.Tensor) -> torch.Tensor:
-    """As torch.multinomial draws, whose checks of its input wait for the device."""
+    """The draw of torch.multinomial, without its checks of the input, which wait for the device."""
     weights_RV = torch.softmax(logits_RV.float() / 0.7, -1)
     return (weights_RV / torch.empty_like(weights_RV).exponential_()).argmax(-1)
 
 
-def measure(
-    cases: Iterator[Case], ceilings: Ceilings, times: dict[str, tuple[float, float]]
-) -> Iterator[Row]:
-    """Rows; and by name the time of ours and of torch's, ours where it has none."""
-    judged = ceilings.judged
+def measure(cases: Iterator[Case], ceilings: Ceilings, times: Times) -> Iterator[Row]:
+    """Rows of the cases; adds to ``times``."""
     for case in cases:
         try:
             ours = microseconds(case.ours)
@@ -205,15 +180,13 @@ def measure(
         times[case.name] = ours, theirs
         yield row(case.name, ours, "us")
         if floor_us := case.floor_us(ceilings):
-            bar = case.bar if judged else None
+            bar = case.bar if ceilings.judged else None
             yield row(f"{case.name}: floor / time", floor_us / ours, "ratio", bar)
         if case.theirs:
             yield row(f"{case.name}: time / torch", ours / theirs, "ratio")
 
 
-def step_us(
-    times: dict[str, tuple[float, float]], rows: int, attention: str, *, fast: bool
-) -> float:
+def step_us(times: Times, rows: int, attention: str, *, fast: bool) -> float:
     """All ops of a step, drawing included: with torch's matrix products, or with ours."""
     products = [times[f"matmul {name} {rows} rows"][fast] for name in LINEARS]
     others = [f"{op} {rows} rows" for op in ("silu_mul", "rotary_store_kv")]
@@ -223,24 +196,23 @@ def step_us(
     return LAYERS * layer + last
 
 
-def step_rows(times: dict[str, tuple[float, float]], ceilings: Ceilings) -> Iterator[Row]:
-    """Nothing where one of the ops was not timed."""
+def step_rows(times: Times, ceilings: Ceilings) -> Iterator[Row]:
+    """No rows where one of the ops was not timed."""
     try:
         yield from list(_step_rows(times, ceilings))
     except KeyError as missing:
         print(f"no steps are added up: {missing} was not timed", flush=True)
 
 
-def _step_rows(times: dict[str, tuple[float, float]], ceilings: Ceilings) -> Iterator[Row]:
+def _step_rows(times: Times, ceilings: Ceilings) -> Iterator[Row]:
     judged = ceilings.judged
-    weights = LAYERS * sum(o * i for o, i in LINEARS.values()) + V * E
     for rows in DECODE:
         exact = step_us(times, rows, f"decode {rows}", fast=False)
         fast = step_us(times, rows, f"decode {rows}", fast=True)
-        moved = 2 * weights + 4 * LAYERS * rows * CONTEXT * K * D
+        moved = 2 * SHAPE.product_parameters + 4 * LAYERS * rows * CONTEXT * K * D
         floor = 1e6 * moved / ceilings.bytes_per_second
-        yield row(f"ops of a step, {rows} requests", exact, "us")
         label = f"ops of a step, {rows} requests"
+        yield row(label, exact, "us")
         yield row(f"{label}: floor / time", floor / exact, "ratio", 0.7 if judged else None)
         bar = 1.6 if judged else None
         yield row(f"{label}: exact / fast", exact / fast, "ratio", bar, at_most=True)
@@ -250,59 +222,67 @@ def _step_rows(times: dict[str, tuple[float, float]], ceilings: Ceilings) -> Ite
     yield row("8 requests: 8 draft nodes each / none", tree / plain, "ratio", bar, at_most=True)
 
 
-def tests_row() -> Row:
+def tests_rows() -> Iterator[Row]:
     files = ("tests/ops", "tests/models/test_row_invariance.py")
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *files]
     name = "tests marked gpu: exit status"
     try:
         failed = subprocess.run(command, check=False, timeout=560).returncode
     except subprocess.TimeoutExpired:  # what is timed does not rest on it
-        return not_run(name, "", 0)
-    return row(name, failed, "", 0, at_most=True)
+        yield not_run(name, "", 0)
+    else:
+        yield row(name, failed, "", 0, at_most=True)
 
 
-def main() -> None:
-    arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--no-tests", action="store_true", help="time only")
-    arguments.add_argument(
-        "--ops",
-        nargs="+",
-        choices=(*OPS, SWEEP, PADDING),
-        default=OPS,
-        help="those of a step, of recurrent layers; or which tiles matmul should have, and how "
-        "much they compute beyond what is wanted, which needs no GPU",
-    )
-    add_floors_option(arguments)
-    options = arguments.parse_args()
-    if not torch.cuda.is_available():
-        if PADDING in options.ops:
-            finish("padding of matmul's tiles", list(padding(LINEARS | HEAD)), options.json)
-            return
-        print("no GPU here: nothing was run")
-        rows = [
-            not_run(f"ops of a step, {count} requests: floor / time", "ratio", 0.7)
-            for count in DECODE
-        ]
-        finish("GPU ops at the 8B shape", rows, options.json)
-        return
+@torch.inference_mode()
+def timed_rows(options: argparse.Namespace, kind: str) -> Iterator[Row]:
     torch.manual_seed(0)
-    times: dict[str, tuple[float, float]] = {}
-    title = f"GPU ops at the 8B shape, {torch.cuda.get_device_name()}"
-    with torch.inference_mode(), finishing(title, options.json) as rows:
-        if not options.no_tests:
-            rows.append(tests_row())
-        ceilings = Ceilings.of(torch.device("cuda"), options.floors)
-        if "step" in options.ops:
-            for cases in (matmul_cases, attention_cases, row_cases, sampling_cases):
-                rows.extend(measure(cases(), ceilings, times))
-            rows.extend(step_rows(times, ceilings))
-        if "recurrent" in options.ops:
-            rows.extend(measure(recurrent_cases(QWEN3_NEXT), ceilings, times))
-        if PADDING in options.ops:
-            rows.extend(padding(LINEARS | HEAD))
-        if SWEEP in options.ops:
-            rows.extend(sweep(LINEARS | HEAD))
+    print(torch.cuda.get_device_name(), flush=True)
+    times: Times = {}
+    ceilings = Ceilings.of(torch.device("cuda"), options.floors)
+    if kind == "recurrent":
+        yield from measure(recurrent_cases(QWEN3_NEXT), ceilings, times)
+        return
+    yield from measure(step_cases(), ceilings, times)
+    yield from step_rows(times, ceilings)
+
+
+@torch.inference_mode()
+def sweep_rows() -> Iterator[Row]:
+    torch.manual_seed(0)
+    yield from sweep(LINEARS | HEAD)
+
+
+def rows_without_gpu() -> Iterator[Row]:
+    print("no GPU here: nothing was run")
+    for count in DECODE:
+        yield not_run(f"ops of a step, {count} requests: floor / time", "ratio", 0.7)
+
+
+def parts(options: argparse.Namespace) -> Parts:
+    without: dict[str, Part] = {"padding": partial(padding, LINEARS | HEAD)}
+    if not torch.cuda.is_available():
+        return without if "padding" in options.ops else {"no GPU": rows_without_gpu}
+    every: dict[str, Part] = {} if options.no_tests else {"tests": tests_rows}
+    every |= {kind: partial(timed_rows, options, kind) for kind in OPS if kind in options.ops}
+    if "padding" in options.ops:
+        every |= without
+    if "sweep" in options.ops:
+        every["sweep"] = sweep_rows
+    return every
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    add_floors_option(command)
+    command.flag("--no-tests", "time only")
+    help = (
+        "those of a step, of recurrent layers; or which tiles matmul should have, and how much "
+        "they compute beyond what is wanted, which needs no GPU"
+    )
+    command.option("--ops", OPS, nargs="+", choices=[*OPS, *TILES], help=help)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("GPU ops at the 8B shape", parts)

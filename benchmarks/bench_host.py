@@ -1,15 +1,16 @@
-"""What the host does in a step on a GPU, phase by phase, without one.
+"""Question: what does the host do in a step on a GPU, phase by phase, and how much of it while the
+device idles? Needs no GPU; there are no bars.
+
+    python benchmarks/bench_host.py --trace rollouts.npz --batch 1 8 --json host.json
 
 The real engine decodes recorded tokens on the way of a GPU, around a device that takes no time and
-says what was recorded: see `host_bench.stand_in`. What the device does not hide is the time from
-reading what was sampled to launching the next forward: then it idles. Launches themselves are not
-in it, for nothing is launched.
+says what was recorded: see `host_device.py`. What the device does not hide is the time from reading
+what was sampled to launching the next forward: then it idles. Launches themselves are not in it,
+for nothing is launched.
 
 Times are medians over steps in which every request decodes. `learned` is the budget as it comes,
 told that forwards take what those of an 8B on an H200 should; `closed` is that budget where drafts
 do not pay.
-
-    python benchmarks/bench_host.py --trace rollouts.npz --batch 1 8 --json host.json
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from host_bench.phases import COVERED, Phases
-from host_bench.seats import seats
-from host_bench.stand_in import DEVICE, NoCapture, StandIn, pretend_gpu
-from replay_bench.forced import Recording
-from replay_bench.shapes import Shape, send_random_weights, write_config
-from table import Row, finish, parser, row
-from traces import Trace, load_traces
+from forced import Recording
+from harness.command import POSITIVE, Command, Parts
+from harness.rows import Row, row
+from harness.shapes import Shape, send_random_weights, write_config
+from harness.traces import Trace, add_trace_option, load_traces, trace_of
+from host_device import COVERED, DEVICE, NoCapture, Phases, StandIn
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import (
@@ -40,10 +42,11 @@ from rollout.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from rollout.ops import gpu
 from rollout.sampling.sampler import PendingSamples
 from rollout.types import Batch, EntryResult, StepTimes
 from spec_workers import step_learning
-from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget, Verified
+from spec_workers.budget import FixedBudget, LearnedBudget, Verified
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.none import PlainWorker
@@ -55,14 +58,38 @@ SHAPE = Shape(
     vocab_size=49_152, tied=True,
 )  # fmt: skip
 
-SPECS = ("none", "fixed", "learned", "closed")
+SPECS = ["none", "fixed", "learned", "closed"]
 
-REST = "the rest"
 ADMITTING = 40
 """Steps at most until every prompt has run."""
 
 SETTLING = 40
 """Steps before those that are timed; twice what a batch is priced alike for."""
+
+PER_PROMPT = 8  # requests
+
+
+def repeated(trace: Trace, count: int, length: int) -> Trace:
+    """``count`` responses of at least ``length`` tokens, eight to a prompt, so that requests stay
+    for as long as they are looked at.
+
+    Each is the recorded responses of its prompt end to end, from another one on.
+    """
+    recorded: dict[int, list[Any]] = {}
+    for prompt, response in zip(trace.prompt_of_R.tolist(), trace.responses, strict=True):
+        if len(response):
+            recorded.setdefault(prompt, []).append(response)
+    used = sorted(recorded)
+    prompts = [used[request // PER_PROMPT % len(used)] for request in range(count)]
+    responses = []
+    for request, prompt in enumerate(prompts):
+        own, at, parts, total = recorded[prompt], request, [], 0
+        while total < length:
+            parts.append(own[at % len(own)])
+            total += len(parts[-1])
+            at += 1
+        responses.append(np.concatenate(parts))
+    return trace_of(trace.name, trace.prompts, responses, prompts, [list(range(count))])
 
 
 def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) -> RolloutEngine:
@@ -86,36 +113,27 @@ def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) ->
             SHAPE.vocab_size, corpus_bytes=256 << 20, max_external_bytes=1 << 30,
             max_external_tokens=1 << 24, configured={},
         )  # fmt: skip
+        learned = LearnedBudget.for_target(target, SOURCES, 0.02)
         worker = NgramWorker(
             target, corpus, num_draft_tokens=nodes, calibration_seconds=0.0,
-            budget=budget_of(spec, target),
+            budget=FixedBudget(0.02) if spec == "fixed" else learned,
         )  # fmt: skip
     engine = RolloutEngine(config, worker)
     send_random_weights(engine, target.model.weight_loaders())
-    if spec == "closed":
-        keep_closed(worker.budget)
+    if spec == "closed":  # nothing is probed for as long as anybody measures
+        budget: Any = worker.budget
+        gate = budget._gate
+        gate._closed_for, gate._closed_at, gate._closed_temperature = 1 << 40, -1, 1.0
     return engine
 
 
-def budget_of(spec: str, target: TargetWorker) -> DraftBudget:
-    if spec == "fixed":
-        return FixedBudget(0.02)
-    return LearnedBudget.for_target(target, SOURCES, 0.02)
-
-
-def keep_closed(budget: Any) -> None:
-    """Nothing is probed for as long as anybody measures."""
-    gate = budget._gate
-    gate._closed_for, gate._closed_at, gate._closed_temperature = 1 << 40, -1, 1.0
-
-
 def forward_ms(rows: int) -> float:
-    """Of an 8B on an H200: bound by its weights, then by arithmetic."""
+    """Forward of an 8B on an H200: bound by its weights, then by arithmetic."""
     return 3.3 + 0.0165 * max(0, rows - 200)
 
 
 def tell_times(budget: Any) -> None:
-    """From now on it learns what forwards would take."""
+    """Let the budget learn what forwards would take, from now on."""
     observe = budget.observe
 
     def told(
@@ -128,7 +146,7 @@ def tell_times(budget: Any) -> None:
 
 
 def time_phases(engine: RolloutEngine) -> Phases:
-    phases = Phases(REST)
+    phases = Phases("the rest")
     worker: Any = engine.worker
     tell_times(worker.budget)
     phases.time_calls(NoCapture, "replay", DEVICE, launches=True)
@@ -147,7 +165,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
         (engine.scheduler, "commit", "commit"),
         (worker, "observe", "observe"),
         (step_learning, "count_step", "metrics"),
-        (engine, "_record", "metrics"),
+        (engine.steps, "_record", "metrics"),
     ):
         phases.time_calls(owner, name, phase)
     return phases
@@ -157,12 +175,12 @@ def measure(
     engine: RolloutEngine, trace: Trace, steps: int, phases: Phases
 ) -> tuple[dict[str, list[float]], float]:
     """Seconds of each phase in each step, and the tokens that a request emitted in one."""
-    for seat, response in enumerate(trace.responses):
+    for request, response in enumerate(trace.responses):
         engine.submit(
-            trace.prompts[trace.prompt_of_R[seat]].tolist(),
+            trace.prompts[trace.prompt_of_R[request]].tolist(),
             SamplingParams(max_new_tokens=len(response), ignore_eos=True),
-            prompt_index=int(trace.prompt_of_R[seat]),
-            sample_index=seat,
+            prompt_index=int(trace.prompt_of_R[request]),
+            sample_index=request,
         )
     batch, tokens = len(trace.responses), 0
     while engine.last_step.sampling < batch or engine.last_step.running < batch:
@@ -181,12 +199,13 @@ def measure(
     return by_phase, tokens / batch / steps
 
 
-def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) -> list[Row]:
+def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) -> Iterator[Row]:
     steps = options.steps if batch <= 64 else max(1, options.steps // 2)
     most = 1 if spec in ("none", "closed") else options.nodes + 1
     length = (ADMITTING + SETTLING + steps) * most
-    recorded = seats(trace, batch, length)
+    recorded = repeated(trace, batch, length)
     context = length + max(map(len, recorded.prompts)) + max(map(len, recorded.responses))
+    gpu.runs_on = lambda device: True  # from now on the CPU goes the way of a GPU
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), SHAPE)
         engine = open_engine(Path(folder), spec, batch, options.nodes, context)
@@ -201,44 +220,41 @@ def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) 
     engine.close()
     for name in (DEVICE, DEVICE + COVERED):
         by_phase.pop(name, None)
-    label = f"{spec}, batch {batch}"
     total = [sum(times) for times in zip(*by_phase.values(), strict=True)]
     exposed = [each for name, each in by_phase.items() if not name.endswith(COVERED)]
-    serial = [sum(times) for times in zip(*exposed, strict=True)]
-
-    def microseconds(name: str, seconds: list[float], unit: str = "us") -> Row:
-        return row(f"{label}: {name}", 1e6 * statistics.median(seconds), unit)
-
-    rows = [
-        microseconds("a step", total),
-        microseconds("while the device idles", serial),
-        microseconds("a step, each request", [each / batch for each in total]),
-        row(f"{label}: tokens of a request", tokens, "tokens"),
-    ]
-    if options.phases:
-        rows += [microseconds(name, by_phase[name]) for name in sorted(by_phase)]
-    return rows
+    figures = {
+        "a step": total,
+        "while the device idles": [sum(times) for times in zip(*exposed, strict=True)],
+        "a step, each request": [each / batch for each in total],
+    }
+    label = f"{spec}, batch {batch}"
+    yield row(f"{label}: tokens of a request", tokens, "tokens")
+    if not options.totals:
+        figures |= {name: by_phase[name] for name in sorted(by_phase)}
+    for name, seconds in figures.items():
+        yield row(f"{label}: {name}", 1e6 * statistics.median(seconds), "us")
 
 
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
-    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
-    arguments.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
-    arguments.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 256])
-    arguments.add_argument("--spec", nargs="+", choices=SPECS, default=SPECS)
-    arguments.add_argument("--nodes", type=int, default=8, help="most draft nodes per request")
-    arguments.add_argument("--steps", type=int, default=160, help="timed; half of above batch 64")
-    arguments.add_argument("--totals", dest="phases", action="store_false", help="no phases")
-    options = arguments.parse_args(arguments_given)
+def parts(options: argparse.Namespace) -> Parts:
     torch.set_num_threads(1)
-    pretend_gpu()
-    rows: list[Row] = []
-    for trace in load_traces(options.trace):
-        for spec in options.spec:
-            for batch in options.batch:
-                rows += host_rows(options, trace, spec, batch)
-    finish("the host's part of a step", rows, options.json)
+    return {
+        f"{trace.name}, {spec}, batch {batch}": partial(host_rows, options, trace, spec, batch)
+        for trace in load_traces(options.trace)
+        for spec in options.spec
+        for batch in options.batch
+    }
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    add_trace_option(command)
+    command.option("--batch", [1, 8, 32, 64, 256], quick=[3], nargs="+", limits=POSITIVE)
+    command.option("--spec", SPECS, nargs="+", choices=SPECS)
+    command.option("--nodes", 8, limits=(1, 63), help="most draft nodes per request")
+    command.option("--steps", 160, quick=4, limits=POSITIVE, help="timed; half above batch 64")
+    command.flag("--totals", "no phases")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("the host's part of a step", parts)

@@ -1,14 +1,13 @@
-"""What the host does for one half of the requests while the device computes the other.
-
-A model of random weights decodes `--batch` requests with NGRAM, twice: in the second pass, which
-`exact=true` makes say the same, the corpus knows every answer, and all that it proposes is
-verified. Proposing is hidden where it takes less than the forward that it runs beside. Halves that
-take turns (`scheduler.overlap=always`) race whole steps (`never`); what `auto` makes of it is
-printed beside them.
+"""Question: is the host's proposing hidden where two halves of the requests take turns, and is
+overlap=auto never slower than whole steps?
 
     python benchmarks/bench_overlap.py --shape 8b --json overlap.json
 
-Without a GPU the shape is `tiny`, nothing is hidden and no bar applies.
+A model of random weights decodes `--batch` requests with NGRAM, twice: in the second pass, which
+`exact=true` makes say the same, the corpus knows every answer, and all that it proposes is
+verified. Halves that take turns (`scheduler.overlap=always`) race whole steps (`never`). Bars on a
+GPU: a half's proposal takes less than the forward that it runs beside; `auto` reaches 0.98 of the
+throughput of `never`. Without a GPU the shape is `tiny`, nothing is hidden and no bar applies.
 """
 
 from __future__ import annotations
@@ -18,16 +17,22 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from replay_bench.shape_options import add_shape_options, chosen_shapes
-from replay_bench.shapes import Shape, send_random_weights, write_config
-from table import Row, finishing, parser, row
+from harness.command import POSITIVE, Command
+from harness.rows import Row, row
+from harness.shapes import (
+    Shape,
+    add_shape_options,
+    send_random_weights,
+    shape_parts,
+    write_config,
+)
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import Overlap, engine_config
@@ -39,7 +44,7 @@ _MIN_ACCEPT_LENGTH = 4.0  # of answers that the corpus knows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Of the second pass; milliseconds are medians of its steps."""
+    """Figures of the second pass; milliseconds are medians of its steps."""
 
     tokens_per_second: float
     propose_ms: float
@@ -97,7 +102,6 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
 
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
-    """Each as soon as it is measured."""
     label = f"{name}, {options.batch} requests"
     judged = torch.device(options.device).type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
@@ -121,16 +125,14 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator
     gc.collect()
 
 
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
-    on_gpu = add_shape_options(arguments)
-    arguments.add_argument("--batch", type=int, default=256 if on_gpu else 32)
-    arguments.add_argument("--tokens", type=int, default=192 if on_gpu else 24, help="of each")
-    options = arguments.parse_args(arguments_given)
-    with finishing(f"halves that take turns, on {options.device}", options.json) as rows:
-        for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
-            rows.extend(shape_rows(name, shape, options))
+def make_command() -> Command:
+    on_gpu = torch.cuda.is_available()
+    command = Command(__doc__)
+    add_shape_options(command)
+    command.option("--batch", 256 if on_gpu else 32, quick=4, limits=POSITIVE, help="requests")
+    command.option("--tokens", 192 if on_gpu else 24, limits=POSITIVE, help="of each")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("halves that take turns, on {device}", shape_parts(shape_rows, "8b", "demo"))

@@ -1,12 +1,11 @@
-"""Recorded rollouts through the whole engine, over a model of random weights of any size.
-
-The tokens are forced to the recorded ones, so accept lengths are real; the model runs as it would,
-so the time is real too. Rollouts of one step of the trace run together, 64 at a time unless
---active says more, and after each step the policy changes. Every figure stands beside the least
-time that the device allows.
+"""Question: how fast are recorded rollouts through the whole engine with drafts and without, on a
+model of any size, and how near to the least time that the device allows?
 
     python benchmarks/bench_replay.py --trace rollouts.npz --shape 8b --shape 32b --active 64 256
 
+The model has random weights and is forced to say what was recorded: accept lengths are real, and so
+is the time. Rollouts of one step of the trace run together, and after each step the policy changes.
+Bars, for 64 running on an H100 or H200 with the 8b shape: 1.9x plain decoding, nowhere below 1.0x.
 Without --trace a made-up one is replayed; without a GPU the shape is `tiny` unless one is named,
 which shows that it runs and says nothing of a GPU.
 """
@@ -15,20 +14,119 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import tempfile
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from replay_bench.roofline import Ceilings, add_floors_option
-from replay_bench.run import Replayed, replay
-from replay_bench.shape_options import add_shape_options, chosen_shapes
-from replay_bench.shapes import SHAPES, write_config, write_draft
-from table import Row, finishing, parser, row
-from traces import Trace, load_traces
+from forced import Recording, Step, force_draft, force_target, new_policy, steps, waves
+from harness.command import POSITIVE, Command, Parts
+from harness.engines import forget
+from harness.roofline import Ceilings, add_floors_option
+from harness.rows import Row, row
+from harness.shapes import (
+    Shape,
+    add_shape_options,
+    chosen_shapes,
+    random_engine,
+    write_config,
+    write_draft,
+)
+from harness.traces import Trace, add_trace_option, load_traces
+
+from spec_workers.neural.drafter import NeuralDrafter
+
+
+@dataclass(slots=True)
+class Spent:
+    """Sums over some of the steps."""
+
+    seconds: float = 0.0
+    floor_seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    forwards: int = 0  # requests sampled from, over the steps
+
+    def add(self, step: Step, floor_seconds: float) -> None:
+        self.seconds += step.seconds
+        self.floor_seconds += floor_seconds
+        self.tokens += step.tokens
+        self.steps += 1
+        self.forwards += step.forwards
+
+    @property
+    def accept_length(self) -> float:
+        return self.tokens / self.forwards if self.forwards else 0.0
+
+
+@dataclass(slots=True)
+class Replayed:
+    """All that a replay took."""
+
+    by_wave: list[Spent] = field(default_factory=list)
+    by_running: dict[str, Spent] = field(default_factory=dict)  # most requests running at once
+    total: Spent = field(default_factory=Spent)
+    unsettled_seconds: float = 0.0  # of steps in which kernels compiled or graphs were captured
+
+
+def replay(
+    folder: Path,
+    shape: Shape,
+    trace: Trace,
+    *,
+    spec: str,
+    spec_options: dict[str, Any],
+    active: int,
+    num_waves: int | None,
+    ceilings: Ceilings,
+    hit_rate: float,
+    overrides: dict[str, Any],
+) -> Replayed:
+    """Rollouts of each wave are checked to be the recorded ones.
+
+    Raises RuntimeError where one is not.
+    """
+    engine = random_engine(
+        folder, spec, spec_options=spec_options, max_running=active,
+        max_step_tokens=max(2048, active), chunk_len=2048, overlap="never", **overrides,
+    )  # fmt: skip
+    worker: Any = engine.worker
+    recording = Recording(trace)
+    force_target(worker.target, recording)
+    if isinstance(drafter := getattr(worker, "drafter", None), NeuralDrafter):
+        force_draft(drafter, recording, hit_rate)
+    result = Replayed()
+    chosen = waves(trace, active, num_waves)
+    # Kernels compile, pages are touched; where forwards are captured, all of a wave's shapes come.
+    captures = worker.target.graphs is not None
+    for _ in steps(engine, trace, chosen[0] if captures else chosen[0][:8]):
+        pass
+    forget(engine)
+    engine.flush_cache()
+    for number, wave in enumerate(chosen):
+        spent = Spent()
+        for step in steps(engine, trace, wave):
+            if not step.is_warm:
+                result.unsettled_seconds += step.seconds
+            floor = ceilings.forward_ms(shape, step.rows, step.sampled, step.kv_tokens) / 1e3
+            running = result.by_running.setdefault(_running_name(step.running), Spent())
+            for sums in (spent, result.total, running):
+                sums.add(step, floor)
+        result.by_wave.append(spent)
+        new_policy(engine, number)
+    engine.check_integrity()
+    return result
+
+
+def _running_name(running: int) -> str:
+    """Powers of four: 1, 2 to 4, 5 to 16, 17 to 64, ..."""
+    last = 1
+    while running > last:
+        last *= 4
+    return "1 running" if last == 1 else f"{last // 4 + 1} to {last} running"
 
 
 def spec_options(spec: str, nodes: int, draft: Path) -> dict[str, Any]:
@@ -46,37 +144,34 @@ def times(label: str, result: Replayed) -> Iterator[Row]:
     yield row(f"{label}: steps that compiled or captured", compiled, "of the time")
 
 
-def compare(label: str, plain: Replayed, result: Replayed, bars: bool) -> Iterator[Row]:
-    """``bars``: whether those of an H100 or H200 apply: 1.9x at 64 running, nowhere under 1.0x."""
+def compare(label: str, plain: Replayed, result: Replayed, judged: bool) -> Iterator[Row]:
     yield row(f"{label}: accept length", result.total.accept_length, "tokens")
     speedup = plain.total.seconds / result.total.seconds
-    yield row(f"{label}: speedup", speedup, "x", 1.9 if bars else None)
-    waves = zip(plain.by_wave, result.by_wave, strict=True)
-    worst = min(before.seconds / after.seconds for before, after in waves)
-    bar = 1.0 if bars else None
+    yield row(f"{label}: speedup", speedup, "x", 1.9 if judged else None)
+    pairs = zip(plain.by_wave, result.by_wave, strict=True)
+    worst = min(before.seconds / after.seconds for before, after in pairs)
+    bar = 1.0 if judged else None
     yield row(f"{label}: worst step of the trace", worst, "x", bar)
-    for running, spent in sorted(
-        result.by_running.items(), key=lambda item: int(item[0].split()[0])
-    ):
+    by_running = sorted(result.by_running.items(), key=lambda item: int(item[0].split()[0]))
+    for running, spent in by_running:
         before = plain.by_running.get(running)
         if before is not None and spent.tokens and before.tokens:
             ratio = before.seconds / before.tokens / (spent.seconds / spent.tokens)
             yield row(f"{label}: {running}, time per token", ratio, "x", bar)
 
 
-def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int) -> Iterator[Row]:
-    """Each row as soon as it is measured."""
-    shape = SHAPES[shape_name]
+def run(
+    options: argparse.Namespace, trace: Trace, shape_name: str, shape: Shape, active: int
+) -> Iterator[Row]:
     device = torch.device(options.device)
-    largest = max(int(tokens.max()) for tokens in (*trace.prompts, *trace.responses))
-    if largest >= shape.vocab_size:
+    if (largest := trace.largest_token) >= shape.vocab_size:
         raise SystemExit(f"{trace.name}: token {largest} is beyond shape {shape_name}'s vocabulary")
     ceilings = Ceilings.of(device, options.floors)
     overrides = {"device": options.device, "dtype": "bfloat16", "exact": not options.fast}
     # Nobody else is on the GPU; on a CPU half of its memory would be touched for nothing.
     overrides |= {"kv_bytes": 1 << 30} if device.type == "cpu" else {"kv_fraction": 0.9}
     name = f"{trace.name}, {shape_name}, {active} active"
-    bars = shape_name == "8b" and active == 64 and ceilings.judged and bool(options.trace)
+    judged = shape_name == "8b" and active == 64 and ceilings.judged and bool(options.trace)
     plain: Replayed | None = None
     with tempfile.TemporaryDirectory() as folder:
         model, draft = Path(folder) / "model", Path(folder) / "draft"
@@ -84,7 +179,6 @@ def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int)
         if "hybrid" in options.spec:
             write_draft(draft, shape)
         for spec in dict.fromkeys(["none", *options.spec]):
-            started = time.perf_counter()
             result = replay(
                 model,
                 shape,
@@ -100,43 +194,38 @@ def run(options: argparse.Namespace, trace: Trace, shape_name: str, active: int)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            print(
-                f"{shape_name} {active} {spec}: {time.perf_counter() - started:.0f} s", flush=True
-            )
             yield from times(f"{name}, {spec}", result)
             if plain is None:
                 plain = result
             else:
-                yield from compare(f"{name}, {spec}", plain, result, bars)
+                yield from compare(f"{name}, {spec}", plain, result, judged)
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    on_gpu = add_shape_options(arguments)
-    arguments.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
-    arguments.add_argument("--active", type=int, nargs="+", default=[64], help="rollouts at once")
-    arguments.add_argument("--spec", nargs="+", default=["ngram", "hybrid"])
-    arguments.add_argument("--nodes", type=int, default=8, help="most draft nodes per request")
-    arguments.add_argument("--steps", type=int, help="of the trace; default: all, 2 on a CPU")
-    arguments.add_argument("--fast", action="store_true", help="exact=false")
-    add_floors_option(arguments)
-    arguments.add_argument(
-        "--draft-hit",
-        type=float,
-        default=0.6,
-        help="share of positions at which hybrid's draft is told the recorded token",
-    )
-    options = arguments.parse_args()
-    if not 0 <= options.draft_hit <= 1 or math.isnan(options.draft_hit):
-        arguments.error(f"--draft-hit={options.draft_hit}: must be in [0, 1]")
-    if options.steps is None and not on_gpu:
-        options.steps = 2
-    with finishing(f"replay on {options.device}", options.json) as rows:
-        for trace in load_traces(options.trace):
-            for shape in chosen_shapes(options, ["8b"]):
-                for active in options.active:
-                    rows.extend(run(options, trace, shape, active))
+def parts(options: argparse.Namespace) -> Parts:
+    return {
+        f"{trace.name}, {name}, {active} active": partial(run, options, trace, name, shape, active)
+        for trace in load_traces(options.trace)
+        for name, shape in chosen_shapes(options, "8b").items()
+        for active in options.active
+    }
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    add_shape_options(command)
+    add_floors_option(command)
+    add_trace_option(command)
+    num_steps = None if torch.cuda.is_available() else 2
+    command.option("--active", [64], nargs="+", limits=POSITIVE, help="rollouts at once")
+    command.option("--spec", ["ngram", "hybrid"], nargs="+")
+    command.option("--nodes", 8, limits=POSITIVE, help="most draft nodes per request")
+    help = "of the trace; on a GPU all"
+    command.option("--steps", num_steps, quick=1, type=int, limits=POSITIVE, help=help)
+    command.flag("--fast", "exact=false")
+    help = "share of positions at which hybrid's draft is told the recorded token"
+    command.option("--draft-hit", 0.6, limits=(0, 1), help=help)
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("replay on {device}", parts)

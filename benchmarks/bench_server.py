@@ -1,44 +1,265 @@
-"""The server beside the engine it serves, and what careless clients do to it.
+"""Question: what does HTTP cost beside the engine it serves, and what do careless clients do to it?
 
     python benchmarks/bench_server.py [--only overhead|clients|malformed] [--json FILE]
 
-overhead: the same requests offline, in one call, by a client per sample, and streamed.
-clients: 500 at once, some slow to read, some gone before the end.
-malformed: 10,000 requests that are wrong in two dozen ways.
+overhead: the same requests offline, in one call, by a client per sample, and streamed. Bars: 1.1x
+the processor time, which others on the machine disturb less than the clock; the same rollouts;
+10 ms more for a request of one token.
+clients: 500 at once, some slow to read, some gone before the end. Bars: every one that stayed is
+answered with the tokens of offline generation; /status answers within a second; nothing is left.
+malformed: 10,000 requests that are wrong in two dozen ways. Bars: no error of the server, nothing
+left in the engine.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import quantiles
+from typing import Any
 
-import torch
-from server_bench.malformed_run import malformed_requests
-from server_bench.many_clients import many_clients
-from server_bench.overhead import overhead
-from table import Row, finish, parser
+import httpx
+from harness.command import POSITIVE, Command, Parts
+from harness.prompts import OPEN_PROMPTS, chat
+from harness.rows import Row, row
+from harness.timing import wall_seconds
+from server_bench.crowd import Outcome, send_all
+from server_bench.malformed import malformed
+from server_bench.servers import ServedProcess, served_here
+from server_bench.streaming_client import Stream, stream_generate
 
-PARTS = ("overhead", "clients", "malformed")
+from rollout import Rollout, RolloutEngine, SamplingParams
+
+KV_TOKENS = 16_384
+SAMPLES = 4
+LATENCY_ROUNDS = 20
+CLIENT_TOKENS = 16
+SLOW_EVERY, GONE_EVERY = 20, 25
+CHECKED_EVERY = 25  # of the clients' rollouts, one in so many is compared with offline's
+MALFORMED_CONTEXT = 64  # of requests without a limit of their own: they soon end
+
+none_left = partial(row, bar=0.0, at_most=True)
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--only", choices=PARTS)
-    arguments.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
-    arguments.add_argument("--spec", default="none", help="of the overhead (default: %(default)s)")
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--malformed", type=int, default=10_000, metavar="COUNT")
-    arguments.add_argument("--seed", type=int, default=0, help="of the malformed requests")
-    options = arguments.parse_args()
-    torch.set_num_threads(options.threads)
-    rows: list[Row] = []
-    if options.only in (None, "overhead"):
-        rows += overhead(options.model, options.spec, options.threads)
-    if options.only in (None, "clients"):
-        rows += many_clients(options.model, options.threads)
-    if options.only in (None, "malformed"):
-        rows += malformed_requests(options.model, options.malformed, options.seed, options.threads)
-    finish(f"server, {options.model.name}, {options.threads} threads", rows, options.json)
+def overhead_rows(options: argparse.Namespace) -> Iterator[Row]:
+    engine = RolloutEngine.from_pretrained(
+        str(options.model), spec=options.spec, num_threads=options.threads, max_kv_tokens=KV_TOKENS
+    )
+    prompts = [engine.encoder.encode(chat(text)) for text in OPEN_PROMPTS]
+    engine.generate(prompts[:1], SamplingParams(max_new_tokens=4))  # warm
+    engine.flush_cache()
+    params = SamplingParams(max_new_tokens=options.tokens, seed=1, n=SAMPLES, ignore_eos=True)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    rollouts = engine.generate(prompts, params)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    one = SamplingParams(max_new_tokens=1, seed=1)
+    offline_latency = quickest(lambda: engine.generate(prompts[:1], one))
+    engine.close()
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    yield row("offline", tokens / seconds, "tokens/s")
+
+    ways = {"one call": _one_call, "a client per sample": _clients, "the same, streamed": _streams}
+    for name, way in ways.items():
+        server = ServedProcess(options.model, options.spec, options.threads, KV_TOKENS)
+        try:
+            latency = _latency(server.port, rollouts[0].prompt_ids)  # and warms it
+            httpx.post(f"{_url(server.port)}/flush_cache", timeout=60).raise_for_status()
+            started, cpu_started = time.perf_counter(), server.cpu_seconds()
+            got = asyncio.run(way(server.port, rollouts, options.tokens))
+            served = time.perf_counter() - started
+            cpu_served = server.cpu_seconds() - cpu_started
+        finally:
+            server.close()
+        same = sum(ids == rollout.token_ids for ids, rollout in zip(got, rollouts, strict=True))
+        yield row(f"{name}: speed of offline", seconds / served, "x")
+        yield row(f"{name}: processor time", cpu_served / cpu_seconds, "x", 1.1, at_most=True)
+        yield row(f"{name}: rollouts alike", same / len(rollouts), "share", 1.0)
+    added = (latency - offline_latency) * 1e3
+    yield row("added to a request for one token", added, "ms", 10.0, at_most=True)
+
+
+def quickest(call: Any) -> float:
+    return min(wall_seconds(call) for _ in range(LATENCY_ROUNDS))
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def _latency(port: int, prompt: list[int]) -> float:
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "seed": 1}}
+    with httpx.Client(base_url=_url(port), timeout=60) as client:
+        return quickest(lambda: client.post("/generate", json=body).raise_for_status())
+
+
+async def _one_call(port: int, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
+    prompts = [rollout.prompt_ids for rollout in rollouts[::SAMPLES]]
+    sampling = {"max_new_tokens": tokens, "seed": 1, "n": SAMPLES, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=_url(port), timeout=600) as client:
+        body = {"input_ids": prompts, "sampling_params": sampling}
+        answer = await client.post("/generate", json=body)
+        return [each["output_ids"] for each in answer.raise_for_status().json()]
+
+
+async def _clients(port: int, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
+    async with httpx.AsyncClient(base_url=_url(port), timeout=600) as client:
+        answers = await asyncio.gather(
+            *(client.post("/generate", json=_alone(rollout, tokens)) for rollout in rollouts)
+        )
+    return [answer.raise_for_status().json()["output_ids"] for answer in answers]
+
+
+async def _streams(port: int, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
+    streams = await asyncio.gather(
+        *(stream_generate(port, _alone(rollout, tokens)) for rollout in rollouts)
+    )
+    return [[] if stream.rollout is None else stream.rollout["output_ids"] for stream in streams]
+
+
+def _alone(rollout: Rollout, tokens: int) -> dict[str, Any]:
+    """One sample in a request of its own, with the seed it has offline."""
+    sampling = {"max_new_tokens": tokens, "request_seed": rollout.seed, "ignore_eos": True}
+    return {"input_ids": rollout.prompt_ids, "sampling_params": sampling}
+
+
+@dataclass(slots=True)
+class _Run:
+    streams: list[Stream]
+    seconds: float
+    status_seconds: list[float]  # of GET /status meanwhile
+    left: dict[str, Any]  # GET /status afterwards
+
+
+def client_rows(options: argparse.Namespace) -> Iterator[Row]:
+    server = ServedProcess(options.model, "ngram", options.threads, KV_TOKENS)
+    try:
+        run = asyncio.run(_run_clients(server.port, options.clients))
+    finally:
+        server.close()
+    quick = [s for i, s in enumerate(run.streams) if i % SLOW_EVERY and i % GONE_EVERY]
+    stayed = [s for i, s in enumerate(run.streams) if i % GONE_EVERY]
+    answered = sum(stream.rollout is not None for stream in stayed)
+    first = quantiles([stream.first_token_seconds for stream in quick], n=20)
+    yield row("clients", len(run.streams), "")
+    yield row("answered of those that stayed", answered / len(stayed), "share", 1.0)
+    unlike = _unlike_offline(options, run.streams)
+    yield none_left("rollouts unlike offline's", unlike, "")
+    yield row("served", CLIENT_TOKENS * answered / run.seconds, "tokens/s")
+    yield row("first token, median", first[9], "s")
+    yield row("first token, 95 %", first[18], "s")
+    asked = quantiles(run.status_seconds, n=20)
+    yield row("/status meanwhile, 95 %", asked[18], "s", 1.0, at_most=True)
+    yield none_left("requests left", run.left["unfinished"], "")
+    yield none_left("KV slots left", run.left["engine"]["kv_used"], "")
+
+
+def _prompt(number: int) -> list[int]:
+    return [3 + number % 5, 10 + number % 70, 10 + number // 70]
+
+
+async def _run_clients(port: int, count: int) -> _Run:
+    randomness = random.Random(0)
+
+    async def client(number: int) -> Stream:
+        await asyncio.sleep(randomness.uniform(0, 1))
+        is_slow = number % SLOW_EVERY == 0
+        sampling = {"max_new_tokens": CLIENT_TOKENS, "seed": number, "ignore_eos": True}
+        return await stream_generate(
+            port, {"input_ids": _prompt(number), "sampling_params": sampling},
+            read_bytes=128 if is_slow else 2**16, pause=0.05 if is_slow else 0.0,
+            leave_after_events=None if number % GONE_EVERY else randomness.randint(1, 3),
+        )  # fmt: skip
+
+    started = time.perf_counter()
+    async with httpx.AsyncClient(base_url=_url(port), timeout=60) as watcher:
+        clients = asyncio.gather(*(client(number) for number in range(count)))
+        asked: list[float] = []
+        while not clients.done():
+            before = time.perf_counter()
+            (await watcher.get("/status")).raise_for_status()
+            asked.append(time.perf_counter() - before)
+            await asyncio.sleep(0.2)
+        streams = await clients
+        seconds = time.perf_counter() - started
+        while (await watcher.get("/status")).json()["unfinished"]:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)  # the engine's own view may be as old as that
+        left = (await watcher.get("/status")).json()
+    return _Run(streams, seconds, asked, left)
+
+
+def _unlike_offline(options: argparse.Namespace, streams: list[Stream]) -> int:
+    engine = RolloutEngine.from_pretrained(str(options.model), spec="none", max_kv_tokens=KV_TOKENS)
+    unlike = 0
+    for number, stream in list(enumerate(streams))[1::CHECKED_EVERY]:
+        if stream.rollout is not None:
+            params = SamplingParams(max_new_tokens=CLIENT_TOKENS, seed=number, ignore_eos=True)
+            (expected,) = engine.generate([_prompt(number)], params)
+            unlike += stream.rollout["output_ids"] != expected.token_ids
+    return unlike
+
+
+def malformed_rows(options: argparse.Namespace) -> Iterator[Row]:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # each is a warning to it
+    engine = RolloutEngine.from_pretrained(
+        str(options.model), max_context_len=MALFORMED_CONTEXT, max_kv_tokens=8192,
+        num_threads=options.threads,
+    )  # fmt: skip
+    requests = malformed(options.malformed, options.seed)
+    with served_here(engine, options.model, model_name="m", max_prompt_len=32) as (port, serving):
+        started = time.perf_counter()
+        outcomes = asyncio.run(send_all(port, requests, num_clients=24, timeout=120.0))
+        seconds = time.perf_counter() - started
+        while serving.loop.num_unfinished:
+            time.sleep(0.01)
+        serving.loop.call(lambda engine: engine.check_integrity()).result(60)
+        used = serving.loop.call(lambda engine: engine.status().kv_used).result(60)
+        left = serving.num_unfinished
+    engine.close()
+    _show(outcomes)
+    yield row("malformed requests", len(outcomes), "")
+    yield row("refused", sum(400 <= (each.status or 0) < 500 for each in outcomes), "")
+    troubles = sum(bool(each.trouble) for each in outcomes)
+    yield none_left("errors of the server, or no answer", troubles, "")
+    yield none_left("requests left", left, "")
+    yield none_left("KV slots left", used, "")
+    yield row("handled", len(outcomes) / seconds, "requests/s")
+
+
+def _show(outcomes: list[Outcome]) -> None:
+    """How many of each kind ended how, and the first requests that gave trouble."""
+    by_kind: dict[str, Counter[str]] = {}
+    for each in outcomes:
+        by_kind.setdefault(each.request.kind, Counter())[str(each.status or "closed")] += 1
+    for kind, counts in sorted(by_kind.items()):
+        print(kind, *(f"{status}: {count}" for status, count in sorted(counts.items())))
+    for each in [each for each in outcomes if each.trouble][:10]:
+        print(each.trouble, repr(each.request.raw[:300]))
+
+
+def parts(options: argparse.Namespace) -> Parts:
+    rows = {"overhead": overhead_rows, "clients": client_rows, "malformed": malformed_rows}
+    return {name: partial(each, options) for name, each in rows.items()}
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    command.model()
+    command.threads(2)
+    command.option("--spec", "none", help="of the overhead")
+    command.option("--tokens", 64, quick=8, limits=POSITIVE, help="of each sample of the overhead")
+    command.option("--clients", 500, quick=60, limits=(60, 10_000), help="at once")
+    command.option("--malformed", 10_000, quick=220, limits=POSITIVE, help="malformed requests")
+    command.option("--seed", 0, help="of the malformed requests")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("server, {model.name}, {threads} threads", parts)

@@ -1,12 +1,11 @@
-"""What it takes to sleep and to wake up: memory comes and goes, graphs are captured anew.
-
-Requests of many lengths run together, so that batches of many sizes come up, three times: when
-nothing is captured, when everything is, and after sleep and wake up, which drop all graphs. What
-the third run takes beside the second is what a colocated trainer pays in each of its steps.
+"""Question: what does it take to sleep and to wake up, as a colocated trainer's engine does in each
+of its steps? There are no bars.
 
     python benchmarks/bench_sleep.py --shape 8b --json sleep.json
 
-Without a GPU the shape is `tiny`, and nothing is captured.
+Requests of many lengths run together, so that batches of many sizes come up: when nothing is
+captured, when everything is, and after sleep and wake up, which drop all graphs. What that last run
+takes beside a warm one is the price. Without a GPU the shape is `tiny`, and nothing is captured.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from decoding import open_engine
-from replay_bench.shape_options import add_shape_options, chosen_shapes
-from replay_bench.shapes import Shape, write_config
-from table import Row, finishing, parser, row
+from harness.command import POSITIVE, Command
+from harness.rows import Row, row
+from harness.shapes import Shape, add_shape_options, shape_parts, write_config
+from harness.timing import wall_seconds
 
 from rollout import RolloutEngine, SamplingParams
 
@@ -30,7 +31,6 @@ _PROMPT = 64  # tokens
 
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
-    """Each as soon as it is measured."""
     label = f"sleep, {name}, {options.batch} requests"
     lengths = [_PROMPT + options.tokens] * options.batch
     with tempfile.TemporaryDirectory() as folder:
@@ -49,18 +49,18 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator
     freed = engine.release_memory()
     yield row(f"{label}: release_memory", time.perf_counter() - started, "s")
     yield row(f"{label}: memory released", sum(freed.values()) / 2**30, "GiB")
-    started = time.perf_counter()
-    engine.resume_memory()
-    yield row(f"{label}: resume_memory", time.perf_counter() - started, "s")
+    yield row(f"{label}: resume_memory", wall_seconds(engine.resume_memory), "s")
     woken = _run(engine, options)
     yield row(f"{label}: run after it", woken, "s")
     yield row(f"{label}: captures after it, beside the warm run", woken - warm, "s")
     yield row(f"{label}: graphs captured after it", _num_graphs(engine), "graphs")
     engine.close()
+    del engine
+    gc.collect()
 
 
 def _run(engine: RolloutEngine, options: argparse.Namespace) -> float:
-    """Seconds until the last has ended: their number falls from all to one."""
+    """Seconds until the last has ended: the number of requests falls from all to one."""
     for index in range(options.batch):
         most = max(1, options.tokens * (index + 1) // options.batch)
         engine.submit(
@@ -80,18 +80,15 @@ def _num_graphs(engine: RolloutEngine) -> int:
     return graphs.runs.num_graphs if graphs is not None else 0
 
 
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
-    on_gpu = add_shape_options(arguments)
-    arguments.add_argument("--batch", type=int, default=64 if on_gpu else 4)
-    arguments.add_argument("--tokens", type=int, default=384 if on_gpu else 12, help="most of one")
-    arguments.add_argument("--nodes", type=int, default=4, help="draft nodes of each request")
-    options = arguments.parse_args(arguments_given)
-    with finishing(f"sleep and wake on {options.device}", options.json) as rows:
-        for name, shape in chosen_shapes(options, ["8b"]).items():
-            rows.extend(shape_rows(name, shape, options))
-            gc.collect()
+def make_command() -> Command:
+    on_gpu = torch.cuda.is_available()
+    command = Command(__doc__)
+    add_shape_options(command)
+    command.option("--batch", 64 if on_gpu else 4, quick=4, limits=POSITIVE, help="requests")
+    command.option("--tokens", 384 if on_gpu else 12, quick=12, limits=POSITIVE, help="most of one")
+    command.option("--nodes", 4, limits=(1, 63), help="draft nodes of each request")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("sleep and wake on {device}", shape_parts(shape_rows, "8b"))

@@ -1,12 +1,14 @@
-"""One step of the whole engine beside its floor: plain, exact and fast, and with draft nodes.
-
-A model of random weights decodes `--batch` requests at `--context` tokens each, or of `--lengths`
-about that. A step is everything: scheduling, the forward, sampling, commit. Its floor is the least
-time in which the device can move the weights and keys, or do the arithmetic. Draft nodes are trees
-of random tokens, so hardly any is accepted: what is measured is what verifying them costs.
+"""Question: how near is one step of the whole engine to its floor, plain, exact and fast, and what
+do draft nodes add to it?
 
     python benchmarks/bench_step.py --shape 8b --shape demo --json step.json
     python benchmarks/bench_step.py --shape 8b --batch 16 --lengths mixed straggler
+
+A model of random weights decodes `--batch` requests at `--context` tokens each, or of `--lengths`
+about that. A step is everything: scheduling, the forward, sampling, commit. Its floor is the least
+time in which the device can move the weights and keys, or do the arithmetic. Bars, on an H100 or
+H200 (docs/gpu.md): floor / time 0.7 up to 32 requests, 8 nodes each 1.15x and 1.5x a step without,
+exactness 1.6x, 1.2 ms for the demo model.
 
 Without a GPU the shape is `tiny` and no bar applies. A kind of step that fails leaves its rows out
 and costs no other.
@@ -26,7 +28,7 @@ from pathlib import Path
 import torch
 from decoding import (
     LENGTHS,
-    SETTLING,
+    MIN_CONTEXT,
     TIMED,
     context_lengths,
     open_engine,
@@ -34,10 +36,10 @@ from decoding import (
     step_seconds,
     stop,
 )
-from replay_bench.roofline import Ceilings, add_floors_option
-from replay_bench.shape_options import add_shape_options, chosen_shapes
-from replay_bench.shapes import Shape, write_config
-from table import Row, finishing, not_run, parser, row
+from harness.command import POSITIVE, Command
+from harness.roofline import Ceilings, add_floors_option
+from harness.rows import Row, not_run, row
+from harness.shapes import Shape, add_shape_options, shape_parts, write_config
 from triton import TritonError
 
 from rollout import RolloutEngine, RolloutError
@@ -82,7 +84,6 @@ class Steps:
 
     def __init__(self, name: str, shape: Shape, ceilings: Ceilings, context: int) -> None:
         self._name, self._shape, self._ceilings, self._context = name, shape, ceilings, context
-        self._judged = ceilings.judged
         self._took: dict[tuple[str, bool, int], float] = {}  # by load, exactness, nodes
 
     def load(self, kind: str, batch: int) -> str:
@@ -114,7 +115,8 @@ class Steps:
     def _row(
         self, name: str, value: float, unit: str, bar: float | None, *, at_most: bool = False
     ) -> Row:
-        return row(name, value, unit, bar if self._judged else None, at_most=at_most)
+        judged = self._ceilings.judged
+        return row(name, value, unit, bar if judged else None, at_most=at_most)
 
 
 def step_kind(exact: bool, nodes: int) -> str:
@@ -123,7 +125,6 @@ def step_kind(exact: bool, nodes: int) -> str:
 
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
-    """Each as soon as it is measured."""
     ceilings = Ceilings.of(torch.device(options.device), options.floors)
     steps = Steps(name, shape, ceilings, options.context)
     loads = [(kind, batch) for kind in options.lengths for batch in options.batch]
@@ -165,23 +166,18 @@ def _kind_rows(
         engine.close()
 
 
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
-    on_gpu = add_shape_options(arguments)
-    add_floors_option(arguments)
-    arguments.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    arguments.add_argument("--context", type=int, default=4096 if on_gpu else 256)
-    arguments.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["even"])
-    arguments.add_argument("--nodes", type=int, default=8, help="draft nodes of each request")
-    options = arguments.parse_args(arguments_given)
-    if options.context < 2 * (SETTLING + TIMED):
-        arguments.error(f"--context={options.context}: must be >= {2 * (SETTLING + TIMED)}")
-    if not 1 <= options.nodes <= 63:
-        arguments.error(f"--nodes={options.nodes}: must be in [1, 63]")
-    with finishing(f"a step on {options.device}", options.json) as rows:
-        for name, shape in chosen_shapes(options, ["8b", "demo"]).items():
-            rows.extend(shape_rows(name, shape, options))
+def make_command() -> Command:
+    command = Command(__doc__)
+    add_shape_options(command)
+    add_floors_option(command)
+    usual = 4096 if torch.cuda.is_available() else 256
+    limits = (MIN_CONTEXT, float("inf"))
+    command.option("--batch", [1, 8, 32], quick=[2], nargs="+", limits=POSITIVE)
+    command.option("--context", usual, quick=80, limits=limits, help="tokens of a request")
+    command.option("--lengths", ["even"], nargs="+", choices=LENGTHS)
+    command.option("--nodes", 8, limits=(1, 63), help="draft nodes of each request")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("a step on {device}", shape_parts(shape_rows, "8b", "demo"))

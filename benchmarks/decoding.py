@@ -1,19 +1,20 @@
 """An engine of random weights whose requests decode side by side, plainly or with random drafts.
 
-Draft nodes are trees of random tokens, so hardly any is accepted: what is measured is what
-verifying them costs.
+Draft nodes are trees of random tokens, so hardly any is accepted: a step costs what verifying them
+does.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from replay_bench.shapes import send_random_weights
+from harness.shapes import send_random_weights
+from harness.timing import wall_seconds
+from numpy.typing import NDArray
 
-from rollout import Request, RolloutEngine, SamplingParams
+from rollout import Request, Rollout, RolloutEngine, SamplingParams
 from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.types import Batch, DraftTrees
 from spec_workers.draft_tree import only_roots, spread
@@ -25,22 +26,45 @@ SETTLING = 6
 
 TIMED = 30
 
+MIN_CONTEXT = 2 * (SETTLING + TIMED)
+"""Least tokens of a request: no prompt is shorter than the steps that it decodes for."""
+
 STEP_TOKENS = 2048
-"""Of prompts, in one step."""
+"""Prompt tokens of one step."""
 
 LENGTHS = ("even", "mixed", "straggler")
 
 
 def context_lengths(kind: str, batch: int, context: int) -> list[int]:
-    """``context`` tokens each; or a quarter to seven quarters of it; or one of eight times as many.
-
-    No one is shorter than the steps that it decodes for.
-    """
+    """``context`` tokens each; or a quarter to seven quarters of it; or one of eight times that."""
     if kind == "mixed":
         spread_B = np.linspace(context / 4, 7 * context / 4, batch)
-        return [max(2 * (SETTLING + TIMED), int(length)) for length in spread_B]
+        return [max(MIN_CONTEXT, int(length)) for length in spread_B]
     longest = [8 * context] if kind == "straggler" else [context]
     return longest + [context] * (batch - 1)
+
+
+def draft_trees(parents_B: Sequence[Sequence[int]], tokens_N: NDArray[np.int32]) -> DraftTrees:
+    """The trees with these parents, one for each entry."""
+    parents: list[int] = []
+    depths, masks = [], []
+    for own in parents_B:
+        own_depths, own_masks = [0], [1]
+        for node, parent in enumerate(own, start=1):
+            own_depths.append(own_depths[parent] + 1)
+            own_masks.append(own_masks[parent] | 1 << node)
+        parents += own
+        depths += own_depths[1:]
+        masks += own_masks[1:]
+    return DraftTrees(
+        offsets_B1=np.cumsum([0, *map(len, parents_B)]),
+        tokens_N=tokens_N,
+        parents_N=np.array(parents, dtype=np.int32),
+        depths_N=np.array(depths, dtype=np.int32),
+        masks_N=np.array(masks, dtype=np.uint64),
+        probs_N=np.full(len(parents), 0.5, dtype=np.float32),
+        sources_N=np.zeros(len(parents), dtype=np.uint8),
+    )
 
 
 class RandomTrees(SpecWorker):
@@ -60,35 +84,14 @@ class RandomTrees(SpecWorker):
         if not drafting:
             return only_roots(len(batch.entries))
         counts = [len(batch.entries[b].draft_slots) for b in drafting]
-        trees = [_pairs(count) for count in counts]
-        total = sum(counts)
-        return spread(
-            DraftTrees(
-                offsets_B1=np.cumsum([0, *counts]),
-                tokens_N=self._rng.integers(0, self.vocab_size, total, dtype=np.int32),
-                parents_N=np.concatenate([parents for parents, _, _ in trees]),
-                depths_N=np.concatenate([depths for _, depths, _ in trees]),
-                masks_N=np.concatenate([masks for _, _, masks in trees]),
-                probs_N=np.full(total, 0.5, dtype=np.float32),
-                sources_N=np.zeros(total, dtype=np.uint8),
-            ),
-            drafting,
-            len(batch.entries),
-        )
-
-
-def _pairs(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Parents, depths and masks of nodes 1 to ``count``: two children under every odd node."""
-    parents = np.array([max(0, node - 2 + node % 2) for node in range(count)], dtype=np.int32)
-    depths, masks = [0], [1]
-    for node, parent in enumerate(parents.tolist(), start=1):
-        depths.append(depths[parent] + 1)
-        masks.append(masks[parent] | 1 << node)
-    return parents, np.array(depths[1:], dtype=np.int32), np.array(masks[1:], dtype=np.uint64)
+        # Two children under every odd node.
+        parents = [[max(0, node - 2 + node % 2) for node in range(count)] for count in counts]
+        tokens_N = self._rng.integers(0, self.vocab_size, sum(counts), dtype=np.int32)
+        return spread(draft_trees(parents, tokens_N), drafting, len(batch.entries))
 
 
 def longest_response(lengths: Sequence[int]) -> int:
-    """None may end while the prompts of the others are read."""
+    """So many tokens that none ends while the prompts of the others are read."""
     return 4 * (SETTLING + TIMED) + 2 * sum(lengths) // STEP_TOKENS
 
 
@@ -105,7 +108,7 @@ def open_engine(
     exact: bool,
     nodes: int,
 ) -> RolloutEngine:
-    """For any one of ``loads``, the context lengths of requests that decode together."""
+    """An engine for any one of ``loads``, the context lengths of requests that decode together."""
     most = max(map(len, loads))
     config = EngineConfig(
         model=ModelConfig(path=str(folder), device=device, load_format=LoadFormat.dummy),
@@ -152,10 +155,9 @@ def start(engine: RolloutEngine, lengths: Sequence[int]) -> list[Request]:
 
 
 def step_seconds(engine: RolloutEngine, batch: int) -> float:
-    """Of one step. Raises RuntimeError where a request ended in it."""
-    started = time.perf_counter()
-    ended = engine.step()
-    seconds = time.perf_counter() - started
+    """Seconds of one step. Raises RuntimeError where a request ended in it."""
+    ended: list[Rollout] = []
+    seconds = wall_seconds(lambda: ended.extend(engine.step()))
     if ended or engine.last_step.running > batch:
         reasons = [rollout.finish_reason.value for rollout in ended]
         raise RuntimeError(f"of {batch} requests that were to run on, some ended: {reasons}")

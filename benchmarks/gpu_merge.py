@@ -1,21 +1,22 @@
-"""The rows of several calls of `gpu_session.py` in one table, and what is still to be run.
+"""Question: what have all calls of `gpu_session.py` measured together, and what is still to be run?
 
     python3 benchmarks/gpu_merge.py FOLDER... --json session.json
 
-Of rows of one name the newest counts, and one that was measured before one that was not.
+One table of all rows with their bars. Of rows of one name the newest counts, and one that was
+measured before one that was not.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import row_file
 from gpu_session import OK, ROWS
 from gpu_stages import stages
-from table import Row, finish, parser
+from harness.rows import Row, finish, read_records
 
 _FIELDS = {field.name for field in fields(Row)}
 
@@ -26,7 +27,7 @@ def merged(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
     statuses: dict[str, str] = {}
     for folder in folders:
         now = 0.0
-        for record in row_file.read(folder / ROWS):
+        for record in read_records(folder / ROWS):
             if "stage" in record:
                 now = record["time"]
                 if statuses.get(record["stage"]) != OK:
@@ -41,8 +42,11 @@ def merged(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
 
 
 def main(arguments_given: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the rows too")
     options = arguments.parse_args(arguments_given)
     for folder in options.folders:
         if not (folder / ROWS).is_file():

@@ -1,4 +1,4 @@
-"""What to run on a GPU that is there for half an hour: checks and times, the most telling first.
+"""Question: is all of this right on a GPU, and how fast? One lent for half an hour answers here.
 
     python3 benchmarks/gpu_session.py --output FOLDER --seconds 540 --stage smoke step profile
     python3 benchmarks/gpu_merge.py FOLDER... --json session.json
@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import row_file
 import triton_cache
 from gpu_stages import SETUP, Stage, stages
+from harness.rows import append_record, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "gpu-session"
@@ -45,7 +45,7 @@ ROWS, LOG, CACHE = "rows.jsonl", "session.log", "triton-cache.tar.gz"
 MAX_FILES, MAX_BYTES = 8, 16 << 20
 
 _MIN_SHARE = 0.5
-"""Of a stage's limit that has to be left for it to be begun: most end well before theirs."""
+"""Share of a stage's limit that has to be left to begin it: most end well before theirs."""
 
 _LAST_WORDS_SECONDS = 10.0
 _LAST_WORDS = 1500
@@ -97,7 +97,7 @@ def run(
 
 def _mark(output: Path, name: str, status: str, seconds: float = 0.0) -> None:
     mark = {"stage": name, "status": status, "seconds": seconds, "time": round(time.time(), 1)}
-    row_file.append(output / ROWS, mark)
+    append_record(output / ROWS, mark)
 
 
 def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | None) -> Outcome:
@@ -105,7 +105,7 @@ def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | 
     said = log.tell()
     rows = output / ROWS
     _mark(output, stage.name, "begun")
-    known = len(row_file.read(rows))
+    known = len(read_records(rows))
     started = time.monotonic()
     report = BUILD / f"{stage.name}.xml"
     report.unlink(missing_ok=True)
@@ -127,7 +127,7 @@ def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | 
         with suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
             process.wait(_LAST_WORDS_SECONDS)
     if stage.tests:
-        row_file.append(rows, failures_row(stage.name, report))
+        append_record(rows, failures_row(stage.name, report))
     if status != 0:  # where one was cut short is no news
         with (output / LOG).open("rb") as written:
             written.seek(max(said, written.seek(0, os.SEEK_END) - _LAST_WORDS))
@@ -136,7 +136,7 @@ def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | 
         name=stage.name,
         status=result,
         seconds=round(time.monotonic() - started, 1),
-        rows=row_file.read(rows)[known:],
+        rows=read_records(rows)[known:],
     )
 
 
@@ -206,7 +206,7 @@ def _follow_parent() -> None:
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """What it has found so far is told when it is interrupted."""
+    """Interrupt the process, which then tells the rows or failures it has found so far."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_LAST_WORDS_SECONDS)

@@ -1,10 +1,15 @@
-"""What a bare machine lacks, from wheels that were brought along; then the two extensions.
+"""Install the packages a bare machine lacks from wheels brought along; then the two extensions.
 
     python benchmarks/gpu_setup.py --wheels build/gpu-wheels --site build/gpu-site
 
 `make gpu-wheels` collects them where there is a registry. They are installed into a folder of
 their own, which has to be on PYTHONPATH. What is still missing is told, with what it costs; the
 exit status is 1 then.
+
+Extensions are taken from this project's wheel where one was brought along; else they are compiled,
+for which it needs CMake, Ninja, a C++20 compiler and nanobind with its backend. The GPU's own way
+needs neither extension; NGRAM and hybrid workers need the corpus. One that is there and does not
+load is removed: with it the package could not be imported, without it everything else can be run.
 """
 
 from __future__ import annotations
@@ -12,14 +17,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import gpu_native
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "gpu-native"
+EXTENSIONS = {
+    "ngram_native._ext": ROOT / "ngram_native",
+    "rollout.ops._cpu": ROOT / "rollout" / "ops",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,70 @@ def install(lacking: Sequence[Needed], wheels: Path, site: Path) -> None:
             subprocess.run([*command, f"{each.distribution}>={each.least}"], check=False)
 
 
+def provide(wheels: Path) -> list[str]:
+    """Provide both extensions; returns the names of those that are not to be had."""
+    missing = []
+    for name, folder in EXTENSIONS.items():
+        if not loads(name):
+            remove(name, folder)
+            if not _brought(name, folder, wheels):
+                missing.append(name)
+    if not missing:
+        return []
+    configure = [
+        "cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]  # fmt: skip
+    try:
+        subprocess.run(configure, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"nothing is compiled: {error}", flush=True)
+        return missing
+    return [name for name in missing if not _built(name, EXTENSIONS[name])]
+
+
+def loads(name: str) -> bool:
+    """Whether it can be imported, asked in a new process: one remembers what it did not find."""
+    load = [sys.executable, "-c", f"import {name}"]
+    return not subprocess.run(load, cwd=ROOT, check=False).returncode
+
+
+def remove(name: str, folder: Path) -> None:
+    for broken in folder.glob(f"{name.rpartition('.')[2]}*.so"):
+        print(f"{broken} does not load and is removed", flush=True)
+        broken.unlink()
+
+
+def _brought(name: str, folder: Path, wheels: Path) -> bool:
+    prefix = name.replace(".", "/")
+    for wheel in sorted(wheels.glob("specrollout-*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                if member.startswith(f"{prefix}.") and member.endswith(".so"):
+                    (folder / Path(member).name).write_bytes(archive.read(member))
+    return _loads_or_goes(name, folder)
+
+
+def _built(name: str, folder: Path) -> bool:
+    """Each by itself: without the other one much can be run."""
+    target = name.rpartition(".")[2]
+    build = ["cmake", "--build", str(BUILD), "--parallel", "--target", target]
+    if subprocess.run(build, check=False).returncode:
+        return False
+    for built in BUILD.rglob(f"{target}*.so"):
+        shutil.copy2(built, folder)
+    return _loads_or_goes(name, folder)
+
+
+def _loads_or_goes(name: str, folder: Path) -> bool:
+    if not list(folder.glob(f"{name.rpartition('.')[2]}*.so")):
+        return False
+    if loads(name):
+        return True
+    remove(name, folder)
+    return False
+
+
 def main(arguments_given: Sequence[str] | None = None) -> None:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,7 +185,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         install(lacking, options.wheels.resolve(), options.site)
         sys.path.insert(0, str(options.site.resolve()))
         lacking = missing(lacking)
-    failed = gpu_native.provide(options.wheels)
+    failed = provide(options.wheels)
     if not failed:
         lacking = [each for each in lacking if each.purpose != COMPILING]
     for each in lacking:

@@ -1,17 +1,17 @@
-"""What a session on a GPU begins with: versions, what the device can do, and bitwise checks.
-
-Its copy bandwidth and its rate of products in bfloat16 are what other benchmarks' floors rest on
-(`--floors`). Then, in bfloat16: do rows of a product depend on how many there are, and so on the
-tile; does attention depend on its company, and so on splits; does a path of draft nodes read what
-plain decoding reads; does the sampler depend on the dtype of logits or on other rows; do drafts,
-company or penalties of others change what an engine says. Each check is a row: how much differs,
-of which nothing may.
+"""Question: what can this device do, and is the engine bitwise exact on it? Bars: nothing differs.
 
     python benchmarks/gpu_smoke.py [--floors-only] --json rows.jsonl
+
+A session on a GPU begins with it. The copy bandwidth and the rate of products in bfloat16 are what
+other benchmarks' floors rest on (`--floors`). Then, in bfloat16: do rows of a product depend on how
+many there are, and so on the tile; does attention depend on its company, and so on splits; does a
+path of draft nodes read what plain decoding reads; does the sampler depend on the dtype of logits
+or on other rows; do drafts, company or penalties of others change what an engine says.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import platform
 import shutil
@@ -19,16 +19,18 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
-from attention_workload import Workload, make_plan
 from bench_gpu_ops import HEAD, LINEARS, D, H, K, V
 from decoding import open_engine
-from replay_bench.roofline import Ceilings, bandwidth_name, rate_name
-from replay_bench.shapes import Shape, write_config
-from table import Row, finishing, not_run, parser, row
+from harness.command import Command, Part, Parts
+from harness.roofline import Ceilings, bandwidth_name, rate_name
+from harness.rows import Row, not_run, row
+from harness.shapes import Shape, write_config
+from op_case import Workload, make_plan, normal
 from triton import TritonError
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
@@ -76,13 +78,13 @@ def products(device: str) -> Iterator[Row]:
     small = {"small": (96, 64)}  # plain products of the CPU: their rows may differ
     for name, (outputs, inputs) in (LINEARS | HEAD if device == "cuda" else small).items():
         most = 288 if name in HEAD else MAX_ROWS
-        half_x, half_w = (_normal(device, count, inputs // 2) for count in (most, outputs))
+        half_x, half_w = (normal(count, inputs // 2, device=device) for count in (most, outputs))
         x, w = torch.cat((half_x, half_x.flip(1)), 1), torch.cat((half_w, -half_w.flip(1)), 1)
         whole = matmul(x, w)
         counts = [count for count in ROW_COUNTS if count < most]
         wrong = sum(_rows_that_differ(matmul(x[-count:], w), whole[-count:]) for count in counts)
         yield differing(f"matmul {name}: rows, by how many there are", wrong)
-        x = _normal(device, 72, inputs)
+        x = normal(72, inputs, device=device)
         exact = x.float() @ w.float().T
         error = (matmul(x, w).float() - exact).norm() / exact.norm()
         bar = TOLERANCE
@@ -91,8 +93,8 @@ def products(device: str) -> Iterator[Row]:
 
 def attention(device: str) -> Iterator[Row]:
     for context in CONTEXTS if device == "cuda" else CONTEXTS[:2]:
-        alone_q, slots = _normal(device, 1 + CHAIN, H, D), context + 1 + CHAIN
-        keys, values = (_normal(device, slots, K, D) for _ in "kv")
+        alone_q, slots = normal(1 + CHAIN, H, D, device=device), context + 1 + CHAIN
+        keys, values = (normal(slots, K, D, device=device) for _ in "kv")
 
         def run(load: Workload, q: torch.Tensor, keys=keys, values=values) -> torch.Tensor:  # type: ignore[no-untyped-def]
             """Every request has the same keys by position, wherever they lie."""
@@ -126,7 +128,7 @@ def attention(device: str) -> Iterator[Row]:
 
 def sampler(device: str) -> Iterator[Row]:
     rows, tokens = 72, V if device == "cuda" else 3000
-    logits = _normal(device, rows, tokens) * 3
+    logits = normal(rows, tokens, device=device) * 3
     temperature = torch.linspace(0, 1.5, rows, device=device)
     uniform = torch.rand(rows, dtype=torch.float64, device=device)
     drawn = categorical(logits, temperature, uniform)
@@ -186,10 +188,6 @@ def _rollouts(opened: RolloutEngine, chosen: Sequence[int]) -> list[object]:
     return [(rollout.token_ids, rollout.logprobs) for rollout in ended]
 
 
-def _normal(device: str, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-
 def _rows_that_differ(one: torch.Tensor, other: torch.Tensor) -> int:
     """NaN is equal to nothing, so it differs."""
     return int((one != other).flatten(1).any(1).sum() if one.dim() > 1 else (one != other).sum())
@@ -210,28 +208,35 @@ def checked(name: str, check: Check, device: str) -> Iterator[Row]:
         yield not_run(f"bitwise, {name}", "differ", 0)
 
 
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--floors-only", action="store_true")
-    options = arguments.parse_args(arguments_given)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def print_versions() -> None:
     print("python", platform.python_version(), "on", platform.platform(), flush=True)
     for distribution in VERSIONS:
         try:
             print(distribution, metadata.version(distribution), flush=True)
         except metadata.PackageNotFoundError:
             print(distribution, "is not there", flush=True)
-    if device == "cuda":
+    if torch.cuda.is_available():
         print(torch.cuda.get_device_properties(0), "CUDA", torch.version.cuda, flush=True)
         if shutil.which("nvidia-smi"):  # its clocks, power and whoever else is on it
             subprocess.run(["nvidia-smi"], check=False, timeout=30)
+
+
+def parts(options: argparse.Namespace) -> Parts:
+    print_versions()
     torch.manual_seed(0)
-    with finishing(f"smoke on {device}", options.json) as rows:
-        rows.extend(floors(device))
-        for name, check in CHECKS.items():
-            if not options.floors_only and (device == "cuda" or check is not products):
-                rows.extend(checked(name, check, device))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Part] = {"floors": partial(floors, device)}
+    for name, check in CHECKS.items():
+        if not options.floors_only and (device == "cuda" or check is not products):
+            found[name] = partial(checked, name, check, device)
+    return found
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    command.flag("--floors-only", "no checks")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("smoke", parts)

@@ -1,11 +1,10 @@
-"""Where the time of a decode step goes: kernels by time, and a trace of a few steps.
-
-The engine is that of `bench_step.py`. Kernels are told by torch's profiler, those of CUDA graphs
-too; how long a step takes is measured without it.
+"""Question: where does the time of a decode step go, kernel by kernel? There are no bars.
 
     python benchmarks/profile_step.py --shape 8b --case 8 --case 8+8 --traces FOLDER
 
-Without a GPU the shape is `tiny` and what is told are torch's operators.
+The engine is that of `bench_step.py`. Kernels are told by torch's profiler, those of CUDA graphs
+too; how long a step takes is measured without it. Without a GPU the shape is `tiny` and what is
+told are torch's operators.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
 from bench_step import step_kind
-from decoding import SETTLING, TIMED, context_lengths, open_engine, start, step_seconds, stop
-from replay_bench.shape_options import add_shape_options, chosen_shapes
-from replay_bench.shapes import Shape, write_config
-from table import Row, finishing, parser, row
+from decoding import MIN_CONTEXT, TIMED, context_lengths, open_engine, start, step_seconds, stop
+from harness.command import Command, Parts
+from harness.rows import Row, row
+from harness.shapes import Shape, add_shape_options, chosen_shapes, write_config
 from torch.profiler import ProfilerActivity, profile
 
 from rollout import RolloutEngine
@@ -115,23 +116,24 @@ def write_trace(profiled: profile, path: Path) -> None:
         path.unlink()
 
 
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
-    on_gpu = add_shape_options(arguments)
-    arguments.add_argument(
-        "--case", type=case, action="append", default=[], metavar="BATCH[+NODES]"
-    )
-    arguments.add_argument("--context", type=int, default=2048 if on_gpu else 256)
-    arguments.add_argument("--fast", action="store_true", help="exact=false")
-    arguments.add_argument("--traces", type=Path, metavar="FOLDER", help="one file for each case")
-    options = arguments.parse_args(arguments_given)
-    if options.context < 2 * (SETTLING + TIMED):
-        arguments.error(f"--context={options.context}: must be >= {2 * (SETTLING + TIMED)}")
-    options.case = options.case or [(1, 0), (8, 0), (32, 0), (8, 8)]
-    with finishing(f"where a step's time goes, on {options.device}", options.json) as rows:
-        for name, shape in chosen_shapes(options, ["8b"]).items():
-            rows.extend(shape_rows(name, shape, options))
+def parts(options: argparse.Namespace) -> Parts:
+    usual = [(1, 0), (2, 3)] if options.quick else [(1, 0), (8, 0), (32, 0), (8, 8)]
+    options.case = options.case or usual
+    shapes = chosen_shapes(options, "8b")
+    return {name: partial(shape_rows, name, shape, options) for name, shape in shapes.items()}
+
+
+def make_command() -> Command:
+    command = Command(__doc__)
+    add_shape_options(command)
+    command.option("--case", [], type=case, action="append", metavar="BATCH[+NODES]")
+    usual = 2048 if torch.cuda.is_available() else 256
+    limits = (MIN_CONTEXT, float("inf"))
+    command.option("--context", usual, quick=80, limits=limits, help="tokens of a request")
+    command.flag("--fast", "exact=false")
+    command.option("--traces", type=Path, metavar="FOLDER", help="one file for each case")
+    return command
 
 
 if __name__ == "__main__":
-    main()
+    make_command().run("where a step's time goes, on {device}", parts)

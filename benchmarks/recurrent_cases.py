@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from gpu_case import Case, copies, each, normal
+from op_case import Case, copies, each, normal
 
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.delta_gates import delta_gates
@@ -28,7 +28,7 @@ from rollout.ops.state_plan import StatePlan
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a layer, and of the steps it is timed on."""
+    """Sizes of a layer, and of the steps it is timed on."""
 
     key_heads: int
     heads: int

@@ -1,8 +1,8 @@
 """Replays recorded rollouts through a drafter.
 
-Exact: the recorded response is what the target sampled, the longest path of the draft tree that
-spells it is accepted, then one token more. With sample-and-match verification that is the true
-accept length at any temperature.
+The recorded response is what the target sampled: the longest path of the draft tree that spells it
+is accepted, then one token more. With sample-and-match verification that is the true accept length
+at any temperature.
 
 Shape legend: B open sequences, N tokens or draft nodes of a call, flat, R responses of the trace,
 J nodes judged in the whole replay.
@@ -12,26 +12,105 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from drafters.drafter import SOURCES, Drafter
+from harness.traces import Trace
 from numpy.typing import NDArray
-from traces import Trace
+
+from ngram_native import Corpus, Proposal
 
 _WRONG = -1
 _UNDECIDED = -2
 
 
 @dataclass(kw_only=True, slots=True)
+class Drafts:
+    """Draft trees of a batch, flat, without the roots.
+
+    Entry b owns nodes ``[offsets_B1[b], offsets_B1[b + 1])``. Within an entry the root (the last
+    committed token) is tree node 0 and node j, from 0, is tree node j + 1; parents come before
+    children.
+    """
+
+    offsets_B1: NDArray[np.int64]
+    tokens_N: NDArray[np.int32]
+    parents_N: NDArray[np.int32]
+    probabilities_N: NDArray[np.float32] | None = None  # of acceptance; if estimated
+
+
+class Drafter(Protocol):
+    """Anything that drafts for many sequences at once. The replay calls it in this order:
+
+    For each step of training `set_weight_version`; then, until the step's sequences are done,
+    `open` for those that begin, `propose` and `insert` for all that are open, `close` for those
+    that ended.
+    """
+
+    name: str
+
+    def set_weight_version(self, version: int) -> None:
+        """Tokens from now on come from another policy."""
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        """A sequence begins after ``prompt``; the samples of one prompt share ``group``."""
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        """A tree of at most ``budget`` nodes for each of the open sequences."""
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        """Sequence b went on with ``tokens_N[offsets_B1[b]:offsets_B1[b + 1]]``, at least one."""
+
+    def close(self, sequence_id: int) -> None:
+        """The sequence ended."""
+
+
+class CorpusDrafter:
+    """The n-gram corpus; nodes less likely than ``floor`` to be accepted are not drafted."""
+
+    def __init__(self, floor: float = 0.0, corpus: Corpus | None = None) -> None:
+        self.name = f"corpus, floor {floor:g}" if floor > 0 else "corpus"
+        self.corpus = Corpus(max_bytes=256 << 20) if corpus is None else corpus
+        self._floor = floor
+
+    def set_weight_version(self, version: int) -> None:
+        self.corpus.set_weight_version(version)
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        self.corpus.open(sequence_id, group, prompt)
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        proposal = self.ask(ids_B, budget)
+        return Drafts(
+            offsets_B1=proposal.offsets_B1,
+            tokens_N=proposal.tokens_N,
+            parents_N=proposal.parents_N,
+            probabilities_N=proposal.probabilities_N,
+        )
+
+    def ask(self, ids_B: NDArray[np.int64], budget: int) -> Proposal:
+        return self.corpus.propose(ids_B, np.full(len(ids_B), budget, np.int32), self._floor)
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        self.corpus.extend(ids_B, tokens_N, offsets_B1)
+
+    def close(self, sequence_id: int) -> None:
+        self.corpus.close(sequence_id)
+
+
+@dataclass(kw_only=True, slots=True)
 class Replay:
-    """What happened, by response."""
+    """The outcome of a replay, by response."""
 
     trace: Trace
     drafter: str
     forwards_R: NDArray[np.int64]
     drafted_R: NDArray[np.int64]
     emitted_R: NDArray[np.int64]
-    accepted_by_source: dict[str, int] | None  # None when the drafter does not tell
     estimates_J: NDArray[np.float32]  # empty when the drafter estimates nothing
     accepted_J: NDArray[np.bool_]
     propose_seconds: float  # CPU time of the calls
@@ -58,10 +137,33 @@ class Replay:
         return float(self.insert_seconds / self.emitted_R.sum() * 1e6)
 
     def accept_length_by(self, key_R: NDArray) -> dict[float, float]:
-        """Of the responses that share a key, for each key in order."""
+        """Accept length of the responses that share a key, for each key in order."""
         keys, of_R = np.unique(key_R, return_inverse=True)
         lengths = np.bincount(of_R, self.emitted_R) / np.bincount(of_R, self.forwards_R)
         return dict(zip(keys.tolist(), lengths.tolist(), strict=True))
+
+
+def equal_counts(estimates_J: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Ten bins of equal counts; equal estimates may fall into two of them."""
+    rank_J = np.argsort(np.argsort(estimates_J, kind="stable"), kind="stable")
+    return rank_J * 10 // max(len(rank_J), 1)
+
+
+def equal_widths(estimates_J: NDArray[np.float32]) -> NDArray[np.int64]:
+    return np.minimum((estimates_J * 10).astype(np.int64), 9)
+
+
+def largest_gap(
+    bin_J: NDArray[np.int64],
+    estimates_J: NDArray[np.float32],
+    accepted_J: NDArray[np.bool_],
+    at_least: int = 1,
+) -> float:
+    """The largest gap of mean estimate and acceptance rate over bins of ``at_least`` nodes."""
+    count_K = np.bincount(bin_J, minlength=10)
+    kept_K = count_K >= at_least
+    gap_K = np.bincount(bin_J, estimates_J, 10) - np.bincount(bin_J, accepted_J, 10)
+    return float(np.abs(gap_K[kept_K] / count_K[kept_K]).max(initial=0.0))
 
 
 def match_tree(
@@ -86,19 +188,6 @@ def match_tree(
     return matched
 
 
-def longest_path(matched: list[int], parents: list[int], begin: int) -> list[int]:
-    """Tree nodes of the longest path that agrees, from its end up to the root, which is left out.
-
-    A tree may offer a token twice, so this is not always the first child that agrees.
-    """
-    node = matched.index(max(matched))
-    path = []
-    while node:
-        path.append(node)
-        node = parents[begin + node - 1]
-    return path
-
-
 def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Replay:
     """Run the responses of each step together, at most ``active`` at a time.
 
@@ -110,7 +199,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
     count = len(trace.responses)
     to_come = [response.tolist() for response in trace.responses]
     emitted, forwards, drafted = [0] * count, [0] * count, [0] * count
-    by_source: list[int] | None = None
     estimates: list[NDArray[np.float32]] = []
     matches: list[int] = []  # parallel to the estimates, once joined
     propose_seconds = insert_seconds = 0.0
@@ -131,29 +219,22 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
             drafts = drafter.propose(ids_B, budget)
             propose_seconds += clock() - start
 
-            _check(drafter.name, drafts.offsets_B1, drafts.parents_N, budget)
+            _check(drafter.name, drafts, budget)
             tokens, parents = drafts.tokens_N.tolist(), drafts.parents_N.tolist()
             ends = drafts.offsets_B1.tolist()
-            sources = None if drafts.sources_N is None else drafts.sources_N.tolist()
-            if sources is not None and by_source is None:
-                by_source = [0] * len(SOURCES)
             fresh: list[int] = []
             fresh_ends = [0]
             for b, response in enumerate(running):
                 begin, end = ends[b], ends[b + 1]
                 at = emitted[response]
                 matched = match_tree(tokens, parents, begin, end, to_come[response], at)
-                accepted = max(matched)
-                emitted[response] = min(at + accepted + 1, len(to_come[response]))
+                emitted[response] = min(at + max(matched) + 1, len(to_come[response]))
                 forwards[response] += 1
                 drafted[response] += end - begin
                 fresh += to_come[response][at : emitted[response]]
                 fresh_ends.append(len(fresh))
                 if drafts.probabilities_N is not None:
                     matches += matched[1:]
-                if sources is not None and by_source is not None:
-                    for node in longest_path(matched, parents, begin):
-                        by_source[sources[begin + node - 1]] += 1
             if drafts.probabilities_N is not None:
                 estimates.append(drafts.probabilities_N)
 
@@ -178,7 +259,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
         forwards_R=np.array(forwards),
         drafted_R=np.array(drafted),
         emitted_R=np.array(emitted),
-        accepted_by_source=dict(zip(SOURCES, by_source, strict=True)) if by_source else None,
         estimates_J=estimates_J[decided],
         accepted_J=matches_J[decided] > 0,
         propose_seconds=propose_seconds,
@@ -186,12 +266,10 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
     )
 
 
-def _check(
-    name: str, offsets_B1: NDArray[np.int64], parents_N: NDArray[np.int32], budget: int
-) -> None:
-    sizes_B = np.diff(offsets_B1)
+def _check(name: str, drafts: Drafts, budget: int) -> None:
+    sizes_B, parents_N = np.diff(drafts.offsets_B1), drafts.parents_N
     if len(sizes_B) and sizes_B.max() > budget:
         raise ValueError(f"{name}: drafted {sizes_B.max()} nodes, must be at most {budget}")
-    tree_nodes_N = np.arange(1, len(parents_N) + 1) - np.repeat(offsets_B1[:-1], sizes_B)
+    tree_nodes_N = np.arange(1, len(parents_N) + 1) - np.repeat(drafts.offsets_B1[:-1], sizes_B)
     if not ((parents_N >= 0) & (parents_N < tree_nodes_N)).all():
         raise ValueError(f"{name}: parents must come before their children")

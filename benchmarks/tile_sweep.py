@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from gpu_case import copies, each, microseconds, normal
-from table import Row, row
+from harness.rows import Row, row
+from op_case import copies, each, microseconds, normal
 from triton import TritonError
 
 from rollout.config import MemoryConfig
@@ -29,7 +29,7 @@ MAX_PADDING = 1.35
 
 
 def neighbours(rows: int) -> Iterator[Tile]:
-    """Of the heights that pad least, with as many stages as fit, eight at most."""
+    """Tiles of the heights that pad least, with as many stages as fit, eight at most."""
     heights = [1 << (max(rows, 16) - 1).bit_length()]
     if rows > FEW_ROWS:
         heights = sorted(HEIGHTS, key=lambda height: (-(-rows // height) * height, -height))[:4]

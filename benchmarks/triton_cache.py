@@ -21,7 +21,7 @@ _SPARE_BYTES = 1 << 20  # the archive's own end, and what the compressor holds b
 
 
 def made_by() -> dict[str, str]:
-    """What kernels and their launchers are compiled by and for; the device is in Triton's keys."""
+    """The compilers and machine of kernels and launchers; the device is in Triton's keys."""
     try:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -31,7 +31,7 @@ def made_by() -> dict[str, str]:
 
 
 def pack(cache: Path, archive: Path, max_bytes: int) -> str:
-    """As many kernels as fit, those that were compiled first foremost. Says what came of it."""
+    """Pack the kernels that fit, those compiled first foremost. Returns a sentence about it."""
     kernels = [folder for folder in cache.iterdir() if folder.is_dir()] if cache.is_dir() else []
     if not kernels:
         return "no kernel was compiled"
@@ -59,7 +59,7 @@ def pack(cache: Path, archive: Path, max_bytes: int) -> str:
 
 
 def unpack(archive: Path, cache: Path) -> str:
-    """Into a cache that may hold others. Says what came of it: what is of no use is let be."""
+    """Unpack into a cache that may hold others, if the archive is of use. Returns a sentence."""
     cache.mkdir(parents=True, exist_ok=True)
     try:
         with (

@@ -1,1 +1,1 @@
-"""Parts of bench_server.py; its tests use them too."""
+"""Clients and servers of bench_server.py; the server's tests and the soak use the clients too."""

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from .malformed import BadRequest, Manner
-from .raw_client import Answer, send
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int | None  # None: the connection was closed without an answer
+    body: bytes
+    is_whole: bool = True  # as long as was announced, or with a last chunk
+
+    def json(self) -> Any:
+        return json.loads(self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +34,7 @@ class Outcome:
 
     @property
     def trouble(self) -> str:
-        """What the server did that it must not do; empty when it did well."""
+        """The server's fault in this outcome; empty when it did well."""
         if self.answer is None:
             return "no answer"
         status = self.answer.status
@@ -53,15 +65,67 @@ async def send_all(
     async def send_one(request: BadRequest, leave_after: float | None) -> Outcome:
         async with room:
             try:
-                answer = await send(
-                    port, request.raw, timeout=timeout,
-                    ends=request.manner is Manner.ENDS, leave_after=leave_after,
-                )  # fmt: skip
+                return Outcome(request, await _send(port, request, timeout, leave_after))
             except TimeoutError:
                 return Outcome(request, None)
-        return Outcome(request, answer)
 
     def patience(request: BadRequest) -> float | None:
         return randomness.uniform(0, 0.05) if request.manner is Manner.LEAVES else None
 
     return await asyncio.gather(*(send_one(each, patience(each)) for each in requests))
+
+
+async def _send(
+    port: int, request: BadRequest, timeout: float, leave_after: float | None
+) -> Answer:
+    """The server's answer; a client that leaves resets the connection, whatever has come.
+
+    Raises TimeoutError when the server neither answers nor closes.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request.raw)
+        if leave_after is not None:
+            await asyncio.sleep(leave_after)
+            writer.transport.abort()  # a reset, as of a client that was killed
+            return Answer(None, b"")
+        said = b""
+        with suppress(ConnectionError):  # it was closed while more was sent
+            async with asyncio.timeout(timeout):
+                await writer.drain()
+                if request.manner is Manner.ENDS:
+                    with suppress(OSError):  # ended by the server, whose answer may be there
+                        writer.write_eof()
+                said = await _read_answer(reader)
+        return _parse(said)
+    finally:
+        writer.close()
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> bytes:
+    said = b""
+    while part := await reader.read(2**16):
+        said += part
+        head, found, rest = said.partition(b"\r\n\r\n")
+        if found and len(rest) >= _announced(head):
+            break
+    return said
+
+
+def _announced(head: bytes) -> float:
+    """Bytes of the body; infinity where the connection's end tells."""
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"content-length":
+            return int(value)
+    return float("inf")
+
+
+def _parse(said: bytes) -> Answer:
+    head, _, body = said.partition(b"\r\n\r\n")
+    words = head.split(b" ", 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/"):
+        return Answer(None, said)
+    is_chunked = b"\r\ntransfer-encoding: chunked" in head.lower()
+    is_whole = body.endswith(b"0\r\n\r\n") if is_chunked else len(body) >= _announced(head)
+    return Answer(int(words[1]), body, is_whole)

@@ -1,4 +1,4 @@
-"""Requests that no client should send: of a server they may have an error, and nothing else.
+"""Requests that no client should send: a server answers them with an error, and nothing else.
 
 Every kind is a function of a `random.Random` that returns the bytes of one request, so a seed names
 the whole crowd. Many bodies are good ones with one thing spoiled, and a few of those happen to stay
@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 _PARAMS = {
@@ -51,7 +52,7 @@ METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW", 
 
 
 class Manner(enum.Enum):
-    """What the client does when it has sent everything."""
+    """The client's next move when it has sent everything."""
 
     WAITS = "waits"
     ENDS = "ends"  # closes its half, as what it sent may be a beginning to the server
@@ -144,18 +145,6 @@ def _spoil(randomness: random.Random, odd: tuple[Any, ...]) -> bytes:
     container, key = randomness.choice(_places(body))
     container[key] = randomness.choice(odd)
     return request(path, _dump(body))
-
-
-def _odd_value(randomness: random.Random) -> bytes:
-    return _spoil(randomness, _ODD_VALUES)
-
-
-def _not_finite(randomness: random.Random) -> bytes:
-    return _spoil(randomness, (float("nan"), float("inf"), float("-inf"), _Literal("1e999")))
-
-
-def _huge_integer(randomness: random.Random) -> bytes:
-    return _spoil(randomness, (2**31, 2**63, 2**64, 10**30, -(10**30), _Literal("7" * 5000)))
 
 
 def _half_surrogate(randomness: random.Random) -> bytes:
@@ -340,18 +329,22 @@ def _no_http(randomness: random.Random) -> bytes:
     ])  # fmt: skip
 
 
+_SPOILED: dict[str, tuple[Any, ...]] = {
+    "odd_value": _ODD_VALUES,
+    "not_finite": (float("nan"), float("inf"), float("-inf"), _Literal("1e999")),
+    "huge_integer": (2**31, 2**63, 2**64, 10**30, -(10**30), _Literal("7" * 5000)),
+}
 _KINDS: dict[str, Callable[[random.Random], bytes]] = {
+    kind: partial(_spoil, odd=odd) for kind, odd in _SPOILED.items()
+} | {
     make.__name__.removeprefix("_"): make
     for make in (
-        _odd_value, _broken_json, _not_finite, _huge_integer, _half_surrogate, _missing_field,
-        _not_an_object, _deep_nesting, _wrong_encoding, _wrong_content_type, _false_compression,
-        _wrong_method, _wrong_path, _wrong_length, _two_lengths, _bad_chunks, _truncated_body,
-        _truncated_head, _truncated_chunks, _gone_at_once, _odd_headers, _no_http,
+        _broken_json, _half_surrogate, _missing_field, _not_an_object, _deep_nesting,
+        _wrong_encoding, _wrong_content_type, _false_compression, _wrong_method, _wrong_path,
+        _wrong_length, _two_lengths, _bad_chunks, _truncated_body, _truncated_head,
+        _truncated_chunks, _gone_at_once, _odd_headers, _no_http,
     )
 }  # fmt: skip
-_MANNERS = {
-    "wrong_length": Manner.ENDS, "two_lengths": Manner.ENDS, "bad_chunks": Manner.ENDS,
-    "no_http": Manner.ENDS, "truncated_body": Manner.LEAVES,
-    "truncated_head": Manner.LEAVES, "truncated_chunks": Manner.LEAVES,
-    "gone_at_once": Manner.LEAVES,
-}  # fmt: skip
+_ENDS = ("wrong_length", "two_lengths", "bad_chunks", "no_http")
+_LEAVES = ("truncated_body", "truncated_head", "truncated_chunks", "gone_at_once")
+_MANNERS = dict.fromkeys(_ENDS, Manner.ENDS) | dict.fromkeys(_LEAVES, Manner.LEAVES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -47,12 +46,8 @@ class ServedProcess:
                 raise RuntimeError("the server did not start")
             time.sleep(0.1)
 
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
-            return json.load(answer)
-
     def cpu_seconds(self) -> float:
-        """Of all its threads, since it began."""
+        """CPU seconds of all its threads since it began."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
 

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Stream:
-    """What one client got. ``rollout``: the last event; None when it left before."""
+    """The answer one client got. ``rollout``: the last event; None when it left before."""
 
     status: int
     rollout: dict[str, Any] | None = None

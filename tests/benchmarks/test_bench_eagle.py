@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import bench_eagle
 import pytest
-from eagle_bench.accept_length import accept_length_rows
-from eagle_bench.entrants import DRAFTING, HYBRID, HYBRID_MTP, MTP, NGRAM, Folders
-from eagle_bench.epochs import epoch_rows
-from eagle_bench.held_out import held_out_prompts
+from bench_eagle import (
+    DRAFTING,
+    HYBRID,
+    HYBRID_MTP,
+    MTP,
+    NGRAM,
+    Folders,
+    accept_length_rows,
+    epoch_rows,
+)
+from harness.prompts import held_out_prompts
 
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_mtp import save_tiny_mtp
@@ -27,7 +33,7 @@ def folders(tmp_path_factory):
 
 
 def test_accept_lengths_of_every_kind_at_every_temperature(folders):
-    rows = accept_length_rows(folders, PROMPTS, max_tokens=6)
+    rows = list(accept_length_rows(folders, PROMPTS, max_tokens=6))
     settings = ("greedy", "T 0.7", "T 1.0")
     assert [row.name for row in rows] == [
         f"accept length, {setting}: {entrant}" for entrant in DRAFTING for setting in settings
@@ -40,7 +46,7 @@ def test_accept_lengths_of_every_kind_at_every_temperature(folders):
 
 
 def test_hybrids_are_held_against_their_parts(folders):
-    rows = {row.name: row for row in epoch_rows(folders, PROMPTS, 8, 0.7)}
+    rows = {row.name: row for row in epoch_rows(folders, PROMPTS, 8)}
     lengths = {name.rpartition(": ")[2]: row.value for name, row in rows.items()}
     for hybrid, neural in ((HYBRID, "eagle3"), (HYBRID_MTP, MTP)):
         (row,) = (row for name, row in rows.items() if f"{hybrid} to the better" in name)
@@ -52,29 +58,15 @@ def test_hybrids_are_held_against_their_parts(folders):
 def test_a_draft_can_be_left_out(folders):
     alone = Folders(model=folders.model, eagle3=None, mtp=folders.mtp)
     assert alone.drafting == (MTP, NGRAM, HYBRID_MTP)
-    rows = accept_length_rows(alone, PROMPTS, max_tokens=4)
-    assert len(rows) == 9
 
 
 def test_what_is_missing_is_said_with_what_makes_it(folders, tmp_path):
-    options = argparse.Namespace(model=folders.model, draft=str(tmp_path), mtp="none")
     with pytest.raises(FileNotFoundError, match=r"--draft .*make demo-draft"):
-        bench_eagle.folders(options)
-    options.draft = str(folders.eagle3)
-    assert bench_eagle.folders(options) == Folders(
-        model=folders.model, eagle3=folders.eagle3, mtp=None
-    )
+        bench_eagle.draft_folder("--draft", str(tmp_path), "make demo-draft")
+    assert bench_eagle.draft_folder("--draft", str(folders.mtp), "") == folders.mtp
+    assert bench_eagle.draft_folder("--draft", "none", "") is None
     with pytest.raises(FileNotFoundError, match="make runs"):
         held_out_prompts(tmp_path / "prompts.jsonl", 3)
-
-
-def test_help_names_the_parts_and_the_defaults(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bench_eagle.py", "--help"])
-    with pytest.raises(SystemExit):
-        bench_eagle.main()
-    shown = " ".join(capsys.readouterr().out.split())
-    for part in (*bench_eagle.PARTS, "drafts/eagle3", "drafts/mtp", "default: 18"):
-        assert part in shown
 
 
 def test_tasks_take_turns_among_the_held_out(tmp_path):

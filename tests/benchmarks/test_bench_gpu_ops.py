@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import bench_gpu_ops
 import pytest
 import tile_sweep
 import torch
-from attention_workload import Workload, make_padded_plan
-from replay_bench.roofline import Ceilings
+from harness.roofline import Ceilings
+from harness.shapes import Shape
+from op_case import Case, Workload, make_padded_plan, row_cases
 
 H200 = Ceilings(name="NVIDIA H200", bytes_per_second=4.8e12, flop_per_second=990e12)
 
 
 def test_without_a_gpu_nothing_is_judged(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench_gpu_ops.py", "--json", str(tmp_path / "rows.json")])
-    bench_gpu_ops.main()
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    path = tmp_path / "rows.json"
+    bench_gpu_ops.make_command().run("", bench_gpu_ops.parts, ["--json", str(path)])
+    rows = json.loads(path.read_text())
     assert [(row["value"], row["ok"], row["bar"]) for row in rows] == [(None, None, 0.7)] * 3
     printed = capsys.readouterr().out
     assert "no GPU here" in printed
@@ -27,9 +27,9 @@ def test_without_a_gpu_nothing_is_judged(tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_a_floor_is_the_larger_of_bytes_and_arithmetic() -> None:
-    case = bench_gpu_ops.Case(name="", ours=(), num_bytes=4.8e6, flop=1.98e9)
+    case = Case(name="", ours=(), num_bytes=4.8e6, flop=1.98e9)
     assert case.floor_us(H200) == pytest.approx(2)
-    case = bench_gpu_ops.Case(name="", ours=(), num_bytes=14.4e6, flop=1.98e9)
+    case = Case(name="", ours=(), num_bytes=14.4e6, flop=1.98e9)
     assert case.floor_us(H200) == pytest.approx(3)
 
 
@@ -46,6 +46,25 @@ def test_attention_is_timed_as_an_engine_pads_it() -> None:
     assert slots.sort()[0].tolist() == list(range(load.slots))
     large = Workload(name="", requests=1, start=0, run_len=1300)
     assert make_padded_plan(large, "cpu")[1] == 1300
+
+
+def test_row_ops_and_torchs_are_the_same_op() -> None:
+    torch.manual_seed(0)
+    shape = Shape(
+        hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=48,
+        vocab_size=9,
+    )  # fmt: skip
+    for case in row_cases(shape, 5, "cpu", buffers=2):
+        assert len(case.ours) == len(case.theirs) == 2
+        inputs = [each for each in case.ours[0].args if isinstance(each, torch.Tensor)]
+        before = [each.clone() for each in inputs]
+        ours = [case.ours[0](), *(each.clone() for each in inputs)]
+        for each, old in zip(inputs, before, strict=True):
+            each.copy_(old)
+        theirs = [case.theirs[0](), *inputs]
+        for one, other in zip(ours, theirs, strict=True):
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
 def test_a_step_is_all_layers_and_the_head() -> None:
@@ -72,8 +91,7 @@ def test_a_sweep_tries_tiles_that_fit(rows: int) -> None:
 
 def test_the_padding_of_tiles_needs_no_gpu(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench_gpu_ops.py", "--ops", "padding"])
-    bench_gpu_ops.main()
+    bench_gpu_ops.make_command().run("", bench_gpu_ops.parts, ["--ops", "padding"])
     printed = capsys.readouterr().out
     assert "qkv 144 rows: padded, 160 x" in printed
     assert "missed" not in printed

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import host_device
 import numpy as np
 import pytest
-from host_bench import phases as phases_module
-from host_bench.phases import COVERED, Phases
-from host_bench.seats import seats
-from traces import synthetic_trace
+from bench_host import repeated
+from harness.traces import synthetic_trace
+from host_device import COVERED, Phases
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_host.py"
 
@@ -36,7 +36,7 @@ def test_it_runs_and_says_what_was_recorded(tmp_path) -> None:
 
 def test_a_phase_inside_another_is_not_the_outer_ones(monkeypatch) -> None:
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(phases_module, "time", clock)
+    monkeypatch.setattr(host_device, "time", clock)
 
     def inner() -> None:
         clock.now += 0.02
@@ -62,7 +62,7 @@ def test_a_phase_inside_another_is_not_the_outer_ones(monkeypatch) -> None:
 def test_what_the_device_covers_is_counted_by_itself(monkeypatch) -> None:
     """From the end of a launch to the beginning of the next wait."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(phases_module, "time", clock)
+    monkeypatch.setattr(host_device, "time", clock)
 
     def takes(seconds: float) -> Callable[[], None]:
         def pass_time() -> None:
@@ -81,15 +81,16 @@ def test_what_the_device_covers_is_counted_by_itself(monkeypatch) -> None:
     assert taken == {"layout": 1.0, "learn" + COVERED: 2.0, "read": 4.0, "learn": 2.0}
 
 
-def test_seats_say_recorded_responses_end_to_end() -> None:
+def test_requests_say_recorded_responses_end_to_end() -> None:
     trace = synthetic_trace()
-    made = seats(trace, 12, 700)
+    made = repeated(trace, 12, 700)
     assert made.steps == [list(range(12))]
-    for seat, response in enumerate(made.responses):
+    for request, response in enumerate(made.responses):
         assert len(response) >= 700
         own = [
-            trace.responses[r] for r in np.flatnonzero(trace.prompt_of_R == made.prompt_of_R[seat])
+            trace.responses[r]
+            for r in np.flatnonzero(trace.prompt_of_R == made.prompt_of_R[request])
         ]
-        first = own[seat % len(own)]
+        first = own[request % len(own)]
         assert response[: len(first)].tolist() == first.tolist()
     assert made.prompt_of_R.tolist() == [0] * 8 + [1] * 4

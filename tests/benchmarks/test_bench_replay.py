@@ -8,11 +8,11 @@ import bench_replay
 import numpy as np
 import pytest
 import torch
-from replay_bench.forced import force_draft
-from replay_bench.roofline import Ceilings
-from replay_bench.run import replay, waves
-from replay_bench.shapes import Shape, write_config, write_draft
-from traces import Trace
+from bench_replay import replay
+from forced import force_draft, waves
+from harness.roofline import Ceilings
+from harness.shapes import Shape, write_config, write_draft
+from harness.traces import Trace, trace_of
 
 from rollout.runner.graphs.captured_runs import CapturedRuns
 from spec_workers.neural.arrays import DeviceArrays
@@ -30,16 +30,8 @@ def trace() -> Trace:
     """Two steps of four responses to two prompts; each repeats a phrase of its prompt."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 300, 9).astype(np.int32) for _ in range(2)]
-    responses = [np.tile(prompts[r % 2], 3)[: 12 + r].copy() for r in range(8)]
-    return Trace(
-        name="small",
-        prompts=prompts,
-        responses=responses,
-        prompt_of_R=np.arange(8) % 2,
-        epoch_of_R=np.arange(8) // 4,
-        temperature_of_R=np.full(8, np.nan),
-        steps=[[0, 1, 2, 3], [4, 5, 6, 7]],
-    )
+    responses = [np.tile(prompts[r % 2], 3)[: 12 + r] for r in range(8)]
+    return trace_of("small", prompts, responses, np.arange(8) % 2, [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram", "hybrid"])
@@ -78,7 +70,7 @@ def test_a_draft_is_told_what_was_recorded_as_often_as_is_said(
             drafter._proposer = drafter._make_proposer(DeviceArrays(cpu), graphs)
         force_draft(drafter, *args)
 
-    monkeypatch.setattr("replay_bench.run.force_draft", force)
+    monkeypatch.setattr("bench_replay.force_draft", force)
     options = {
         "draft_path": str(write_draft(tmp_path / "draft", SHAPE)), "num_draft_tokens": 6,
         "topk": topk, "num_steps": 3, "budget": "fixed", "calibration_seconds": 0.0,
@@ -97,7 +89,7 @@ def test_a_draft_is_told_what_was_recorded_as_often_as_is_said(
 
 
 def test_what_is_not_recorded_is_an_error(tmp_path, trace, monkeypatch) -> None:
-    monkeypatch.setattr("replay_bench.run.force_target", lambda *_: None)
+    monkeypatch.setattr("bench_replay.force_target", lambda *_: None)
     with pytest.raises(RuntimeError, match="not the recorded one"):
         replay(
             write_config(tmp_path / "model", SHAPE), SHAPE, trace,

@@ -9,12 +9,12 @@ import bench_sleep
 import bench_step
 import profile_step
 import pytest
-import row_file
 import torch
 from bench_step import measure, shape_rows
 from decoding import LENGTHS, context_lengths, open_engine
-from replay_bench.roofline import Ceilings, bandwidth_name, rate_name
-from replay_bench.shapes import Shape, write_config
+from harness.roofline import Ceilings, bandwidth_name, rate_name
+from harness.rows import append_record
+from harness.shapes import Shape, write_config
 
 SHAPE = Shape(
     hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
@@ -103,8 +103,8 @@ def test_bars_rest_on_what_the_device_was_measured_to_do(device_name: str, judge
 def test_floors_are_those_of_the_same_device_and_measured_else(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "rows.jsonl"
     for name, value in ((bandwidth_name("CPU"), 2.0), (rate_name("NVIDIA H200"), 790.0)):
-        row_file.append(path, {"name": name, "value": value})
-    monkeypatch.setattr("replay_bench.roofline._measure", lambda device: 5.0)
+        append_record(path, {"name": name, "value": value})
+    monkeypatch.setattr("harness.roofline._measure", lambda device: 5.0)
     found = Ceilings.of(torch.device("cpu"), path)
     assert (found.bytes_per_second, found.flop_per_second) == (2e12, 5.0)
 

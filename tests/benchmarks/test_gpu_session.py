@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import subprocess
@@ -14,15 +15,15 @@ import gpu_merge
 import gpu_session
 import psutil
 import pytest
-import row_file
-import table
-from gpu_session import MAX_BYTES, ROOT, Outcome, failures_row, run, trim
+from gpu_session import MAX_BYTES, ROOT, Outcome, _command, failures_row, run, trim
 from gpu_stages import Stage, stages
+from harness.rows import append_record, finish, not_run, read_records
+from harness.rows import row as make_row
 
 ROWS = (
-    "import sys; from pathlib import Path; sys.path.insert(0, 'benchmarks'); import row_file; "
-    "row_file.append(Path(sys.argv[-1]), {'name': 'a', 'value': 1, 'unit': '', 'bar': 2, "
-    "'ok': False})"
+    "import sys; from pathlib import Path; sys.path.insert(0, 'benchmarks'); "
+    "from harness.rows import append_record; append_record(Path(sys.argv[-1]), "
+    "{'name': 'a', 'value': 1, 'unit': '', 'bar': 2, 'ok': False})"
 )
 
 CUT = f"""
@@ -39,7 +40,7 @@ def script(name: str, code: str, *arguments: object, seconds: float = 20, **opti
 
 
 def marks(folder: Path) -> list[tuple[str, str]]:
-    records = row_file.read(folder / "rows.jsonl")
+    records = read_records(folder / "rows.jsonl")
     return [(each["stage"], each["status"]) for each in records if "stage" in each]
 
 
@@ -101,37 +102,25 @@ run([Stage(name="cut", command=("-c", {own!r}, sys.argv[1]), seconds=200)], Path
 """
     session = subprocess.Popen([sys.executable, "-c", code, tmp_path / "pid", tmp_path])
     rows = tmp_path / "rows.jsonl"
-    while not any("name" in record for record in row_file.read(rows)):
+    while not any("name" in record for record in read_records(rows)):
         assert session.poll() is None
         time.sleep(0.05)
     session.kill()
     session.wait()
     ended()
-    assert [record.get("name", record.get("stage")) for record in row_file.read(rows)] == [
+    assert [record.get("name", record.get("stage")) for record in read_records(rows)] == [
         "cut", "a",
     ]  # fmt: skip
 
 
-def test_rows_are_in_the_file_as_they_come_and_survive_a_torn_line(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "rows.jsonl"
-    with table.finishing("", path) as rows:
-        rows.extend(table.row(name, 1, "ms") for name in "ab")
-        assert [record["name"] for record in row_file.read(path)] == ["a", "b"]
-    with path.open("a") as file:
-        file.write('{"name": "tor')
-    table.finish("", [table.not_run("c", "ms")], path)
-    assert [record["name"] for record in row_file.read(path)] == ["a", "b", "c"]
-    assert "line 3: torn" in capsys.readouterr().out
-
-
 def session(folder: Path, begun: float, stage: str, status: str, **rows: float | None) -> Path:
     path = folder / "rows.jsonl"
-    row_file.append(path, {"stage": stage, "status": "begun", "seconds": 0, "time": begun})
+    append_record(path, {"stage": stage, "status": "begun", "seconds": 0, "time": begun})
     for name, value in rows.items():
-        known = table.not_run(name, "ms") if value is None else table.row(name, value, "ms", 2)
-        table.finish("", [known], path)
+        known = not_run(name, "ms") if value is None else make_row(name, value, "ms", 2)
+        finish("", [known], path)
     if status:
-        row_file.append(path, {"stage": stage, "status": status, "seconds": 1, "time": begun + 1})
+        append_record(path, {"stage": stage, "status": status, "seconds": 1, "time": begun + 1})
     return folder
 
 
@@ -189,10 +178,14 @@ def test_stages_name_files_that_are_there_and_options_that_are_known(on_gpu: boo
         for part in stage.command:
             if part.startswith(("tests/", "benchmarks/")):
                 assert (ROOT / part).exists(), stage.name
-        if stage.floors or stage.rows or stage.traces:
-            source = (ROOT / stage.command[0]).read_text()
-            assert ("add_floors_option" in source) >= stage.floors, stage.name
-            assert ("--traces" in source) >= stage.traces, stage.name
+        if stage.command[0].endswith("gpu_setup.py") or stage.tests:
+            continue
+        benchmark = importlib.import_module(Path(stage.command[0]).stem)
+        given = _command(stage, Path("out"), Path("report"), None)[1:]
+        options = benchmark.make_command().parse(given)  # exits where one is not known
+        assert options.json == Path("out/rows.jsonl")
+        assert not stage.floors or options.floors == Path("out/rows.jsonl")
+        assert not stage.traces or options.traces == Path("out")
     by_default = stages()
     assert sum(each.seconds for each in by_default[:4]) <= 3 * 540
     # rows, log, compiled kernels, a trace for each case

@@ -1,7 +1,9 @@
-"""What a bare machine lacks is installed from wheels that were brought along, or told."""
+"""Packages that a bare machine lacks are installed from wheels brought along, or told."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -31,10 +33,10 @@ def test_what_compiles_is_missed_where_there_is_something_to_compile(
     lacking = [gpu_setup.Needed("no-such-compiler", "1", gpu_setup.COMPILING)]
     monkeypatch.setattr(gpu_setup, "NEEDED", lacking)
     setup = ["--wheels", str(tmp_path / "none"), "--site", str(tmp_path / "site")]
-    monkeypatch.setattr(gpu_setup.gpu_native, "provide", lambda wheels: [])
+    monkeypatch.setattr(gpu_setup, "provide", lambda wheels: [])
     gpu_setup.main(setup)
     assert "missing" not in capsys.readouterr().out
-    monkeypatch.setattr(gpu_setup.gpu_native, "provide", lambda wheels: ["ngram_native._ext"])
+    monkeypatch.setattr(gpu_setup, "provide", lambda wheels: ["ngram_native._ext"])
     with pytest.raises(SystemExit, match="1"):
         gpu_setup.main(setup)
     printed = capsys.readouterr().out
@@ -62,3 +64,14 @@ def test_a_wheel_that_was_brought_along_is_installed_without_a_registry(tmp_path
     gpu_setup.install(lacking, wheels, site)
     assert (site / "brought_along.py").exists()
     assert [path.name for path in site.glob("*.dist-info")] == ["brought_along-1.2.dist-info"]
+
+
+def test_most_of_a_session_needs_neither_extension() -> None:
+    """A machine without a compiler measures all but NGRAM."""
+    code = """
+import sys
+sys.modules["ngram_native"] = sys.modules["rollout.ops._cpu"] = None
+import bench_generate, bench_gpu_ops, bench_sleep, bench_step, gpu_smoke, profile_step
+"""
+    folder = Path(gpu_setup.__file__).parent
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drafters.drafter import Drafts
-from drafters.isolated import IsolatedDrafter, Sees
-from replaying import longest_path, match_tree, replay
-from traces import Trace
+from harness.traces import trace_of
+from replaying import (
+    Drafts,
+    equal_counts,
+    equal_widths,
+    largest_gap,
+    match_tree,
+    replay,
+)
 
 
-def make_trace(responses, *, steps=None, epochs=None, temperatures=None, prompt_of=None):
+def make_trace(responses, *, steps=None, epochs=None):
     count = len(responses)
-    return Trace(
-        name="made",
-        prompts=[np.array([90 + p], np.int32) for p in range(count)],
-        responses=[np.array(tokens, np.int32) for tokens in responses],
-        prompt_of_R=np.array(prompt_of or range(count), np.int64),
-        epoch_of_R=np.array(epochs or [0] * count, np.int64),
-        temperature_of_R=np.array(temperatures or [np.nan] * count),
-        steps=steps or [list(range(count))],
+    trace = trace_of(
+        "made",
+        [np.array([90 + p]) for p in range(count)],
+        [np.array(tokens) for tokens in responses],
+        range(count),
+        steps or [list(range(count))],
     )
+    trace.epoch_of_R = np.array(epochs or [0] * count, np.int64)
+    return trace
 
 
 class Scripted:
@@ -54,7 +59,6 @@ class Scripted:
             tokens_N=np.array([node[0] for node in nodes], np.int32),
             parents_N=np.array([node[1] for node in nodes], np.int32),
             probabilities_N=np.array([node[2] for node in nodes], np.float32),
-            sources_N=np.array([node[3] for node in nodes], np.uint8),
         )
 
     def insert(self, sequence_ids_B, tokens_N, offsets_B1):
@@ -71,14 +75,13 @@ def test_oracle_of_three_tokens_emits_four():
 
     def tree(sequence_id, so_far):
         coming = responses[sequence_id][len(so_far) : len(so_far) + 3]
-        return [(token, j, 0.9, 1) for j, token in enumerate(coming)]
+        return [(token, j, 0.9) for j, token in enumerate(coming)]
 
     drafter = Scripted(tree)
     trace = make_trace(
         responses,
         steps=[[1, 0, 2], [3, 4]],
         epochs=[0, 0, 0, 1, 1],
-        temperatures=[0.5, 0.5, 1.0, 1.0, 1.0],
     )
     result = replay(trace, drafter, budget=3, active=2)
     assert drafter.seen == dict(enumerate(responses))  # every token once
@@ -89,8 +92,6 @@ def test_oracle_of_three_tokens_emits_four():
     assert result.emitted_R.tolist() == [8, 12, 16, 20, 24]
     assert result.accept_length == 4
     assert result.accept_length_by(trace.epoch_of_R) == {0: 4, 1: 4}
-    assert result.accept_length_by(trace.temperature_of_R) == {0.5: 4, 1.0: 4}
-    assert result.accepted_by_source == {"group": 0, "live": 3 * 20, "external": 0, "gap": 0}
 
 
 def test_drafting_nothing_emits_one():
@@ -103,12 +104,11 @@ def test_drafting_nothing_emits_one():
 def test_accepted_counts_are_by_response():
     # Right about every second token of response 0 and wrong about response 1.
     def tree(sequence_id, so_far):
-        return [(7, 0, 0.25, 0), (8, 0, 0.5, 2)] if sequence_id == 0 else [(1, 0, 0.125, 0)]
+        return [(7, 0, 0.25), (8, 0, 0.5)] if sequence_id == 0 else [(1, 0, 0.125)]
 
     result = replay(make_trace([[8, 9, 8, 9], [2, 2]]), Scripted(tree), budget=2, active=2)
     assert result.forwards_R.tolist() == [2, 2]
     assert result.drafted_R.tolist() == [4, 2]
-    assert result.accepted_by_source == {"group": 0, "live": 0, "external": 2, "gap": 0}
     assert sorted(zip(result.estimates_J.tolist(), result.accepted_J.tolist(), strict=True)) == [
         *[(0.125, False)] * 2,
         *[(0.25, False)] * 2,
@@ -118,8 +118,8 @@ def test_accepted_counts_are_by_response():
 
 def test_nodes_beyond_the_recording_are_not_judged():
     # The path 5, 6 agrees to the end; what follows was never sampled. A wrong path stays wrong.
-    nodes = [(5, 0, 0.9, 0), (6, 1, 0.8, 0), (7, 2, 0.7, 0), (8, 3, 0.6, 0), (1, 0, 0.1, 0)]
-    nodes.append((2, 5, 0.05, 0))
+    nodes = [(5, 0, 0.9), (6, 1, 0.8), (7, 2, 0.7), (8, 3, 0.6), (1, 0, 0.1)]
+    nodes.append((2, 5, 0.05))
     result = replay(make_trace([[5, 6]]), Scripted(lambda *_: nodes), budget=8, active=1)
     assert result.drafted_R.tolist() == [6]
     assert result.emitted_R.tolist() == [2]
@@ -130,9 +130,9 @@ def test_nodes_beyond_the_recording_are_not_judged():
 @pytest.mark.parametrize(
     ("tree", "reason"),
     [
-        ([(1, 0, 1.0, 0)] * 3, "at most 2"),
-        ([(1, 1, 1.0, 0)], "before their children"),
-        ([(1, -1, 1.0, 0)], "before their children"),
+        ([(1, 0, 1.0)] * 3, "at most 2"),
+        ([(1, 1, 1.0)], "before their children"),
+        ([(1, -1, 1.0)], "before their children"),
     ],
 )
 def test_broken_trees_are_refused(tree, reason):
@@ -140,7 +140,7 @@ def test_broken_trees_are_refused(tree, reason):
         replay(make_trace([[1, 2]]), Scripted(lambda *_: tree), budget=2, active=1)
 
 
-def test_longest_path_agrees_with_trying_them_all():
+def test_the_longest_match_agrees_with_trying_all_paths():
     rng = np.random.default_rng(0)
     for _ in range(500):
         size, begin = int(rng.integers(0, 12)), int(rng.integers(0, 3))
@@ -159,39 +159,33 @@ def test_longest_path_agrees_with_trying_them_all():
             if to_come[at : at + len(spelled)] == spelled:
                 best = max(best, len(spelled))
         matched = match_tree(tokens, parents, begin, begin + size, to_come, at)
-        path = longest_path(matched, parents, begin)
         assert len(matched) == size + 1
-        assert max(matched) == len(path) == best
-        assert [tokens[begin + node - 1] for node in reversed(path)] == to_come[at : at + best]
+        assert max(matched) == best
 
 
-@pytest.mark.parametrize("sees", Sees)
-def test_isolated_parts_see_only_their_own(sees):
-    parts = []
+def test_a_bin_that_is_off_is_found():
+    estimates_J = np.linspace(0, 1, 10_000, dtype=np.float32)
+    accepted_J = np.random.default_rng(0).random(10_000) < estimates_J
+    bins = equal_counts(estimates_J)
+    assert np.bincount(bins).tolist() == [1000] * 10
+    assert largest_gap(bins, estimates_J, accepted_J) < 0.05
+    accepted_J[2000:3000] = True  # where 0.25 is estimated
+    assert abs(largest_gap(bins, estimates_J, accepted_J) - 0.75) < 0.01
 
-    class Part(Scripted):
-        def __init__(self):
-            super().__init__(lambda sequence_id, so_far: [(sequence_id, 0, 1.0, 0)])
-            self.groups = {}
-            parts.append(self)
 
-        def open(self, sequence_id, group, prompt):
-            self.groups[sequence_id] = group
-            super().open(sequence_id, group, prompt)
+def test_equal_estimates_fall_into_bins_of_equal_counts():
+    assert np.bincount(equal_counts(np.full(1000, 0.5, np.float32))).tolist() == [100] * 10
 
-    responses = [[i] * 6 for i in range(6)]
-    trace = make_trace(responses, steps=[[0, 1, 2], [3, 4, 5]], prompt_of=[0, 0, 1, 0, 1, 1])
-    result = replay(trace, IsolatedDrafter(Part, sees), budget=1, active=2)
-    assert result.accept_length == 2  # each got its own draft
-    together = sorted(sorted(part.seen) for part in parts if part.seen)
-    assert (
-        together
-        == {
-            Sees.OWN: [[0], [1], [2], [3], [4], [5]],
-            Sees.SIBLINGS: [[0, 1], [2], [3], [4, 5]],
-            Sees.GROUP: [[0, 1, 3], [2, 4, 5]],
-            Sees.ALL_UNGROUPED: [[0, 1, 2, 3, 4, 5]],
-        }[sees]
-    )
-    if sees is Sees.ALL_UNGROUPED:
-        assert len(set(parts[-1].groups.values())) == 6
+
+def test_bins_of_few_nodes_are_not_judged():
+    estimates_J = np.array([0.05] * 300 + [0.55] * 199 + [1.0] * 200, np.float32)
+    accepted_J = estimates_J > 0.9
+    bins = equal_widths(estimates_J)
+    assert largest_gap(bins, estimates_J, accepted_J, at_least=200) == pytest.approx(0.05)
+    assert largest_gap(bins, estimates_J, accepted_J) == pytest.approx(0.55)
+
+
+def test_nothing_judged_is_off_by_nothing():
+    nothing = np.empty(0, np.float32)
+    for bins in (equal_counts(nothing), equal_widths(nothing)):
+        assert largest_gap(bins, nothing, np.empty(0, np.bool_)) == 0

@@ -48,7 +48,7 @@ def test_triton_finds_a_kernel_that_was_compiled_elsewhere(tmp_path: Path, monke
 
 
 def kernels(cache: Path, *names: str, size: int = 10) -> Path:
-    """As Triton lays them out, with the paths of the group's files."""
+    """Folders as Triton lays them out, with the paths of the group's files."""
     for name in names:
         folder = cache / name
         folder.mkdir(parents=True)

@@ -15,8 +15,8 @@ import bench_sleep
 import decoding
 import gpu_smoke
 from bench_step import shape_rows
-from replay_bench.roofline import Ceilings
-from replay_bench.shapes import Shape
+from harness.roofline import Ceilings
+from harness.shapes import Shape
 
 from rollout import RolloutEngine
 from rollout.models.layers.weight_loader import WeightLoader

@@ -1,1 +1,0 @@
-"""The parts of `bench_budget.py`: each gives the rows of one subject."""

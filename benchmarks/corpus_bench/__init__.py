@@ -1,1 +1,0 @@
-"""The parts of `bench_corpus.py`: each gives the rows of one subject."""

@@ -1,1 +1,0 @@
-"""What a replay can drive: our corpus, and the peers it is measured beside."""

@@ -1,0 +1,132 @@
+"""The command line of a benchmark: its options, its parts, and the table at the end.
+
+    command = Command(__doc__)
+    command.model()
+    command.option("--repeats", 3, quick=1, at_least=1, help="pairs the median is taken of")
+    command.run("weight updates", parts)
+
+Every benchmark takes `--json FILE`, `--only PART` and `--quick`, the smallest size that still runs
+all of it: options with a quick default take that one unless they are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from harness.rows import Row, finishing
+
+Part = Callable[[], Iterable[Row]]
+Parts = Mapping[str, Part]
+
+POSITIVE = (1, math.inf)
+
+
+class Command:
+    def __init__(self, description: str | None) -> None:
+        self._parser = argparse.ArgumentParser(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        self._defaults: dict[str, tuple[Any, Any]] = {}  # usual and quick, by key
+        self._limits: dict[str, tuple[float, float]] = {}
+        self.option("--json", type=Path, metavar="FILE",
+                    help="write the rows too; .jsonl: append each as it comes")  # fmt: skip
+        self.option("--only", [], nargs="+", metavar="PART",
+                    help="parts whose name contains one of these; default: all")  # fmt: skip
+        self.flag("--quick", "the smallest size that runs all of it")
+
+    def option(
+        self,
+        name: str,
+        default: Any = None,
+        *,
+        quick: Any = None,
+        limits: tuple[float, float] = (-math.inf, math.inf),
+        help: str = "",
+        **settings: Any,
+    ) -> None:
+        """Add an option of its default's type.
+
+        Args:
+            quick: The default of a quick run; None: the usual one.
+            limits: The least and the largest value that are accepted.
+            settings: More of argparse's.
+        """
+        sample = default[0] if isinstance(default, list) and default else default
+        if sample not in (None, []) and not isinstance(sample, bool):
+            settings.setdefault("type", type(sample))
+            shown = " ".join(map(str, default)) if isinstance(default, list) else default
+            help = f"{help}; default: {shown}".removeprefix("; ")
+        self._parser.add_argument(name, default=argparse.SUPPRESS, help=help, **settings)
+        key = name.removeprefix("--").replace("-", "_")
+        self._defaults[key] = (default, default if quick is None else quick)
+        self._limits[key] = limits
+
+    def flag(self, name: str, help: str) -> None:
+        self._parser.add_argument(name, action="store_true", help=help)
+
+    def model(self) -> None:
+        self.option("--model", Path("models/SmolLM2-135M-Instruct"), type=Path, help="the target")
+
+    def repeats(self, default: int, quick: int = 1) -> None:
+        help = "measurements that the median is taken of"
+        self.option("--repeats", default, quick=quick, limits=POSITIVE, help=help)
+
+    def threads(self, default: int) -> None:
+        """Add `--threads`, which torch is told before anything runs."""
+        self.option("--threads", default, limits=POSITIVE, help="of each process")
+
+    def error(self, message: str) -> NoReturn:
+        self._parser.error(message)
+
+    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        options = self._parser.parse_args(arguments)
+        for key, (usual, quick) in self._defaults.items():
+            if key not in options:
+                setattr(options, key, copy.copy(quick if options.quick else usual))
+            value = getattr(options, key)
+            least, largest = self._limits[key]
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, int | float) and not least <= each <= largest:
+                    name = key.replace("_", "-")
+                    self.error(f"--{name}={each}: must be in [{least:g}, {largest:g}]")
+        return options
+
+    def run(
+        self,
+        title: str,
+        parts: Callable[[argparse.Namespace], Parts],
+        arguments: Sequence[str] | None = None,
+    ) -> None:
+        """Run the parts that were asked for; a row counts as soon as its part yields it.
+
+        Args:
+            title: Of the table; ``{threads}`` and the like stand for options.
+            parts: By name, in order. FileNotFoundError is reported as a fault of the command line.
+        """
+        options = self.parse(arguments)
+        if "threads" in options:
+            torch.set_num_threads(options.threads)
+        try:
+            known = parts(options)
+        except FileNotFoundError as error:
+            self.error(str(error))
+        chosen = {
+            name: part
+            for name, part in known.items()
+            if not options.only or any(each in name for each in options.only)
+        }
+        if not chosen:
+            self.error(f"--only {' '.join(options.only)}: must be in one of: {'; '.join(known)}")
+        with finishing(title.format_map(vars(options)), options.json) as rows:
+            for name, part in chosen.items():
+                started = time.perf_counter()
+                rows.extend(part())
+                print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)

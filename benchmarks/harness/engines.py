@@ -1,0 +1,56 @@
+"""Engines over the demo model, and the corpora that they draft from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ngram_native import Corpus
+from rollout import RolloutEngine, SamplingParams
+from rollout.types import Prompt
+from spec_workers.ngram import NgramWorker
+
+PLAIN = "none"
+
+
+def make_engine(
+    model: Path, spec: str, max_running: int, spec_options: dict[str, Any], **options: Any
+) -> RolloutEngine:
+    """An engine in bf16 with little KV, as several share the memory."""
+    return RolloutEngine.from_pretrained(
+        str(model),
+        spec=spec,
+        spec_options=None if spec == PLAIN else spec_options,
+        dtype="bfloat16",
+        max_running=max_running,
+        **{"kv_bytes": 256 << 20} | options,
+    )
+
+
+def fixed(num_draft_tokens: int) -> dict[str, Any]:
+    """`spec_options` of an engine that verifies so many nodes per request, whatever they cost."""
+    return {"num_draft_tokens": num_draft_tokens, "budget": "fixed"}
+
+
+def corpus_of(engine: RolloutEngine) -> Corpus:
+    """The corpus of an engine that drafts from one; TypeError where there is none."""
+    if not isinstance(engine.worker, NgramWorker):
+        raise TypeError(f"{type(engine.worker).__name__} has no corpus")
+    return engine.worker.corpus
+
+
+def forget(engine: RolloutEngine) -> None:
+    """Empty the corpus, where there is one."""
+    if isinstance(engine.worker, NgramWorker):
+        engine.worker.corpus.reset()
+
+
+def warm_up(engine: RolloutEngine, prompts: Sequence[Prompt], most: int) -> None:
+    """Run the first forwards of each shape, which are slow, and forget what the corpus saw.
+
+    ``most``: tokens of a rollout that is timed; a warm one has 24 at most.
+    """
+    params = SamplingParams(temperature=1.0, max_new_tokens=min(24, most), seed=77)
+    engine.generate(prompts, params)
+    forget(engine)

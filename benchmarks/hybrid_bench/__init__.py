@@ -1,1 +1,0 @@
-"""What recurrent layers cost: their states' memory, verification, and what drafts are worth."""

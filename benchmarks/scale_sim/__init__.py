@@ -1,1 +1,0 @@
-"""A discrete-event simulation of many replicas."""
