@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -47,11 +47,7 @@ class _AllOrNone(AbstractContextManager[None]):
 
 
 class StepRunner:
-    """Runs the steps of one engine, and hands out the rollouts that end in them.
-
-    Args:
-        before_step: called before each step; raises where none may run.
-    """
+    """Runs the steps of one engine, and hands out the rollouts that end in them."""
 
     def __init__(
         self,
@@ -60,7 +56,6 @@ class StepRunner:
         requests: RequestFactory,
         overlap: TwoBatchOverlap,
         guard: CallGuard,
-        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
@@ -68,7 +63,6 @@ class StepRunner:
         self._worker = worker
         self._requests = requests
         self._overlap = overlap
-        self._before_step = before_step
         self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
         self._cache_hits = 0  # of the memory's life, before this step
         self._ended: list[Rollout] = []  # that no stream has claimed
@@ -76,7 +70,6 @@ class StepRunner:
 
     def run(self) -> None:
         """Begin what can begin, and finish the step that was begun first."""
-        self._before_step()
         started = time.perf_counter()
         halved = self._worker.overlaps and self._overlap.wants(self.scheduler.num_running)
         self.guard.begin_step()
