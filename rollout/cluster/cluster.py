@@ -9,9 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from rollout.cluster.config import ClusterConfig
 from rollout.cluster.corpora import ClusterCorpora
 from rollout.cluster.corpus_exchange import CorpusExchange
-from rollout.cluster.in_flight import InFlightRequest
 from rollout.cluster.lifecycle import ClusterLifecycle
-from rollout.cluster.messages import ReplicaFacts, Report
+from rollout.cluster.messages import InFlightRequest, ReplicaFacts, Report
 from rollout.cluster.replica import ReplicaPool
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.reports import ReplicaReports

@@ -83,10 +83,10 @@ class ClusterLifecycle:
         """A joiner: paused and asleep as the others are."""
         if self.is_paused:
             replica.call("pause_generation", PauseMode.IN_PLACE)
-        for keeps in (True, False):
-            tags = [tag for tag, kept in self._released.items() if kept is keeps]
+        for keep_weights in (True, False):
+            tags = [tag for tag, keeps in self._released.items() if keeps is keep_weights]
             if tags:
-                replica.call("release_memory", tags, keeps)
+                replica.call("release_memory", tags, keep_weights)
         noted: Future[None] = Future()
 
         def note(answer: Future[Any]) -> None:

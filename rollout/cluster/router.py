@@ -1,7 +1,7 @@
 """Which replica runs which request.
 
-Requests queue here, by the replica that is their group's home, and are handed out as seats become
-free, so that little is lost when a replica dies and nothing waits at one while another idles.
+Requests queue here, by the replica that is their group's home, and are handed out as there is
+room, so that little is lost when a replica dies and nothing waits at one while another idles.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from rollout.sampling.noise import mixed
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _ReplicaQueue:
     """A replica that takes requests."""
 
     name: str
-    seats: int
+    max_running: int
     running: dict[int, None] = field(default_factory=dict)  # request ids, in order
     queue: dict[int, deque[int]] = field(default_factory=dict)  # group -> request ids, none empty
     num_queued: int = 0
 
     @property
-    def seats_and_reserve(self) -> int:
-        """A quarter more wait there, so that a seat that becomes free is taken in the next step."""
-        return self.seats + max(1, self.seats // 4)
+    def running_and_reserve(self) -> int:
+        """A quarter more wait there, for the next step to take the room of what ends."""
+        return self.max_running + max(1, self.max_running // 4)
 
     def push(self, group: int, request_ids: deque[int], *, first: bool = False) -> None:
         self.num_queued += len(request_ids)
@@ -70,7 +70,7 @@ class _Group:
 class Router:
     """Requests of a group go to the same replica, where they meet their prefix and their siblings'
     tokens: to its home, a pure function of the group and of who is alive, so that the next epoch
-    finds it again. A replica with idle seats takes the group that has waited longest at the one
+    finds it again. A replica with room takes the group that has waited longest at the one
     with the longest queue, and is the home of that group while any of it is unfinished.
 
     Deterministic: the same calls give the same answers.
@@ -79,24 +79,24 @@ class Router:
     def __init__(self, names: Sequence[str]) -> None:
         """``names``: of all replicas there are to be; those that `join` take requests."""
         self._names = list(names)
-        self._places: dict[str, _Place] = {}
+        self._replicas: dict[str, _ReplicaQueue] = {}
         self._groups: dict[int, _Group] = {}
         self._requests: dict[int, tuple[int, str | None]] = {}  # id -> group, where it runs
-        self._homeless: list[int] = []  # while nobody takes requests
-        self._lonely: dict[int, None] = {}  # waiting to run alone, in order
-        self._cell: _Place | None = None  # takes nothing but those
+        self._unassigned: list[int] = []  # while nobody takes requests
+        self._alone: dict[int, None] = {}  # waiting to run alone, in order
+        self._reserved: _ReplicaQueue | None = None  # takes nothing but those
 
     @property
     def num_waiting(self) -> int:
         """Requests that no replica has."""
-        queued = sum(place.num_queued for place in self._places.values())
-        return queued + len(self._homeless) + len(self._lonely)
+        queued = sum(replica.num_queued for replica in self._replicas.values())
+        return queued + len(self._unassigned) + len(self._alone)
 
-    def join(self, name: str, seats: int) -> None:
+    def join(self, name: str, max_running: int) -> None:
         """``name`` takes requests from now on, and runs so many together."""
-        self._places[name] = _Place(name, seats)
-        homeless, self._homeless = self._homeless, []
-        for request_id in homeless:
+        self._replicas[name] = _ReplicaQueue(name, max_running)
+        unassigned, self._unassigned = self._unassigned, []
+        for request_id in unassigned:
             self._queue(request_id, first=False)
 
     def leave(self, name: str) -> list[int]:
@@ -104,19 +104,19 @@ class Router:
 
         What was queued for it is queued elsewhere.
         """
-        place = self._places.pop(name, None)
-        if place is None:
+        replica = self._replicas.pop(name, None)
+        if replica is None:
             return []
-        if self._cell is place:
-            self._cell = None
-        lost = list(place.running)
+        if self._reserved is replica:
+            self._reserved = None
+        lost = list(replica.running)
         for request_id in lost:
             self._forget(request_id)
-        for group, request_ids in place.queue.items():
-            if self._places:
+        for group, request_ids in replica.queue.items():
+            if self._replicas:
                 self._home(group).push(group, request_ids)
             else:
-                self._homeless += request_ids
+                self._unassigned += request_ids
         return lost
 
     def add(self, request_id: int, group: int, *, first: bool = False, alone: bool = False) -> None:
@@ -125,21 +125,21 @@ class Router:
         self._requests[request_id] = (group, None)
         self._groups.setdefault(group, _Group()).num_unfinished += 1
         if alone:
-            self._lonely[request_id] = None
-        elif self._places:
+            self._alone[request_id] = None
+        elif self._replicas:
             self._queue(request_id, first=first)
         else:
-            self._homeless.append(request_id)
+            self._unassigned.append(request_id)
 
     def remove(self, request_id: int) -> str | None:
         """It ended, or is wanted no more; which replica has it, if one does."""
         group, name = self._requests[request_id]
         if name is not None:
-            del self._places[name].running[request_id]
-        elif request_id in self._lonely:
-            del self._lonely[request_id]
-        elif request_id in self._homeless:
-            self._homeless.remove(request_id)
+            del self._replicas[name].running[request_id]
+        elif request_id in self._alone:
+            del self._alone[request_id]
+        elif request_id in self._unassigned:
+            self._unassigned.remove(request_id)
         else:
             self._home(group).discard(group, request_id)
         self._forget(request_id)
@@ -148,53 +148,55 @@ class Router:
     def take(self) -> dict[str, list[int]]:
         """The requests to hand out now, and to which replica."""
         taken: dict[str, list[int]] = {}
-        for request_id, place in self._assignments():
+        for request_id, replica in self._assignments():
             group, _ = self._requests[request_id]
-            self._requests[request_id] = (group, place.name)
-            place.running[request_id] = None
-            taken.setdefault(place.name, []).append(request_id)
+            self._requests[request_id] = (group, replica.name)
+            replica.running[request_id] = None
+            taken.setdefault(replica.name, []).append(request_id)
         return taken
 
-    def _assignments(self) -> Iterator[tuple[int, _Place]]:
-        yield from self._solitary()
-        open_places = [place for place in self._places.values() if place is not self._cell]
-        for place in open_places:
-            while place.queue and len(place.running) < place.seats:
-                yield place.pop(), place
-        while open_places and any(place.queue for place in self._places.values()):
-            idlest = min(open_places, key=lambda place: len(place.running))
-            if len(idlest.running) >= idlest.seats:
+    def _assignments(self) -> Iterator[tuple[int, _ReplicaQueue]]:
+        yield from self._assign_alone()
+        open_replicas = [
+            replica for replica in self._replicas.values() if replica is not self._reserved
+        ]
+        for replica in open_replicas:
+            while replica.queue and len(replica.running) < replica.max_running:
+                yield replica.pop(), replica
+        while open_replicas and any(replica.queue for replica in self._replicas.values()):
+            idlest = min(open_replicas, key=lambda replica: len(replica.running))
+            if len(idlest.running) >= idlest.max_running:
                 break
-            self._steal(idlest)
-            while idlest.queue and len(idlest.running) < idlest.seats:
+            self._move_group(idlest)
+            while idlest.queue and len(idlest.running) < idlest.max_running:
                 yield idlest.pop(), idlest
-        for place in open_places:
-            while place.queue and len(place.running) < place.seats_and_reserve:
-                yield place.pop(), place
+        for replica in open_replicas:
+            while replica.queue and len(replica.running) < replica.running_and_reserve:
+                yield replica.pop(), replica
 
-    def _solitary(self) -> Iterator[tuple[int, _Place]]:
-        if self._lonely and self._cell is None and self._places:
-            self._cell = min(self._places.values(), key=lambda place: len(place.running))
-        if self._cell is None or self._cell.running:
+    def _assign_alone(self) -> Iterator[tuple[int, _ReplicaQueue]]:
+        if self._alone and self._reserved is None and self._replicas:
+            self._reserved = min(self._replicas.values(), key=lambda replica: len(replica.running))
+        if self._reserved is None or self._reserved.running:
             return
-        if self._lonely:
-            request_id = next(iter(self._lonely))
-            del self._lonely[request_id]
-            yield request_id, self._cell
+        if self._alone:
+            request_id = next(iter(self._alone))
+            del self._alone[request_id]
+            yield request_id, self._reserved
         else:
-            self._cell = None
+            self._reserved = None
 
-    def _steal(self, thief: _Place) -> None:
-        victim = max(self._places.values(), key=lambda place: place.num_queued)
-        group, request_ids = victim.pop_group()
-        self._groups[group].home = thief.name
-        thief.push(group, request_ids)
+    def _move_group(self, taker: _ReplicaQueue) -> None:
+        longest = max(self._replicas.values(), key=lambda replica: replica.num_queued)
+        group, request_ids = longest.pop_group()
+        self._groups[group].home = taker.name
+        taker.push(group, request_ids)
 
     def _queue(self, request_id: int, *, first: bool) -> None:
         group, _ = self._requests[request_id]
         self._home(group).push(group, deque([request_id]), first=first)
 
-    def _home(self, group: int) -> _Place:
+    def _home(self, group: int) -> _ReplicaQueue:
         """Where it is while any of it is unfinished, else where its hash leads.
 
         Each try is as good as random, and the first that is alive is it: so the groups of one that
@@ -202,10 +204,10 @@ class Router:
         """
         known = self._groups[group]
         attempt = group
-        while known.home not in self._places:
+        while known.home not in self._replicas:
             attempt = mixed(attempt + GOLDEN)
             known.home = self._names[attempt % len(self._names)]
-        return self._places[known.home]
+        return self._replicas[known.home]
 
     def _forget(self, request_id: int) -> None:
         group, _ = self._requests.pop(request_id)

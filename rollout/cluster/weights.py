@@ -25,10 +25,14 @@ from rollout.weights.bucket import (
     unflattened,
 )
 from rollout.weights.checks import manifest_of, refuse_not_finite
-from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import announced_manifest
-from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    StoredWeights,
+    UpdateOptions,
+    closed_iterator,
+)
 
 log = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CorpusDelta:
-    """Pieces of rollouts, in the order they were committed; flat arrays.
+    """Spans of rollouts, in the order they were committed; flat arrays.
 
-    The pieces of one rollout follow each other without gaps, in this delta and over the later ones
+    The spans of one rollout follow each other without gaps, in this delta and over the later ones
     of the same sender, so the receiver joins them into one document. Siblings whose rollouts begin
     in one delta share their prompt.
 
-    Legend: C contexts that rollouts begin with, M their tokens, B pieces, N their tokens.
+    Legend: C contexts that rollouts begin with, M their tokens, B spans, N their tokens.
     """
 
     sender: int  # a random number in [0, 2**63): one engine, from when it began to share
@@ -44,9 +44,9 @@ class CorpusDelta:
     context_offsets_C1: NDArray[np.int64]
     context_tokens_M: NDArray[np.int32]  # a prompt, and what was generated before a resubmission
     rollouts_B: NDArray[np.int64]  # the sender's request ids
-    contexts_B: NDArray[np.int32]  # the context, of a rollout's first piece; -1 of later ones
-    starts_B: NDArray[np.int32]  # tokens the rollout had emitted before this piece
-    versions_B: NDArray[np.int64]  # of the weights that sampled the piece
+    contexts_B: NDArray[np.int32]  # the context, of a rollout's first span; -1 of later ones
+    starts_B: NDArray[np.int32]  # tokens the rollout had emitted before this span
+    versions_B: NDArray[np.int64]  # of the weights that sampled the span
     ends_B: NDArray[np.bool_]  # nothing more will come of the rollout
     offsets_B1: NDArray[np.int64]
     tokens_N: NDArray[np.int32]
@@ -71,7 +71,7 @@ class CorpusDelta:
             require(name, ok, f"must be a one-dimensional array of {np.dtype(dtype).name}")
         for name in ("contexts_B", "starts_B", "versions_B", "ends_B"):
             same = getattr(self, name).size == self.rollouts_B.size
-            require(name, same, f"must have an entry per piece: {self.rollouts_B.size}")
+            require(name, same, f"must have an entry per span: {self.rollouts_B.size}")
         for offsets, count, flat in (
             ("context_offsets_C1", self.groups_C.size, self.context_tokens_M.size),
             ("offsets_B1", self.rollouts_B.size, self.tokens_N.size),
@@ -84,7 +84,7 @@ class CorpusDelta:
         require("contexts_B", bool(in_range.all()), f"must be in [-1, {self.groups_C.size})")
         begins = self.contexts_B >= 0
         require("starts_B", bool(((self.starts_B == 0) | (~begins & (self.starts_B > 0))).all()),
-                "must be 0 of a rollout's first piece, and >= 0 of others")  # fmt: skip
+                "must be 0 of a rollout's first span, and >= 0 of others")  # fmt: skip
         for name in ("context_tokens_M", "tokens_N"):
             require(name, bool((getattr(self, name) >= 0).all()), "token ids must be >= 0")
 

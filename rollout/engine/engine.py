@@ -68,19 +68,13 @@ class RolloutEngine:
         overlap = TwoBatchOverlap(
             config.scheduler.overlap, hides=worker.model_device.type == "cuda"
         )
-        self.steps = StepRunner(
-            worker, self.scheduler, self.requests, overlap, self.calls, self._before_step
-        )
+        self.steps = StepRunner(worker, self.scheduler, self.requests, overlap, self.calls)
         self.weights = WeightUpdates(worker, self.steps)
         self.lifecycle = Lifecycle(worker, self.steps, self.weights.handles)
-        self.generation = Generation(
-            worker, self.encoder, self.requests, self.steps, self.lifecycle.require_running
-        )
         self.corpora = Corpora(worker, self.encoder, self.steps)
-
-    def _before_step(self) -> None:
-        self.lifecycle.require_running()
-        self.corpora.load_configured_corpora()
+        self.generation = Generation(
+            worker, self.encoder, self.requests, self.steps, self.lifecycle, self.corpora
+        )
 
     @classmethod
     def from_config(
@@ -220,7 +214,7 @@ class RolloutEngine:
         """
         has_reason = self.scheduler.has_unfinished or self.worker.lockstep
         if has_reason and not self.is_paused:
-            self.steps.run()
+            self.generation.run_step()
         return self.steps.take_ended()
 
     @exclusive

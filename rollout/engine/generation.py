@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from rollout.checked import checked_iterable
+from rollout.engine.corpora import Corpora
+from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.requests import RequestFactory
 from rollout.engine.steps import StepRunner
 from rollout.engine.streaming import RolloutStream, in_order_of_plain_decoding
@@ -20,11 +22,7 @@ _MAX_REQUESTS = 1 << 22
 
 
 class Generation:
-    """Runs the steps that its calls need until all of their requests have ended.
-
-    Args:
-        require_running: raises where no step can run now.
-    """
+    """Runs steps, one or as many as its calls need until all of their requests have ended."""
 
     def __init__(
         self,
@@ -32,13 +30,21 @@ class Generation:
         encoder: PromptEncoder,
         requests: RequestFactory,
         steps: StepRunner,
-        require_running: Callable[[], None],
+        lifecycle: Lifecycle,
+        corpora: Corpora,
     ) -> None:
         self._worker = worker
         self._encoder = encoder
         self._requests = requests
         self._steps = steps
-        self._require_running = require_running
+        self._lifecycle = lifecycle
+        self._corpora = corpora
+
+    def run_step(self) -> None:
+        """Run one step. Raises what `Lifecycle.require_running` does."""
+        self._lifecycle.require_running()
+        self._corpora.load_configured_corpora()
+        self._steps.run()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -129,7 +135,7 @@ class Generation:
             self._steps.add(requests, inbox)
             while self._any_rank(bool(unfinished)):
                 if not inbox or self._worker.ranks.rows.size > 1:
-                    self._steps.run()
+                    self.run_step()
                 ended = list(inbox)
                 inbox.clear()
                 unfinished.difference_update(rollout.request_id for rollout in ended)
@@ -148,7 +154,7 @@ class Generation:
     def _accompany(self) -> None:
         """Step with nothing to do of its own until no rank in lockstep has work."""
         while self._worker.ranks.rows.size > 1 and self._any_rank(False):
-            self._steps.run()
+            self.run_step()
 
     def any_rank_has_unfinished(self) -> bool:
         """Whether any rank in lockstep with this one has something unfinished.
@@ -176,7 +182,7 @@ class Generation:
 
         Where this rank's call is refused, others in lockstep with it are served all the same.
         """
-        self._require_running()
+        self._lifecycle.require_running()
         self._steps.drain()
         try:
             request, output = self._scored(

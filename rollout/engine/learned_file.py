@@ -55,10 +55,10 @@ def _finite(text: str) -> float:
     return number
 
 
-def _check_depth(value: dict[str, Any] | list[Any], most: int) -> None:
+def _check_depth(value: dict[str, Any] | list[Any], max_depth: int) -> None:
     """So that it can be copied and written again."""
-    if not most:
+    if not max_depth:
         raise ValueError("is nested too deep")
     for each in value.values() if isinstance(value, dict) else value:
         if isinstance(each, (dict, list)):
-            _check_depth(each, most - 1)
+            _check_depth(each, max_depth - 1)

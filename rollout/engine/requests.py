@@ -40,12 +40,12 @@ class TokenStopCheck:
             return len(new_token_ids), None
         first_output = request.prompt_len - request.partial_len
         tail = request.tokens[max(first_output, len(request.tokens) - self._window) :]
-        for kept, token in enumerate(new_token_ids, start=1):
+        for count, token in enumerate(new_token_ids, start=1):
             tail.append(token)
-            if request.generated_len + kept < self._min_new_tokens:
+            if request.generated_len + count < self._min_new_tokens:
                 continue
             if token in self.stop_token_ids or self._completes_stop_string(tail):
-                return kept, FinishReason.STOP
+                return count, FinishReason.STOP
         return len(new_token_ids), None
 
     def _completes_stop_string(self, tail: list[int]) -> bool:
@@ -71,8 +71,8 @@ def cut_at_stop(text: str, shorter_len: int, stops: Sequence[str]) -> str:
 
     ``shorter_len``: characters of the text without that token.
     """
-    places = [(text.rfind(stop), stop) for stop in stops]
-    completed = [at for at, stop in places if at >= 0 and at + len(stop) > shorter_len]
+    found = [(text.rfind(stop), stop) for stop in stops]
+    completed = [at for at, stop in found if at >= 0 and at + len(stop) > shorter_len]
     return text[: min(completed)] if completed else text
 
 

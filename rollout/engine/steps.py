@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -51,7 +51,6 @@ class StepRunner:
 
     Args:
         worker: decodes; another one may take its place while no request is unfinished.
-        before_step: called before each step; raises where none may run.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class StepRunner:
         requests: RequestFactory,
         overlap: TwoBatchOverlap,
         guard: CallGuard,
-        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
@@ -69,7 +67,6 @@ class StepRunner:
         self.worker = worker
         self._requests = requests
         self._overlap = overlap
-        self._before_step = before_step
         self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
         self._cache_hits = 0  # of the memory's life, before this step
         self._ended: list[Rollout] = []  # that no stream has claimed
@@ -77,7 +74,6 @@ class StepRunner:
 
     def run(self) -> None:
         """Begin what can begin, and finish the step that was begun first."""
-        self._before_step()
         started = time.perf_counter()
         halved = self.worker.overlaps and self._overlap.wants(self.scheduler.num_running)
         self.guard.begin_step()

@@ -14,24 +14,24 @@ from rollout.types import FinishReason, Request, Rollout
 class StreamOrder:
     """Hands out rollouts in the order plain decoding would have finished them.
 
-    Plain decoding, as modelled here: requests take one of ``seats`` in the order of their arrival,
-    as one frees; each holds it for as many ticks as it emits tokens; whoever ends first comes
-    first, of those that end together the one that arrived first. So the order is a function of
-    the lengths alone: neither drafts nor admission nor what else runs can be seen in it, nor how
-    fast any of it was.
+    Plain decoding, as modelled here: requests take one of ``max_running`` machines in the order of
+    their arrival, as one frees; each holds it for as many ticks as it emits tokens; whoever ends
+    first comes first, of those that end together the one that arrived first. So the order is a
+    function of the lengths alone: neither drafts nor admission nor what else runs can be seen in
+    it, nor how fast any of it was.
 
-    Serving a fixed list on equal seats is monotone: longer requests make no start earlier (Graham
-    1969), so what the unfinished ones have emitted bounds from below when they end. A request is
-    *placed* once its start is known: all before it are placed, and a seat they leave is free at a
-    time that no placed request still running can beat, for that one ends at its start + tokens so
-    far + 1 at the earliest. One that has ended may be handed out when none of those can come before
-    it; those not placed yet start no earlier than they can end, so they cannot either. Nothing
-    could be handed out sooner without knowing what is not emitted yet.
+    Serving a fixed list on equal machines is monotone: longer requests make no start earlier
+    (Graham 1969), so what the unfinished ones have emitted bounds from below when they end. A
+    request is *placed* once its start is known: all before it are placed, and a machine they leave
+    is free at a time that no placed request still running can beat, for that one ends at its
+    start + tokens so far + 1 at the earliest. One that has ended may be handed out when none of
+    those can come before it; those not placed yet start no earlier than they can end, so they
+    cannot either. Nothing could be handed out sooner without knowing what is not emitted yet.
 
-    A check costs O(seats), and a request O(log seats) once.
+    A check costs O(max_running), and a request O(log max_running) once.
     """
 
-    def __init__(self, num_requests: int, seats: int, emitted: Callable[[int], int]) -> None:
+    def __init__(self, num_requests: int, max_running: int, emitted: Callable[[int], int]) -> None:
         """Requests are numbered [0, num_requests) as they arrive.
 
         ``emitted(index)``: tokens of an unfinished request so far. Never falls.
@@ -39,7 +39,7 @@ class StreamOrder:
         self._num_requests = num_requests
         self._emitted = emitted
         self._num_placed = 0
-        self._free = [0] * seats  # heap: when each seat that nobody placed holds was left
+        self._free = [0] * max_running  # heap: when each machine that nobody placed holds was left
         self._running: dict[int, int] = {}  # placed and unfinished: index -> start
         self._ended: dict[int, int] = {}  # not placed yet: index -> ticks
         self._held: list[tuple[int, int]] = []  # heap: (end, index), placed, to be handed out
@@ -136,7 +136,7 @@ class RolloutStream(Iterator[Rollout]):
 
 
 def in_order_of_plain_decoding(
-    requests: Sequence[Request], seats: int, steps: Iterable[list[Rollout]]
+    requests: Sequence[Request], max_running: int, steps: Iterable[list[Rollout]]
 ) -> Iterator[Rollout]:
     """Each rollout as soon as no other can come before it.
 
@@ -145,12 +145,14 @@ def in_order_of_plain_decoding(
 
     Args:
         requests: in the order of their arrival; their tokens grow as steps go by.
-        seats: how many of them plain decoding would run at a time.
+        max_running: how many of them plain decoding would run at a time.
         steps: what ended in each step.
     """
-    places = {request.request_id: place for place, request in enumerate(requests)}
+    index_of = {request.request_id: index for index, request in enumerate(requests)}
     order = StreamOrder(
-        len(requests), seats, lambda place: len(requests[place].tokens) - requests[place].prompt_len
+        len(requests),
+        max_running,
+        lambda index: len(requests[index].tokens) - requests[index].prompt_len,
     )
     held: dict[int, Rollout] = {}
     try:
@@ -158,18 +160,18 @@ def in_order_of_plain_decoding(
             # All is booked before anything is handed out: meanwhile the consumer may run steps.
             ready = []
             for rollout in ended:
-                place, emitted = places[rollout.request_id], len(rollout.token_ids)
+                index, emitted = index_of[rollout.request_id], len(rollout.token_ids)
                 if rollout.finish_reason is FinishReason.ABORT:
-                    order.abort(place, emitted)
+                    order.abort(index, emitted)
                     ready.append(rollout)
                     continue
                 # A step without a token: the one it failed in.
-                order.end(place, emitted + (rollout.finish_reason is FinishReason.ERROR))
-                held[place] = rollout
+                order.end(index, emitted + (rollout.finish_reason is FinishReason.ERROR))
+                held[index] = rollout
             if held:
-                ready += [held.pop(place) for place in order.release()]
+                ready += [held.pop(index) for index in order.release()]
             yield from ready
     except Exception:
-        for place in sorted(held):
-            yield held[place]
+        for index in sorted(held):
+            yield held[index]
         raise

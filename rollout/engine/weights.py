@@ -30,8 +30,7 @@ from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.checks import manifest_of
 from rollout.weights.groups import WeightGroups
 from rollout.weights.ipc import HandleReceiver
-from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, UpdateOptions
 from rollout.weights.transaction import WeightState
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.weights.manifest import Manifest
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import Manifest, UpdateOptions
 
 Options = dict[str, Any]
 """The fields of UpdateOptions that a caller gave."""

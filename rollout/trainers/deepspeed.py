@@ -75,9 +75,9 @@ class DeepSpeedSource(ParameterSource):
                 for parameter, master in zip(parameters, masters, strict=True)
             ]
 
-    def piece(self, ref: ParamRef) -> tuple[Hashable, int]:
-        piece, size = super().piece(ref)
-        return piece, ref.numel * 4 if self._wants_master(ref.parameter) else size
+    def gather_unit(self, ref: ParamRef) -> tuple[Hashable, int]:
+        unit, size = super().gather_unit(ref)
+        return unit, ref.numel * 4 if self._wants_master(ref.parameter) else size
 
     @property
     def step_applied(self) -> bool:

@@ -78,7 +78,7 @@ class FSDP1Source(ParameterSource):
                 pass
 
     def refs(self) -> list[ParamRef]:
-        """By unit. Shapes and places come from the flat parameters: nothing is gathered."""
+        """By unit. Shapes and owners come from the flat parameters: nothing is gathered."""
         refs: list[ParamRef] = []
         taken: set[tuple[int, str]] = set()
         self._units.clear()
@@ -90,9 +90,9 @@ class FSDP1Source(ParameterSource):
             flat = handle.flat_param
             taken |= {(id(info.module), info.param_name) for info in flat._shared_param_infos}
             for info, shape, name in zip(flat._param_infos, flat._shapes, flat._fqns, strict=True):
-                place = (id(info.module), info.param_name)
-                taken.add(place)
-                self._units[place] = module
+                owner = (id(info.module), info.param_name)
+                taken.add(owner)
+                self._units[owner] = module
                 full_name = f"{prefix}.{name}" if prefix else name
                 refs.append(
                     ParamRef(full_name, info.module, info.param_name, tuple(shape), flat.dtype)
@@ -104,10 +104,10 @@ class FSDP1Source(ParameterSource):
         ]
         return refs + unmanaged
 
-    def piece(self, ref: ParamRef) -> tuple[Hashable, int]:
+    def gather_unit(self, ref: ParamRef) -> tuple[Hashable, int]:
         unit = self._units.get((id(ref.module), ref.attribute))
         if unit is None or unit._handle is None:
-            return super().piece(ref)
+            return super().gather_unit(ref)
         flat = unit._handle.flat_param
         return id(unit), flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.trainers.parameter_source import BUCKET_BYTES
+from rollout.trainers.parameter_source import BUCKET_BYTES, WeightStream
 from rollout.trainers.source import weight_source
-from rollout.trainers.stream import WeightStream
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import UpdateOptions
 
 
 class WeightReceiver(Protocol):

@@ -1,4 +1,4 @@
-"""Where a trainer keeps its parameters, and which of them a checkpoint tensor is made of."""
+"""Where a trainer keeps its parameters, and which checkpoint tensors are made of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+# Modules that wrappers put between a module and its own children, at any depth.
+_WRAPPING = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def checkpoint_name(name: str) -> str:
+    """``name`` of a parameter or module without what data-parallel, compile and PEFT wrappers add.
+
+    ``module.base_model.model.lm_head.base_layer.weight`` is ``lm_head.weight``.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPING]
+    while parts[:1] == ["module"]:
+        parts = parts[1:]
+    if parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside a chain of FSDP1, compile and checkpoint wrappers, or the module itself."""
+    while True:
+        inner = next((child for name, child in module.named_children() if name in _WRAPPING), None)
+        if inner is None:
+            return module
+        module = inner
 
 
 @dataclass(frozen=True, slots=True)

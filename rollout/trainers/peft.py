@@ -17,10 +17,9 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.names import checkpoint_name, unwrapped
-from rollout.trainers.param_ref import Combine, ParamRef, Weight
+from rollout.trainers.param_ref import Combine, ParamRef, Weight, checkpoint_name, unwrapped
 
-_Places = dict[tuple[int, str], ParamRef]  # by id of the module, and attribute
+_RefsByOwner = dict[tuple[int, str], ParamRef]  # by id of the module, and attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +48,19 @@ def merged_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
     tuning, disabled adapters, and LoRA on tied tensors.
     """
     _refuse_prompt_learning(model)
-    places = {(id(ref.module), ref.attribute): ref for ref in refs}
+    refs_by_owner = {(id(ref.module), ref.attribute): ref for ref in refs}
     tied = _tied(model)
     merges: dict[tuple[int, str], tuple[list[ParamRef], Combine]] = {}
     hidden: set[int] = set()  # modules that hold no weight of the merged model
     renamed: dict[int, tuple[str, str]] = {}  # what their names begin with, what they should
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            kept, path = _kept(module, name)
+            saved, path = _saved_module(module, name)
             hidden |= {id(inner) for inner in module.modules()} - {
-                id(inner) for inner in kept.modules()
+                id(inner) for inner in saved.modules()
             }
             names = (checkpoint_name(f"{name}.{path}"), checkpoint_name(name))
-            renamed |= {id(inner): names for inner in kept.modules()}
+            renamed |= {id(inner): names for inner in saved.modules()}
         elif isinstance(module, AuxiliaryTrainingWrapper):
             raise _unsupported(name, module)
         elif isinstance(module, BaseTunerLayer):
@@ -71,7 +70,7 @@ def merged_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
             for child_name, child in module.named_children():
                 if child_name != "base_layer":
                     hidden |= {id(inner) for inner in child.modules()}
-            for attribute, inputs, combine in _merges(name, module, places):
+            for attribute, inputs, combine in _merges(name, module, refs_by_owner):
                 if id(getattr(base, attribute)) in tied:
                     raise InvalidInputError(
                         "model", name,
@@ -96,7 +95,7 @@ def _weights(
         yield Weight(name, (ref, *inputs), combine)
 
 
-def _kept(wrapper: ModulesToSaveWrapper, name: str) -> tuple[nn.Module, str]:
+def _saved_module(wrapper: ModulesToSaveWrapper, name: str) -> tuple[nn.Module, str]:
     """The module that stands for the wrapped one, and where the wrapper holds it."""
     _require_enabled(name, wrapper)
     if not wrapper.active_adapters:
@@ -106,7 +105,7 @@ def _kept(wrapper: ModulesToSaveWrapper, name: str) -> tuple[nn.Module, str]:
 
 
 def _merges(
-    name: str, layer: LoraLayer, places: _Places
+    name: str, layer: LoraLayer, refs_by_owner: _RefsByOwner
 ) -> Iterator[tuple[str, list[ParamRef], Combine]]:
     """The additions to a layer's tensors: attribute of its base, inputs, how they are added.
 
@@ -127,14 +126,17 @@ def _merges(
         adapters.append(Adapter(adapter, layer.scaling[adapter], fan_in_fan_out, is_embedding))
         if is_embedding:
             inputs += [
-                places[id(unwrapped(layer.lora_embedding_A)), adapter],
-                places[id(unwrapped(layer.lora_embedding_B)), adapter],
+                refs_by_owner[id(unwrapped(layer.lora_embedding_A)), adapter],
+                refs_by_owner[id(unwrapped(layer.lora_embedding_B)), adapter],
             ]
             continue
         b = unwrapped(layer.lora_B[adapter])
-        inputs += [places[id(unwrapped(layer.lora_A[adapter])), "weight"], places[id(b), "weight"]]
+        inputs += [
+            refs_by_owner[id(unwrapped(layer.lora_A[adapter])), "weight"],
+            refs_by_owner[id(b), "weight"],
+        ]
         if layer.lora_bias[adapter]:
-            biases.append(places[id(b), "bias"])
+            biases.append(refs_by_owner[id(b), "bias"])
     if adapters:
         yield "weight", inputs, lambda tensors: _merged(adapters, tensors)
     if biases:

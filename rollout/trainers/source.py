@@ -15,8 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.fsdp import FSDP1Source, FSDP2Source
-from rollout.trainers.names import checkpoint_name, unwrapped
-from rollout.trainers.param_ref import ParamRef
+from rollout.trainers.param_ref import ParamRef, checkpoint_name, unwrapped
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
 

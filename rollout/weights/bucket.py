@@ -21,8 +21,13 @@ from rollout.weights.bucket_layout import (
     manifest_of_layouts,
 )
 from rollout.weights.checks import manifest_of, pairs_of
-from rollout.weights.closed_iterator import closed_iterator
-from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, TensorSpec
+from rollout.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    StoredWeights,
+    TensorSpec,
+    closed_iterator,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

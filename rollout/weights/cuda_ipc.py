@@ -22,8 +22,7 @@ from rollout.weights.bucket import (
     buckets,
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.closed_iterator import closed_iterator
-from rollout.weights.manifest import NamedTensors
+from rollout.weights.manifest import NamedTensors, closed_iterator
 from rollout.weights.segment import (
     HEADER_BYTES,
     NO_BUCKET,
@@ -167,14 +166,14 @@ def check_handles(handles: Mapping[str, CudaIpcHandle]) -> None:
     first: dict[tuple[str, bytes, int], str] = {}
     for field, handle in handles.items():
         buffer = handle.buffer
-        place = (buffer.device_uuid, buffer.memory, buffer.storage_offset)
-        if place in first:
+        identity = (buffer.device_uuid, buffer.memory, buffer.storage_offset)
+        if identity in first:
             raise InvalidInputError(
-                field, place[1].hex(),
-                f"is of the same buffer as {first[place]}, which holds the last bucket of all: "
+                field, identity[1].hex(),
+                f"is of the same buffer as {first[identity]}, which holds the last bucket of all: "
                 "hand over the iterator itself",
             )  # fmt: skip
-        first[place] = field
+        first[identity] = field
     for field, handle in handles.items():
         refuse_replaced(handle.nonce, _nonce(_mapped(handle.buffer, field)), field)
 

@@ -149,8 +149,8 @@ class DistributedSource:
         """The buckets that are still to come, in one buffer. May be taken up again."""
         if not self._under_way:
             return
-        most = max((layout.num_bytes for layout in self._layouts), default=0)
-        flat = torch.empty(most, dtype=torch.uint8, device=self._group.device)
+        num_bytes = max((layout.num_bytes for layout in self._layouts), default=0)
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
         while self._num_received < len(self._layouts):
             bucket = FlattenedBucket(flat, self._layouts[self._num_received])
             self._num_received += 1

@@ -8,10 +8,9 @@ from rollout.checked import checked_seconds
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, buckets
 from rollout.weights.bucket_layout import checked_bucket_bytes, layouts
-from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.distributed import manifest_digest, outcome
 from rollout.weights.group import WeightGroup
-from rollout.weights.manifest import Manifest, WeightSource, dtype_name
+from rollout.weights.manifest import Manifest, WeightSource, closed_iterator, dtype_name
 
 
 class DistributedSender:

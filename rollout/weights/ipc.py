@@ -11,9 +11,8 @@ from rollout.checked import checked_iterable
 from rollout.errors import InvalidInputError
 from rollout.weights import cuda_ipc, shared_memory
 from rollout.weights.bucket_layout import manifest_of_layouts
-from rollout.weights.closed_iterator import closed_iterator
 from rollout.weights.cuda_ipc import CudaIpcHandle, cuda_tensors
-from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights
+from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, closed_iterator
 from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemoryReceiver
 
 Handle = SharedMemoryHandle | CudaIpcHandle

@@ -1,14 +1,17 @@
-"""The manifest of an update: names, shapes and dtypes, known before a byte moves."""
+"""What is known of an update before a byte moves: names, shapes, dtypes, and its options."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from math import prod
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
+from rollout.checked import checked_flag, checked_seconds
 from rollout.errors import InvalidInputError
 
 
@@ -76,3 +79,57 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def closed_iterator(items: Iterable[T]) -> Iterator[Iterator[T]]:
+    """Iterate, and tell a generator on leaving that nobody will ask for more.
+
+    Its frame may outlive whoever iterates, in a traceback for one, and a sharded source has other
+    ranks waiting in its collectives until it is closed.
+    """
+    iterator = iter(items)
+    try:
+        yield iterator
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateOptions:
+    """The keywords every update call takes."""
+
+    selector: str = "all"  # or one part: target, draft, draft_step_<i>
+    # Requests in flight recompute their KV; the prefix cache goes either way. An update that leaves
+    # the target alone leaves all of it alone too.
+    flush_cache: bool = True
+    abort_all_requests: bool = False  # requests in flight end with what they have
+    # Of the target where the update reaches it, else of the parts it reaches. Default: one more
+    # than the one in use.
+    weight_version: int | None = None
+    partial: bool = False  # names that do not come keep their values; else each must come
+    check_finite: bool = False  # refuse NaN and infinities
+    timeout: float = 300.0  # seconds without a call after which an open update counts as abandoned
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError. Which selectors there are `WeightParts` says."""
+        for name in ("flush_cache", "abort_all_requests", "partial", "check_finite"):
+            checked_flag(getattr(self, name), name)
+        checked_seconds(self.timeout, "timeout")
+        version = self.weight_version
+        if version is not None and not (type(version) is int and 0 <= version < 2**63):
+            raise InvalidInputError("weight_version", version, "must be an integer >= 0")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Raises InvalidInputError, also for a keyword there is not."""
+        known = [field.name for field in fields(cls)]
+        for name, value in options.items():
+            if name not in known:
+                raise InvalidInputError(name, value, f"is no option; there are {', '.join(known)}")
+        return cls(**options)

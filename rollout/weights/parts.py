@@ -63,7 +63,7 @@ class WeightParts(Mapping[str, WeightPart]):
         """Raises what `add` does."""
         self._parts: dict[str, WeightPart] = {}
         self._owners: dict[str, str] = {}  # checkpoint name -> part
-        self._places: dict[str, tuple[int, int]] = {}
+        self._storage_of: dict[str, tuple[int, int]] = {}
         self._frozen: set[str] = set()
         self._readers: dict[str, FolderReader] = {}
         for part, model in parts.items():
@@ -89,14 +89,14 @@ class WeightParts(Mapping[str, WeightPart]):
         """
         weight_loaders = model.weight_loaders()
         for name, loader in weight_loaders.items():
-            if self._places.get(name, loader.location) != loader.location:
+            if self._storage_of.get(name, loader.location) != loader.location:
                 raise InvalidInputError(
                     "parts", f"{self._owners[name]}, {part}",
                     f"both have a {name} of their own: name the latter's otherwise",
                 )  # fmt: skip
         for name, loader in weight_loaders.items():
             self._owners.setdefault(name, part)
-            self._places.setdefault(name, loader.location)
+            self._storage_of.setdefault(name, loader.location)
         self._parts[part] = model
         self._readers[part] = reader or (lambda folder, parts: CheckpointSource(folder))
         if frozen:

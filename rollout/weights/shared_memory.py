@@ -23,8 +23,7 @@ from rollout.weights.bucket import (
     buckets,
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.closed_iterator import closed_iterator
-from rollout.weights.manifest import NamedTensors
+from rollout.weights.manifest import NamedTensors, closed_iterator
 from rollout.weights.segment import (
     MappedSegment,
     OwnedSegment,

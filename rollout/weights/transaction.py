@@ -33,9 +33,14 @@ from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateErro
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.parallel import RankGroup, SingleRank
 from rollout.weights import checks
-from rollout.weights.closed_iterator import closed_iterator
-from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, TensorSpec
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    StoredWeights,
+    TensorSpec,
+    UpdateOptions,
+    closed_iterator,
+)
 from rollout.weights.parts import WeightPart, WeightParts
 
 TARGET = "target"

@@ -197,7 +197,7 @@ def test_nothing_is_lost_or_given_twice_whatever_happens(seed):
             case "join":
                 if absent := sorted(set(names) - alive):
                     name = rng.choice(absent)
-                    router.join(name, seats=3)
+                    router.join(name, max_running=3)
                     alive.add(name)
         assert router.num_waiting == len(waiting)
         for request_id in lonely & running.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -414,3 +415,13 @@ def test_status_is_a_copy_of_what_the_engine_does(tiny_model_path):
     assert (after.running, after.waiting, after.total.finished) == (0, 0, 3)
     assert "paused" in after.unavailable_reason
     assert before.total.finished == 0
+
+
+def test_an_engine_goes_with_the_last_reference_to_it(tiny_model_path, monkeypatch):
+    """What it holds (a corpus, groups, senders' memory) does not wait for the garbage collector."""
+    monkeypatch.undo()  # of the fixture that holds on to every engine
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", num_threads=1)
+    engine.generate(PROMPTS, PARAMS)
+    held = weakref.ref(engine)
+    del engine
+    assert held() is None

@@ -14,7 +14,7 @@ from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers.experts import Experts
 from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
 from tests.helpers.dense_attention import DenseAttention, logits_of
 from tests.helpers.dense_states import DenseStates

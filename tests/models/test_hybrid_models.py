@@ -15,7 +15,7 @@ from rollout.errors import CheckpointError
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.layers.weight_loader import mismatches
 from rollout.models.loader import load_model
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
 from tests.helpers.dense_attention import DenseAttention, GrowingAttention, logits_of
 from tests.helpers.dense_states import DenseStates

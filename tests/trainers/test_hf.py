@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
-from rollout.trainers.names import checkpoint_name
+from rollout.trainers.param_ref import checkpoint_name
 from rollout.weights.manifest import TensorSpec, WeightSource
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe

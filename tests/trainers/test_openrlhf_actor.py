@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.actor import RolloutActor
-from rollout.trainers.openrlhf.actor_settings import ActorSettings, model_folder
-from rollout.trainers.openrlhf.options import OwnOptions
+from rollout.trainers.openrlhf.options import ActorSettings, OwnOptions, model_folder
 from rollout.trainers.openrlhf.sampling import VllmSamplingParams
-from rollout.trainers.openrlhf.weight_group import (
+from rollout.trainers.openrlhf.stand_ins import (
     BACKEND_VARIABLE,
     TIMEOUT_VARIABLE,
     PyNcclCommunicator,

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("trl")
 
 from rollout.errors import InvalidInputError
+from rollout.trainers.trl.colocated import TrlSampleSeeds
 from rollout.trainers.trl.sampling import sampling_params
-from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import SamplingParams
 
 OPTIONS: dict[str, Any] = {

@@ -6,7 +6,7 @@ import random
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.engine.tokenizer import prompt_group
-from rollout.trainers.verl.seeds import RequestSeeds, RequestStart
+from rollout.trainers.verl.sampling import RequestSeeds, RequestStart
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
 

@@ -9,7 +9,7 @@ from rollout import RolloutEngine
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.runner.memory_saver import MemorySaver
 from rollout.types import MemoryTag
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
 from tests.helpers.plain_part import PlainPart
 from tests.weights.conftest import outputs

@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.weights.disk import CheckpointSource
-from rollout.weights.manifest import TensorSpec
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import TensorSpec, UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
 
 

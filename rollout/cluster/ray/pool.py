@@ -15,10 +15,16 @@ from typing import Any
 import ray
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.ray.actor_logs import ActorLocation, last_lines
 from rollout.cluster.ray.heartbeats import Heartbeats, Pulsed
 from rollout.cluster.ray.instance import RayInstance, ReplicaResources, replica_resources
-from rollout.cluster.ray.replica import RayReplica, ReplicaActor, cause_of, import_failure
+from rollout.cluster.ray.replica import (
+    ActorLocation,
+    RayReplica,
+    ReplicaActor,
+    cause_of,
+    import_failure,
+    last_lines,
+)
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
 from rollout.engine.worker import WorkerFactory
@@ -31,13 +37,13 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class _Seat:
-    """A replica's place, whoever lives in it."""
+class _NamedReplica:
+    """The replica of one name, whichever actor it is now."""
 
     replica: RayReplica
     is_open: bool = False
     started: float = field(default_factory=time.monotonic)
-    residence: ActorLocation | None = None
+    location: ActorLocation | None = None
     deaths: int = 0  # one after the other, without a rollout in between
 
     @property
@@ -84,18 +90,18 @@ class RayPool:
         )
         self._has_opened = False  # any of them, ever
         self._failure: RolloutError | None = None
-        self._seats: dict[str, _Seat] = {}
+        self._named: dict[str, _NamedReplica] = {}
         log.info(
             "starting %d replicas, each with %d CPUs and %g GPUs",
             cluster.replicas, self._resources.num_cpus, self._resources.num_gpus,
         )  # fmt: skip
         for index in range(cluster.replicas):
             name = f"replica-{index}"
-            self._seats[name] = _Seat(self._start(name))
+            self._named[name] = _NamedReplica(self._start(name))
 
     @property
     def names(self) -> list[str]:
-        return list(self._seats)
+        return list(self._named)
 
     def events(self, timeout: float) -> list[Event]:
         if self._failure is not None:
@@ -120,15 +126,15 @@ class RayPool:
         return ray.put(value)
 
     def close(self) -> None:
-        seats, self._seats = self._seats, {}
+        named, self._named = self._named, {}
         self._heartbeats.close()
         self._opener.shutdown(cancel_futures=True)
         try:
-            closing = [seat.replica.actor.close.remote() for seat in seats.values()]
+            closing = [each.replica.actor.close.remote() for each in named.values()]
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
-            for seat in seats.values():
-                seat.replica.kill()
+            for each in named.values():
+                each.replica.kill()
         finally:
             self._instance.close()
 
@@ -146,7 +152,7 @@ class RayPool:
             .remote()
         )
         replica = RayReplica(name, actor)
-        self._await(replica, actor.residence.remote())
+        self._await(replica, actor.location.remote())
         return replica
 
     def _open(self, replica: RayReplica) -> None:
@@ -173,29 +179,29 @@ class RayPool:
     def _events_of(
         self, replica: RayReplica, value: Any, error: BaseException | None
     ) -> list[Event]:
-        seat = self._seats[replica.name]
-        if seat.replica is not replica:
+        named = self._named[replica.name]
+        if named.replica is not replica:
             return []  # of one that was buried
         if error is not None:
-            return self._replace(seat, cause_of(error))
+            return self._replace(named, cause_of(error))
         if isinstance(value, ActorLocation):
-            seat.residence = value
+            named.location = value
             return []
         self._await(replica, replica.actor.report.remote())
-        if not seat.is_open:
-            seat.is_open = self._has_opened = True
+        if not named.is_open:
+            named.is_open = self._has_opened = True
             self._heartbeats.watch(replica)
             return [Opened(replica, value)]
         if value.ended:
-            seat.deaths = 0
+            named.deaths = 0
         return [Reported(replica, value)]
 
-    def _replace(self, seat: _Seat, error: BaseException) -> list[Event]:
+    def _replace(self, named: _NamedReplica, error: BaseException) -> list[Event]:
         if isinstance(error, RolloutError) and not self._has_opened:
             self._failure = error  # the model's fault or the configuration's: no use in more
             return []
-        dead, reason = seat.replica, str(error).strip()
-        if seat.is_first_start and (lacking := import_failure(error)) is not None:
+        dead, reason = named.replica, str(error).strip()
+        if named.is_first_start and (lacking := import_failure(error)) is not None:
             self._failure = ClusterError(
                 f"{dead.name} cannot start, its environment lacks what it imports: {lacking}. "
                 "Install it for all of Ray's workers"
@@ -203,34 +209,34 @@ class RayPool:
             return []
         dead.kill()
         self._heartbeats.forget(dead)
-        seat.deaths += 1
-        if seat.deaths >= self._cluster.max_deaths:
+        named.deaths += 1
+        if named.deaths >= self._cluster.max_deaths:
             self._failure = ClusterError(
-                f"{dead.name} died {seat.deaths} times (cluster.max_deaths) without a rollout in "
-                f"between: {reason}\n{last_lines(seat.residence)}"
+                f"{dead.name} died {named.deaths} times (cluster.max_deaths) without a rollout in "
+                f"between: {reason}\n{last_lines(named.location)}"
             )
         else:
             log.warning("%s died and is started anew: %s", dead.name, reason.split("\n")[0])
-            self._seats[dead.name] = _Seat(self._start(dead.name), deaths=seat.deaths)
+            self._named[dead.name] = _NamedReplica(self._start(dead.name), deaths=named.deaths)
         return [Died(dead, reason)]
 
     def _give_up_on_late_starts(self) -> None:
         """A replacement may find no room where a machine is lost: then the others go on alone."""
         limit = self._cluster.start_seconds
-        for name, seat in self._seats.items():
-            if seat.is_open or time.monotonic() - seat.started <= limit:
+        for name, named in self._named.items():
+            if named.is_open or time.monotonic() - named.started <= limit:
                 continue
             needs = f"{self._resources.num_cpus} CPUs and {self._resources.num_gpus:g} GPUs"
             reason = (
                 f"{name} has not started after {limit:g} s (cluster.start_seconds). It needs "
                 f"{needs}; free in Ray are {ray.available_resources()}.\n"
-                f"{last_lines(seat.residence)}"
+                f"{last_lines(named.location)}"
             )
-            if not seat.deaths or not any(each.is_open for each in self._seats.values()):
+            if not named.deaths or not any(each.is_open for each in self._named.values()):
                 self._failure = ClusterError(reason)
                 return
             log.warning("the others go on without: %s", reason)
-            seat.started = time.monotonic()
+            named.started = time.monotonic()
 
 
 def _config_of_each(config: EngineConfig, resources: ReplicaResources) -> EngineConfig:

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from rollout.server.body_fields import Body, Listed
 from rollout.server.received_tensors import Handles, PerTensor
-from rollout.weights.manifest import Manifest, TensorSpec, named_dtype
-from rollout.weights.options import UpdateOptions
+from rollout.weights.manifest import Manifest, TensorSpec, UpdateOptions, named_dtype
 
 Version = Annotated[int, Field(ge=0, lt=2**63)]
 """sglang's are texts: digits are taken."""

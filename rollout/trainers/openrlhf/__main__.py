@@ -15,7 +15,7 @@ from rollout.errors import EngineStateError, InvalidInputError
 from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.arguments import TrainerArguments, read_arguments
 from rollout.trainers.openrlhf.options import OwnOptions, split_arguments
-from rollout.trainers.openrlhf.weight_group import BACKEND_VARIABLE, TIMEOUT_VARIABLE
+from rollout.trainers.openrlhf.stand_ins import BACKEND_VARIABLE, TIMEOUT_VARIABLE
 
 _OPENRLHF_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
     stand_ins.install()
     _start_ray(options, trainer)
-    import openrlhf.trainer.ray as place
+    import openrlhf.trainer.ray as trainer_ray
 
     from rollout.trainers.openrlhf.engines import create_engines
 
     # OpenRLHF has no extension point for engines. train_ppo_ray takes this name from this module
     # when it is run, below; nothing else of OpenRLHF is replaced.
-    place.create_vllm_engines = partial(create_engines, options, trainer)
+    trainer_ray.create_vllm_engines = partial(create_engines, options, trainer)
     sys.argv = ["openrlhf.cli.train_ppo_ray", *rest]
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
 

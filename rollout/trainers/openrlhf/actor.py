@@ -15,10 +15,9 @@ from rollout.engine.loop import EngineLoop
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.loader import resolve_device
 from rollout.sampling.noise import derive_seed
-from rollout.trainers.openrlhf.actor_settings import ActorSettings
-from rollout.trainers.openrlhf.outputs import RequestOutput, request_output
+from rollout.trainers.openrlhf.options import ActorSettings
 from rollout.trainers.openrlhf.sample import Executor, Sample, SampleSeeds
-from rollout.trainers.openrlhf.sampling import engine_params
+from rollout.trainers.openrlhf.sampling import RequestOutput, engine_params, request_output
 from rollout.trainers.openrlhf.weight_sync import Communicator, WeightSync
 from rollout.types import FinishReason, Rollout
 

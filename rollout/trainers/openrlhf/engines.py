@@ -12,9 +12,8 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.trainers.openrlhf.actor import RolloutActor
-from rollout.trainers.openrlhf.actor_settings import ActorSettings
 from rollout.trainers.openrlhf.arguments import TrainerArguments
-from rollout.trainers.openrlhf.options import OwnOptions
+from rollout.trainers.openrlhf.options import ActorSettings, OwnOptions
 from rollout.trainers.openrlhf.sample import Executor, load_executor
 
 _CALLS_AT_ONCE = 100_000

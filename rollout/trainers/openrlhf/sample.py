@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
-from rollout.trainers.openrlhf.outputs import RequestOutput
+from rollout.trainers.openrlhf.sampling import RequestOutput
 from rollout.types import Rollout
 
 Generate = Callable[[Sequence[int], Any, int], Awaitable[tuple[RequestOutput, Rollout]]]

@@ -9,16 +9,70 @@ installed is left alone.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from rollout.errors import RolloutError
+import torch
+
+from rollout.errors import InvalidInputError, RolloutError
 from rollout.trainers.openrlhf.sampling import VllmSamplingParams
-from rollout.trainers.openrlhf.weight_group import PyNcclCommunicator, StatelessProcessGroup
+from rollout.weights.group import WeightGroup
+
+BACKEND_VARIABLE = "SPECROLLOUT_SYNC_BACKEND"
+TIMEOUT_VARIABLE = "SPECROLLOUT_SYNC_TIMEOUT"
+"""Environment of every Ray worker, set by the launcher: OpenRLHF's trainer hands neither over."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatelessProcessGroup:
+    """Where ``world_size`` processes are going to meet; rank 0 is the trainer."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+
+    @classmethod
+    def create(cls, host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
+        return cls(host, port, rank, world_size)
+
+
+class PyNcclCommunicator:
+    """Broadcasts by ``--vllm.sync_backend``: nccl, or gloo, which goes through host memory.
+
+    Made by all of them at once: returns when they have met. Raises WeightUpdateError where they do
+    not within ``--specrollout.sync_timeout``.
+    """
+
+    def __init__(self, group: StatelessProcessGroup, device: object) -> None:
+        """``device``: of the tensors; with nccl this process's current one."""
+        self._group = WeightGroup(
+            master_address=group.host,
+            master_port=group.port,
+            rank=group.rank,
+            world_size=group.world_size,
+            group_name="openrlhf",
+            backend=os.environ[BACKEND_VARIABLE],
+            timeout=float(os.environ[TIMEOUT_VARIABLE]),
+        )
+        self.device = self._group.device  # where a receiver's tensors must be
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: object = None) -> None:
+        """From rank 0 into ``tensor`` of the others. ``stream``: it is there on return, on any.
+
+        Raises WeightUpdateError when another process is gone or the time is over; the group is
+        closed then.
+        """
+        if src != 0:
+            raise InvalidInputError("src", src, "must be 0: the trainer sends")
+        self._group.broadcast(tensor.detach().to(self.device).contiguous())
+
 
 VLLM_VERSION = "0.29.0"  # the one OpenRLHF 0.11.2 names; it asks for the number alone
 

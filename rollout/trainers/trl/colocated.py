@@ -1,17 +1,57 @@
-"""An engine beside a trainer, whose weights follow the trainer's model."""
+"""An engine beside a trainer, whose weights follow the trainer's model, and its samples' seeds."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.sampling.noise import derive_seed
 from rollout.trainers.hook import RolloutHook
-from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import FinishReason, MemoryTag, Rollout, SamplingParams
+
+
+@dataclass(slots=True)
+class TrlSampleSeeds:
+    """Seeds of a run's samples.
+
+    A seed derives from the run seed, train or eval, the global step, how many batches that step
+    has had, and the sample's place in the batch of all processes. So it is the same for one process
+    and for many, and for a run that was resumed; and no two samples of a step share one.
+    """
+
+    run_seed: int
+    process_index: int
+    _round: tuple[bool, int] = (True, -1)
+    _batches: int = 0  # of this round
+    _strides: dict[bool, int] = field(default_factory=dict)
+
+    def next_batch(
+        self, size: int, samples_per_prompt: int, *, step: int, training: bool
+    ) -> list[int]:
+        """Seeds for the next ``size`` samples of this process, each in [0, 2**64).
+
+        The samples of one prompt follow one another, ``samples_per_prompt`` of them, and may go on
+        in the next process: TRL's order.
+        """
+        if (training, step) != self._round:
+            self._round, self._batches = (training, step), 0
+        round_seed = derive_seed(self.run_seed, step, 2 * self._batches + (not training))
+        self._batches += 1
+        # Every process has as many samples in a whole batch. Later turns of a conversation are
+        # fewer, not the same number everywhere, and must not meet another process's seeds.
+        stride = max(self._strides.get(training, 0), size)
+        self._strides[training] = stride
+        first = self.process_index * stride
+        return [
+            derive_seed(round_seed, *divmod(first + index, samples_per_prompt))
+            for index in range(size)
+        ]
+
 
 _log = logging.getLogger(__name__)
 
@@ -94,20 +134,24 @@ class ColocatedEngine:
             raise InvalidInputError(
                 "engine", "busy", "requests of others are in it; give the trainer one of its own"
             )
-        places: dict[int, int] = {}
+        index_of: dict[int, int] = {}
         try:
-            for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-                index, sample = divmod(place, samples_per_prompt)
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                prompt_index, sample_index = divmod(index, samples_per_prompt)
                 request = engine.submit(
-                    prompt, params, prompt_index=index, sample_index=sample, request_seed=seed
+                    prompt,
+                    params,
+                    prompt_index=prompt_index,
+                    sample_index=sample_index,
+                    request_seed=seed,
                 )
-                places[request.request_id] = place
+                index_of[request.request_id] = index
             ended: dict[int, Rollout] = {}
-            while len(ended) < len(places):
-                ended |= {places[rollout.request_id]: rollout for rollout in engine.step()}
+            while len(ended) < len(index_of):
+                ended |= {index_of[rollout.request_id]: rollout for rollout in engine.step()}
         except BaseException:
-            for request_id in places:
+            for request_id in index_of:
                 engine.abort(request_id)
             engine.take_ended()  # nobody wants them
             raise
-        return [ended[place] for place in range(len(places))]
+        return [ended[index] for index in range(len(index_of))]

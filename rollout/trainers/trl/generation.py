@@ -11,7 +11,7 @@ import torch
 
 from rollout.cluster.opening import open_pretrained
 from rollout.errors import InvalidInputError
-from rollout.trainers.trl.colocated import ColocatedEngine
+from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds
 from rollout.trainers.trl.engine_options import (
     engine_overrides,
     model_folder,
@@ -19,7 +19,6 @@ from rollout.trainers.trl.engine_options import (
     require_supported,
 )
 from rollout.trainers.trl.sampling import completion_of, sampling_params
-from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import Rollout
 
 

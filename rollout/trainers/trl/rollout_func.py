@@ -9,9 +9,8 @@ from transformers import TrainerCallback
 
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
-from rollout.trainers.trl.colocated import ColocatedEngine
+from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds
 from rollout.trainers.trl.sampling import completion_of, sampling_params
-from rollout.trainers.trl.seeds import TrlSampleSeeds
 from rollout.types import SamplingParams
 
 

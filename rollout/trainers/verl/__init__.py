@@ -1,4 +1,4 @@
 """specrollout as a rollout engine of verl.
 
-`options`, `sampling` and `seeds` know nothing of verl; the other modules import it.
+`options` and `sampling` know nothing of verl; the other modules import it.
 """

@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.configuration import options_of
 from rollout.trainers.verl.options import NAME, server_name
-from rollout.trainers.verl.seeds import RequestSeeds
+from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
 
 

@@ -17,8 +17,7 @@ from rollout.engine.loop import EngineLoop
 from rollout.engine.tokenizer import prompt_group
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.verl.configuration import options_of
-from rollout.trainers.verl.sampling import engine_params
-from rollout.trainers.verl.seeds import RequestStart
+from rollout.trainers.verl.sampling import RequestStart, engine_params
 from rollout.types import FinishReason, Rollout
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers.verl.adapter import ServerAdapter
 from rollout.trainers.verl.options import HARMLESS, HONOURED, NAME, REFUSED, server_name
-from rollout.trainers.verl.seeds import RequestSeeds
+from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("own_ray")]
