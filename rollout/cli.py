@@ -50,6 +50,7 @@ SUBCOMMANDS = {
 
 
 def main() -> None:
+    """Run the command that ``sys.argv`` holds; ends the process."""
     former = signal.signal(signal.SIGTERM, _end)  # until something knows how to stop
     try:
         _run_command()

@@ -34,18 +34,22 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def count(value: float | None) -> str:
+    """A whole number; unknown ones as `UNKNOWN`."""
     return UNKNOWN if value is None or not np.isfinite(value) else f"{value:,.0f}"
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
+    """A number with so many digits behind the point."""
     return UNKNOWN if value is None or not np.isfinite(value) else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
+    """A share as a percentage."""
     return UNKNOWN if value is None or not np.isfinite(value) else f"{value:.1%}"
 
 
 def seconds(value: float | None) -> str:
+    """A time span in the unit that suits it."""
     if value is None or not np.isfinite(value):
         return UNKNOWN
     if value < 120:

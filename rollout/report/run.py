@@ -23,6 +23,7 @@ class ColumnsBuilder:
         self._values = {name: array("d") for name in names}
 
     def add(self, line: Mapping[str, Any]) -> None:
+        """Take the numbers of a line; NaN where it has none."""
         for name, values in self._values.items():
             values.append(number(line.get(name)))
 

@@ -18,6 +18,7 @@ _FEW = 40  # points that are marked one by one; and enough for a line that is sm
 
 
 def accept_length(figure: Figure, theme: Theme, log: Log) -> None:
+    """Accept length above, batch width below."""
     runs = _with_steps(log)
     lengths, widths = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for run, bins in _binned(runs):
@@ -45,6 +46,7 @@ def accept_length(figure: Figure, theme: Theme, log: Log) -> None:
 
 
 def phases(figure: Figure, theme: Theme, log: Log) -> None:
+    """Shares of the phases in the time of the steps."""
     runs = _with_steps(log)
     axes = figure.subplots()
     drawn = False
@@ -71,6 +73,7 @@ def phases(figure: Figure, theme: Theme, log: Log) -> None:
 
 
 def forecasts(figure: Figure, theme: Theme, log: Log) -> None:
+    """Predicted against real times, and the time saved so far."""
     runs = [run for run in log.runs if run.has_forecast.any()]
     if not runs:
         raise NothingToDrawError(

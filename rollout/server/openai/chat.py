@@ -54,6 +54,7 @@ class ChatBody(OpenAISamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check_fields(self) -> None:
+        """Raises InvalidInputError also for fields of chats that exclude each other."""
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidInputError("top_logprobs", self.top_logprobs, "needs logprobs=true")

@@ -51,6 +51,7 @@ class OpenAISamplingBody(BaseModel):
 
     @property
     def num_samples(self) -> int:
+        """Samples of each prompt."""
         return 1 if self.n is None else self.n
 
     @property

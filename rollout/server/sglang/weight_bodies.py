@@ -36,6 +36,8 @@ class UpdateFields(Body):
 
 
 class TensorFields(UpdateFields):
+    """The fields of a call that brings tensors."""
+
     load_format: str | None = None  # or direct
 
 
@@ -79,6 +81,7 @@ class BeginBody(UpdateFields):
     manifest: PerTensor[dict[str, AnnouncedTensor]] | None = None
 
     def announced(self) -> Manifest | None:
+        """The manifest; None where nothing was announced."""
         if self.manifest is None:
             return None
         return {
