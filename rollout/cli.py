@@ -39,6 +39,9 @@ EXIT_ERROR = 1
 EXIT_BAD_INPUT = 2
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
+# An OSError names its file: one that may not be read, a full disk.
+FAILURES = (RolloutError, OmegaConfBaseException, OSError)
+
 DEFAULT_OUTPUT = "rollouts.jsonl"
 
 
@@ -126,16 +129,9 @@ def _subcommand(target: str, arguments: list[str]) -> int:
     try:
         with _hydra_exit_code():
             return run(arguments) or 0
-    except RolloutError as error:
-        _print_error(str(error))
-        return EXIT_BAD_INPUT if isinstance(error, InvalidInputError) else EXIT_ERROR
-    except OmegaConfBaseException as error:
-        _print_error(str(error))
-        return EXIT_BAD_INPUT
-    except OSError as error:  # names its file
-        _print_error(str(error))
-        return EXIT_ERROR
-    except KeyboardInterrupt:  # before it handled signals itself
+    except FAILURES as error:
+        return _report(error)
+    except KeyboardInterrupt:  # before it was ready to end well
         return EXIT_SIGNAL + 2
 
 
@@ -154,16 +150,11 @@ class _Command:
             _launch_ranks(run_config)
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
-        except RolloutError as error:
-            _print_error(str(error))
-            bad_input = isinstance(error, InvalidInputError)
-            self._fail(EXIT_BAD_INPUT if bad_input else EXIT_ERROR)
-        except OmegaConfBaseException as error:
-            _print_error(str(error))
-            self._fail(EXIT_BAD_INPUT)
-        except OSError as error:  # names its file: an unreadable one, a full disk
-            _print_error(str(error))
-            self._fail(EXIT_ERROR)
+        except FAILURES as error:
+            code = _report(error)
+            self.exit_code = self.exit_code or code
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                traceback.print_exc()
         self.sweep.add(HydraConfig.get().overrides.task, result)
         if result is not None and result.status is JobStatus.STOPPED:
             _stop(result)
@@ -179,11 +170,6 @@ class _Command:
                 "it differ, as in output.path='runs/${hydra:job.num}.jsonl'",
             )
         self._outputs.add(path)
-
-    def _fail(self, code: int) -> None:
-        self.exit_code = self.exit_code or code
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
 
 
 def _launch_ranks(config: RunConfig) -> None:
@@ -215,6 +201,13 @@ def _stop(result: JobResult) -> None:
         "to go on",
     )
     sys.exit(EXIT_SIGNAL + result.signal)
+
+
+def _report(error: Exception) -> int:
+    """Print the error; the exit code for it."""
+    _print_error(str(error))
+    is_input = isinstance(error, (InvalidInputError, OmegaConfBaseException))
+    return EXIT_BAD_INPUT if is_input else EXIT_ERROR
 
 
 def _print_error(message: str) -> None:

@@ -67,6 +67,7 @@ class CheckedPrompts:
 
     @property
     def num_prompts(self) -> int:
+        """Rows that are not skipped."""
         return self.num_rows - len(self.skipped)
 
     def rows(self) -> Iterator[PromptRow]:

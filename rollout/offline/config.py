@@ -32,6 +32,8 @@ class OnError(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
+    """The prompts to read."""
+
     path: str  # .jsonl or .parquet
     prompt_column: str | None = None  # default: the first of PROMPT_COLUMNS that a row has
     columns: list[str] | None = None  # carried through to the output; default: all others
@@ -46,6 +48,8 @@ class DataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OutputConfig:
+    """The rollouts to write."""
+
     path: str | None = None  # .jsonl or .parquet; the caller of the job chooses a default
     overwrite: bool = False  # what is there, instead of going on with it or refusing
     prompt_ids: bool = False  # write the prompt's token ids too
@@ -69,6 +73,8 @@ class OutputConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
+    """What is told of a run, and how often."""
+
     jsonl: str | None = None  # a file for the run's log: `specrollout report` draws it
     tensorboard: str | None = None  # a folder for event files
     every: int = 1  # steps between two logged ones; rollouts are all logged
@@ -83,6 +89,8 @@ class LogConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
+    """One dataset job."""
+
     model: ModelConfig
     data: DataConfig
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -115,6 +123,7 @@ class RunConfig:
 
     @property
     def engine(self) -> EngineConfig:
+        """The parts of it that make the engine."""
         return EngineConfig(
             model=self.model,
             memory=self.memory,

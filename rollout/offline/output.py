@@ -211,9 +211,11 @@ class RolloutOutput:
         return prompt_index * self._n + sample_index
 
     def has(self, prompt_index: int, sample_index: int) -> bool:
+        """Whether the row of that sample has been written."""
         return self._offsets[self._slot(prompt_index, sample_index)] >= 0
 
     def append(self, rollout: Rollout, prompt: PromptRow) -> None:
+        """Write a rollout durably. Raises OutputError where it cannot be."""
         assert self._sink is not None, "open() comes first"
         row = rollout_row(rollout, self.columns)
         if not self._paths.is_parquet:  # there finish() takes them from the prompts, types and all

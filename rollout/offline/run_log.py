@@ -84,6 +84,7 @@ class TensorBoardMetrics:
         self._writer = SummaryWriter(str(folder))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one scalar for each value."""
         for name, value in values.items():
             self._writer.add_scalar(f"rollout/{name}", value, step)
 

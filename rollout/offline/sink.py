@@ -133,6 +133,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> OutputError:
+    """The error for a file that cannot be written, and what to do."""
     return OutputError(
         f"{path} cannot be written: {error.strerror or error}. What was written before is whole; "
         "make room or give another output.path, and run the same command again to go on"

@@ -31,9 +31,11 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens per second of generation."""
         return self.metrics.generated_tokens / self.seconds if self.seconds else 0.0
 
     def print(self, console: Console) -> None:
+        """Print the totals as one table."""
         table = Table(title="summary", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
@@ -42,6 +44,7 @@ class Summary:
         console.print(table)
 
     def lines(self) -> list[tuple[str, str]]:
+        """The names of the totals and what is shown of each."""
         metrics = self.metrics
         first = self.first_rollout_seconds
         return [
@@ -105,6 +108,8 @@ class Summary:
 
 
 class JobStatus(enum.Enum):
+    """How a job ended."""
+
     COMPLETED = "completed"
     NOTHING_TO_DO = "nothing to do"  # the output was complete already
     STOPPED = "stopped"  # by a signal; the same job goes on where it stopped
@@ -113,6 +118,8 @@ class JobStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
+    """What came of one job."""
+
     status: JobStatus
     output: Path
     summary: Summary | None = None  # None when there was nothing to do

@@ -43,6 +43,7 @@ ADMIN: tuple[Routes, ...] = (
 
 
 def make_app(serving: Serving) -> FastAPI:
+    """The application, with every route and what stands before it."""
     config = serving.config
     app = FastAPI(title="specrollout", docs_url=None, redoc_url=None, redirect_slashes=False)
     public = [routes(serving) for routes in PUBLIC]

@@ -80,31 +80,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix: str = "") -> None:
-    """Raises InvalidInputError for the first that is set and would change the answer.
-
-    What is null, false or empty asks for nothing, whatever its name. ``harmless`` ones change no
-    token and nothing that is answered.
-    """
-    for name, value in (fields or {}).items():
-        is_off = value is None or value is False or value in ("", [], {})
-        if not is_off and name not in harmless:
-            raise InvalidInputError(prefix + name, value, "is not supported: leave it out")
-
-
-_HARMLESS = frozenset(
-    {
-        # Who asks, and how it is billed and stored
-        "user", "store", "metadata", "service_tier", "safety_identifier", "request_id",
-        "session_id",
-        # Caches and scheduling: no token depends on them
-        "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
-        "priority", "stream_interval",
-        # Of tools, which are refused themselves
-        "parallel_tool_calls",
-    }
-)  # fmt: skip
-
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
@@ -120,11 +95,16 @@ _ON = frozenset({"spaces_between_special_tokens", "detokenize", "include_reasoni
 """Nothing is asked for by true, and something by false."""
 
 
-def check_extra_fields(fields: Mapping[str, Any] | None) -> None:
-    """Raises InvalidInputError naming the first that cannot be honoured."""
+def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix: str = "") -> None:
+    """Raises InvalidInputError for the first that is set and would change the answer.
+
+    ``harmless`` ones change no token and nothing that is answered.
+    """
     for name, value in (fields or {}).items():
-        if name not in _HARMLESS and not _asks_for_nothing(name, value):
-            raise InvalidInputError(name, value, "this server cannot do that: leave it out")
+        if name not in harmless and not _asks_for_nothing(name, value):
+            raise InvalidInputError(
+                prefix + name, value, "this server cannot do that: leave it out"
+            )
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

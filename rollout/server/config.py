@@ -25,6 +25,8 @@ class LogLevel(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
+    """The server itself: where it listens, its keys and its limits."""
+
     host: str = "127.0.0.1"  # any other than loopback needs an api_key
     port: int = 30000  # 0: any free one
     # Asked of every call, as `Authorization: Bearer KEY`. Better given in the environment, as
@@ -88,6 +90,8 @@ class ServerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ServeConfig:
+    """`specrollout serve`: an engine and its server."""
+
     model: ModelConfig
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -99,6 +103,7 @@ class ServeConfig:
 
     @property
     def engine(self) -> EngineConfig:
+        """The parts of it that make the engine."""
         return EngineConfig(
             model=self.model,
             memory=self.memory,

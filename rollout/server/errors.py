@@ -133,6 +133,8 @@ def _first_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
 
 
 class ErrorResponse(JsonAnswer):
+    """The answer for an error, with the headers that belong to it."""
+
     def __init__(self, error: BaseException) -> None:
         status, body = error_body(error)
         headers: dict[str, str] = dict(getattr(error, "headers", None) or {})
@@ -142,6 +144,8 @@ class ErrorResponse(JsonAnswer):
 
 
 def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of the application in the same shape."""
+
     async def answer(request: Request, error: Exception) -> ErrorResponse:
         if (
             isinstance(error, HTTPException)

@@ -212,6 +212,7 @@ class HttpMetrics:
 
     @property
     def collectors(self) -> Iterator[Collector]:
+        """Every metric, for a registry."""
         return iter(vars(self).values())
 
     def watch(self, future: Future[Rollout]) -> None:

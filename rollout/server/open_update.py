@@ -37,10 +37,12 @@ class OpenUpdate:
         self._has_loaded = self._ends_with_pause = False
 
     def end(self, engine: Engine) -> None:
+        """Commit. Raises what `RolloutEngine.end_weight_update` does."""
         self._options = None
         engine.end_weight_update()
 
     def abandon(self, engine: Engine, reason: str) -> None:
+        """Give the update up."""
         self._options = None
         engine.abandon_weight_update(reason)
 

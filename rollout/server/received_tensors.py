@@ -103,6 +103,7 @@ class ReceivedFile:
         self._close()
 
     def write(self, data: bytes) -> None:
+        """Append bytes."""
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]

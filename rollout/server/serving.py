@@ -109,6 +109,7 @@ class Serving:
         return most if configured is None else min(most, configured)
 
     def check_prompt_len(self, length: int) -> None:
+        """Raises InvalidInputError for a prompt that is empty or too long."""
         if not 0 < length <= self.max_prompt_len:
             raise InvalidInputError(
                 "len(prompt)", length, f"must be 1 to {self.max_prompt_len} tokens"

@@ -108,6 +108,7 @@ def public_routes(serving: Serving) -> APIRouter:
 
 
 def user_routes(serving: Serving) -> APIRouter:
+    """`/health_generate` and `/status`, which take the key."""
     router = APIRouter()
 
     @router.get("/health_generate", response_class=Response, tags=["health"])

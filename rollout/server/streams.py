@@ -70,12 +70,15 @@ class DeltaStream(AsyncIterator[Delta]):
         self._failure: BaseException | None = None
 
     def listener(self, index: int) -> OnTokens:
+        """Called on the engine's thread with each step's new tokens of a sample."""
+
         def on_tokens(request: Request, first_new: int) -> None:
             self._put(_delta(index, request, first_new))
 
         return on_tokens
 
     def watch(self, index: int, handle: RequestHandle) -> None:
+        """Deliver the rollout of a sample, or its error, when it ends."""
         self._handles.append(handle)
         handle.future.add_done_callback(lambda future: self._on_done(index, future))
 
@@ -100,6 +103,7 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
+        """Abort what is unfinished."""
         for handle in self._handles:
             handle.future.cancel()  # which aborts it; does nothing to one that has ended
 
@@ -141,13 +145,18 @@ def call_soon(event_loop: asyncio.AbstractEventLoop, function: Callable[[], obje
 
 
 def _delta(index: int, request: Request, first: int) -> Delta:
-    extras = {name: getattr(request.extras, name)[first:] for name in _EXTRAS}
+    extras = request.extras
     return Delta(
         index=index,
         token_ids=request.tokens[request.prompt_len + first :],
         logprobs=request.logprobs[first:],
         weight_versions=request.weight_versions[first:],
-        extras=TokenExtras(**extras),
+        extras=TokenExtras(
+            raw_logprobs=extras.raw_logprobs[first:],
+            sampling_logprobs=extras.sampling_logprobs[first:],
+            top_logprobs=extras.top_logprobs[first:],
+            entropies=extras.entropies[first:],
+        ),
     )
 
 

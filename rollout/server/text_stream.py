@@ -32,6 +32,7 @@ class Detokenizer:
         """Left out of a text, wherever they stand: a run of byte tokens goes on across them."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, as later ones may still change it."""
         skip = self._skip_special_tokens
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
 
@@ -77,6 +78,7 @@ class TokenText:
         self._given_len = 0  # characters of the window's text
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens made certain."""
         detokenizer = self._detokenizer
         new_ids = [id for id in token_ids if id not in detokenizer.silent_ids]
         self._window += new_ids

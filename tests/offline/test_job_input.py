@@ -18,6 +18,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, JobStatus, OutputError, RunConfig
+from rollout.offline.check import TokenFile
 from tests.helpers.small_jobs import (
     output_rows,
     run,
@@ -174,3 +175,12 @@ def test_a_disk_without_room_for_the_copy(config: RunConfig) -> None:
     with small_files(100), pytest.raises(OutputError, match="cannot hold a copy of"):
         run(config)
     assert run(config).status is JobStatus.COMPLETED
+
+
+def test_a_disk_without_room_for_the_token_ids(tmp_path: Path) -> None:
+    tokens = TokenFile(tmp_path)
+    tokens.append([5, 6])
+    with small_files(4096), pytest.raises(OutputError, match="cannot hold the prompts' token ids"):
+        tokens.append(list(range(10_000)))
+    assert next(iter(tokens)) == [5, 6]
+    tokens.close()

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import EVENTS, Listed, check_extra_fields
+from rollout.server.body_fields import EVENTS, Listed, refuse_unknown
 from rollout.server.openai.answer import Answer, Heading, OutputTexts, WritePart, finish
 from rollout.server.openai.logprobs import ScoredTokens
 from rollout.server.openai.route import OpenAIRoute, require_model
@@ -54,6 +54,7 @@ class ChatBody(OpenAISamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check_fields(self) -> None:
+        """Raises InvalidInputError also for fields of chats that exclude each other."""
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidInputError("top_logprobs", self.top_logprobs, "needs logprobs=true")
@@ -84,12 +85,8 @@ class ChatBody(OpenAISamplingBody):
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         extra = message.model_extra or {}
-        try:
-            check_extra_fields({name: extra.get(name) for name in _NOT_TEXT})
-        except InvalidInputError as error:
-            raise InvalidInputError(
-                f"messages[{index}].{error.field}", error.value, error.remedy
-            ) from None
+        unanswerable = {name: extra.get(name) for name in _NOT_TEXT}
+        refuse_unknown(unanswerable, frozenset(), f"messages[{index}].")
         content = message.content
         if not isinstance(content, str):
             content = "\n".join(

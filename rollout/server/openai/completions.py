@@ -41,6 +41,7 @@ class CompletionBody(OpenAISamplingBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several: texts or token ids."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return cast("list[str | list[int]]", self.prompt)
@@ -51,6 +52,7 @@ class CompletionBody(OpenAISamplingBody):
         return self.max_tokens == 0 and bool(self.echo)
 
     def check_fields(self) -> None:
+        """Raises InvalidInputError also for fields of completions that exclude each other."""
         super().check_fields()
         if not self.prompts:
             raise InvalidInputError("prompt", self.prompt, "is empty; give at least one")

@@ -72,6 +72,7 @@ class ScoredTokens:
 
     @classmethod
     def of(cls, generated: Rollout | Delta) -> ScoredTokens:
+        """The tokens that were generated."""
         return cls(
             token_ids=generated.token_ids,
             logprobs=generated.logprobs,
@@ -79,6 +80,7 @@ class ScoredTokens:
         )
 
     def then(self, others: ScoredTokens) -> ScoredTokens:
+        """These tokens and the others behind them."""
         return ScoredTokens(
             token_ids=[*self.token_ids, *others.token_ids],
             logprobs=[*self.logprobs, *others.logprobs],
@@ -100,6 +102,7 @@ class TextOffsets:
         self._end = start
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
+        """Where each of the next tokens begins."""
         return [self._push_one(token) for token in token_ids]
 
     def _push_one(self, token_id: int) -> int:
@@ -126,6 +129,7 @@ class LogprobWriter:
         }
 
     def of_chat(self, tokens: ScoredTokens) -> dict[str, Any]:
+        """Logprobs in the shape of chat completions."""
         content = [
             {**self._entry(token, logprob), "top_logprobs": [self._entry(*top) for top in tops]}
             for token, logprob, tops in tokens

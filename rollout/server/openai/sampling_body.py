@@ -6,8 +6,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
 from rollout.sampling_names import our_fields
-from rollout.server.body_fields import Biases, Listed, biases_by_id, check_extra_fields
+from rollout.server.body_fields import Biases, Listed, biases_by_id, refuse_unknown
 from rollout.types import SamplingParams
+
+HARMLESS = frozenset(
+    {
+        # Who asks, and how it is billed and stored
+        "user", "store", "metadata", "service_tier", "safety_identifier", "request_id",
+        "session_id",
+        # Caches and scheduling: no token depends on them
+        "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
+        "priority", "stream_interval",
+        # Of tools, which are refused themselves
+        "parallel_tool_calls",
+    }
+)  # fmt: skip
 
 
 class StreamOptions(BaseModel):
@@ -17,7 +30,7 @@ class StreamOptions(BaseModel):
 
 
 class OpenAISamplingBody(BaseModel):
-    """Null means the default everywhere. Others than these fields: see `check_extra_fields`."""
+    """Null means the default everywhere. Others than these fields: see `refuse_unknown`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -50,6 +63,7 @@ class OpenAISamplingBody(BaseModel):
 
     @property
     def num_samples(self) -> int:
+        """Samples of each prompt."""
         return 1 if self.n is None else self.n
 
     @property
@@ -64,7 +78,7 @@ class OpenAISamplingBody(BaseModel):
 
     def check_fields(self) -> None:
         """Raises InvalidInputError for what no value of the other fields could make right."""
-        check_extra_fields(self.model_extra)
+        refuse_unknown(self.model_extra, HARMLESS)
         if self.stream_options is not None and not self.stream:
             raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
 

@@ -79,6 +79,7 @@ async def change(serving: Serving, function: Callable[[Engine], Answer]) -> Json
 
 
 def success(message: str = "", **answer: Any) -> JsonAnswer:
+    """The answer of a change that was made."""
     return JsonAnswer({"success": True, "message": message} | answer)
 
 
@@ -98,6 +99,7 @@ class FlushFields(Body):
 
 
 def user_routes(serving: Serving) -> APIRouter:
+    """Aborting, which takes the admin key only for the requests of all."""
     router = APIRouter(tags=["sglang"], route_class=JsonRoute)
     check_admin = require_admin(serving.config)
 
@@ -118,6 +120,7 @@ def user_routes(serving: Serving) -> APIRouter:
 
 
 def admin_routes(serving: Serving) -> APIRouter:
+    """Pausing, continuing and flushing."""
     router = APIRouter(tags=["sglang"], route_class=JsonRoute)
 
     @router.post("/pause_generation", responses=CHANGED)
@@ -196,6 +199,7 @@ class ReleaseBody(ResumeBody):
 
 
 def memory_routes(serving: Serving) -> APIRouter:
+    """Sleep: giving memory back, and taking it again."""
     router = APIRouter(tags=["memory"], route_class=JsonRoute)
 
     @router.post("/release_memory_occupation", responses=CHANGED)

@@ -17,6 +17,8 @@ _LOWEST = -3.4e38  # JSON has no infinity
 
 
 class AnswerWriter:
+    """Writes rollouts in the shape that clients of sglang read."""
+
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder = encoder
 
@@ -108,6 +110,7 @@ class AnswerWriter:
         logprobs: Sequence[float],
         extras: TokenExtras,
     ) -> dict[str, Any]:
+        """Logprobs of the tokens that were generated, where they are asked for."""
         if not item.return_logprob:
             return {}
         found: dict[str, Any] = {

@@ -35,6 +35,8 @@ class UpdateFields(Body):
 
 
 class TensorFields(UpdateFields):
+    """The fields of a call that brings tensors."""
+
     load_format: str | None = None  # or direct
 
 
@@ -78,6 +80,7 @@ class BeginBody(UpdateFields):
     manifest: PerTensor[dict[str, AnnouncedTensor]] | None = None
 
     def announced(self) -> Manifest | None:
+        """The manifest; None where nothing was announced."""
         if self.manifest is None:
             return None
         return {

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request
@@ -211,12 +211,13 @@ async def _received(request: Request, query: TensorFields) -> tuple[TensorFields
     """The options of the call and its tensors. Raises InvalidInputError."""
     kind = content_type(request)
     if kind in RAW_TYPES:
-        file = ReceivedFile("body")
-        with _closed_on_error([file]):
+        with ExitStack() as on_error:
+            file = on_error.enter_context(closing(ReceivedFile("body")))
             async for chunk in request.stream():
                 file.write(chunk)
             tensors = await asyncio.to_thread(ReceivedTensors, [file])
             _check_load_format(query)
+            on_error.pop_all()
         return query, tensors
     if kind != "application/json":
         raise HTTPException(
@@ -235,28 +236,19 @@ def _check_load_format(fields: TensorFields) -> None:
         )  # fmt: skip
 
 
-@contextmanager
-def _closed_on_error(files: list[ReceivedFile]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-
-
 def _decoded(body: TensorBody) -> ReceivedTensors:
     files: list[ReceivedFile] = []
-    with _closed_on_error(files):
+    with ExitStack() as on_error:
         for index, text in enumerate(dict.fromkeys(body.serialized_named_tensors)):
             file = ReceivedFile(f"serialized_named_tensors[{index}]")
-            files.append(file)
+            files.append(on_error.enter_context(closing(file)))
             try:
                 file.write(base64.b64decode(text, validate=True))
             except (binascii.Error, ValueError) as error:
                 raise InvalidInputError(file.field, text, f"must be base64: {error}") from None
         tensors = ReceivedTensors(files)
         _check_load_format(body)
+        on_error.pop_all()
     return tensors
 
 
