@@ -1,4 +1,4 @@
-// What an index under construction tells the rest of the program, and is told by it.
+// Progress and memory of an index under construction, and its cancellation.
 #ifndef NGRAM_NATIVE_BUILD_MONITOR_H_
 #define NGRAM_NATIVE_BUILD_MONITOR_H_
 
@@ -13,7 +13,7 @@
 
 namespace ngram {
 
-// Thrown out of a build that was told to stop.
+// Thrown by a build that was cancelled.
 struct BuildCancelled {};
 
 // One thread builds; any thread may cancel and look.
@@ -44,11 +44,11 @@ class BuildMonitor {
     checkpoint();
   }
 
-  // Asked ten times a second by the building thread, whether to go on.
+  // The building thread calls `proceed` ten times a second; false cancels the build.
   void ask(std::function<bool()> proceed) { proceed_ = std::move(proceed); }
 
   void cancel() { cancelled_ = true; }
-  std::uint64_t indexed() const { return indexed_; }  // positions in their final place
+  std::uint64_t indexed() const { return indexed_; }  // positions sorted so far
   std::uint64_t num_bytes() const { return num_bytes_; }
   Charge take_charge() { return std::move(charge_); }
 

@@ -91,9 +91,9 @@ StepEstimate Calibration::step(const Evidence& evidence) const {
 
 double Calibration::path(double product, std::int32_t depth) const {
   const auto& curve = by_path_[depth_bucket(depth)];
-  const double place = product * kSegments;
-  const auto k = static_cast<std::size_t>(place);
-  const double beyond = place - static_cast<double>(k);
+  const double x = product * kSegments;
+  const auto k = static_cast<std::size_t>(x);
+  const double beyond = x - static_cast<double>(k);
   const double height = (1.0 - beyond) * curve[k].value + beyond * curve[k + 1].value;
   return std::min(height, kHighestPath);
 }
@@ -105,9 +105,9 @@ void Calibration::observe_step(const StepBasis& basis, bool right) {
 
 void Calibration::observe_path(double product, std::int32_t depth, bool right) {
   auto& curve = by_path_[depth_bucket(depth)];
-  const double place = product * kSegments;
-  const auto k = static_cast<std::size_t>(place);
-  const double beyond = place - static_cast<double>(k);
+  const double x = product * kSegments;
+  const auto k = static_cast<std::size_t>(x);
+  const double beyond = x - static_cast<double>(k);
   // Each knot learns how far the outcome was from the straight line, in proportion to nearness.
   const double above = (right ? 1.0 : 0.0) - product;
   curve[k].observe(1.0 - beyond, curve[k].at + above);

@@ -1,4 +1,4 @@
-// How often what the corpus proposes is right, learned from what came.
+// Acceptance probabilities of proposed tokens, learned from the tokens that followed.
 #ifndef NGRAM_NATIVE_CALIBRATION_H_
 #define NGRAM_NATIVE_CALIBRATION_H_
 
@@ -10,7 +10,7 @@
 
 namespace ngram {
 
-// What the estimate of one proposed token rests on.
+// The evidence behind the estimate of one proposed token.
 struct Evidence {
   Source source;         // of its longest match
   std::uint32_t match;   // longest context shared with an occurrence that proposes it
@@ -20,7 +20,7 @@ struct Evidence {
   std::int32_t depth;    // in the tree: 1 for a child of the root
 };
 
-// What an estimate was made of, to learn by it.
+// What an estimate was computed from; needed to learn from its outcome.
 struct StepBasis {
   float prior;      // before any calibration
   float corrected;  // by the first table
@@ -28,7 +28,7 @@ struct StepBasis {
   std::uint16_t agreement_cell;
 };
 
-// Of one token, given that its parent came true.
+// The estimate for one token, given that its parent is accepted.
 struct StepEstimate {
   double probability;
   StepBasis basis;

@@ -10,7 +10,7 @@
 
 namespace ngram {
 
-// Where it was found, the most telling first.
+// Where it was found, the most informative source first.
 enum class Source : std::uint8_t {
   kGroup,     // the samples of this prompt
   kLive,      // other rollouts

@@ -101,7 +101,7 @@ void ChainedLog::prefetch_append(const Cursor& cursor, ContextView context) cons
 
 std::size_t ChainedLog::follow(Cursor& cursor, std::span<const Token> tokens) const {
   // Depth first over the tree of segments: straight on as far as it goes, then from the deepest
-  // place where another segment branches off.
+  // position where another segment branches off.
   struct Branch {
     Position last;     // segments that follow this token
     std::size_t held;  // tokens up to and with it

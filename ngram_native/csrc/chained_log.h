@@ -1,4 +1,4 @@
-// A token log whose positions are linked by context: the positions that may follow what was said.
+// A token log whose positions are linked by context: from a context to its earlier positions.
 #ifndef NGRAM_NATIVE_CHAINED_LOG_H_
 #define NGRAM_NATIVE_CHAINED_LOG_H_
 
@@ -22,7 +22,7 @@ struct Chain {
   bool per_group;  // of the same group only
 };
 
-// Where the next token of a document goes.
+// Where the next token of a document is appended.
 struct Cursor {
   std::uint64_t group = 0;
   bool has_group = false;
@@ -50,7 +50,7 @@ class ChainedLog {
 
   // Appends one token of the cursor's document; `context` ends just before it.
   void append(Cursor& cursor, Token token, ContextView context, std::uint32_t policy);
-  // Asks for the memory that appending a token behind `context` writes all over the table.
+  // Prefetches the table slots that appending a token after `context` writes.
   void prefetch_append(const Cursor& cursor, ContextView context) const;
 
   // The longest run of `tokens` that the group holds from a document's beginning, through whatever
@@ -65,7 +65,7 @@ class ChainedLog {
   }
   Position head(std::size_t slot) const { return ~heads_[slot]; }
   void prefetch_head(std::size_t slot) const { __builtin_prefetch(&heads_[slot]); }
-  // Asks for the memory a walk along chain `which` reads at `position`; false where none is.
+  // Prefetches what a walk along chain `which` reads at `position`; false when nothing is there.
   bool prefetch(Position position, std::uint32_t which) const;
 
   // Tokens before a position, given as page and offset, that agree with the end of `context`.
@@ -80,7 +80,7 @@ class ChainedLog {
   const std::uint32_t* heads() const { return heads_.get(); }
   std::size_t num_bytes() const { return log_.num_bytes() + num_heads() * sizeof(std::uint32_t); }
 
-  // Empty when the books balance, else what does not.
+  // Empty when consistent, else what is not.
   std::string check(std::int64_t vocab_size) const;
 
  private:

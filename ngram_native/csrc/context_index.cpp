@@ -11,8 +11,8 @@ std::size_t first_slot(std::uint64_t hash, std::size_t slots) {
   return static_cast<std::size_t>((hash >> 32) * slots >> 32);
 }
 
-// The place in [0, size) that represents part k of `parts`: anywhere in it, for a fixed stride
-// would see one phase only of a text that repeats itself.
+// The index in [0, size) that represents part k of `parts`. It lies at a hashed offset within the
+// part: a fixed stride would see only one phase of a text that repeats itself.
 std::size_t sample(std::size_t k, std::size_t parts, std::size_t size) {
   const std::size_t begin = k * size / parts, width = (k + 1) * size / parts - begin;
   return begin + static_cast<std::size_t>((mix(kHashSeed, k) >> 32) * width >> 32);
@@ -124,11 +124,11 @@ void ContextIndex::find(ContextView context, std::uint32_t most,
   if (inside.size() == 0) return;
 
   const TextPosition* const order = order_.begin();
-  const auto* place =
+  const auto* insertion =
       std::partition_point(order + inside.begin, order + inside.end,
                            [&](TextPosition p) { return comes_before(p, context, known); });
   // What was taken lies in [left, right); beside it the matches only get shorter.
-  auto left = static_cast<TextPosition>(place - order), right = left;
+  auto left = static_cast<TextPosition>(insertion - order), right = left;
   std::uint32_t left_match = left > 0 ? match_length(order[left - 1], context, 0) : 0;
   std::uint32_t right_match = right < order_.size() ? match_length(order[right], context, 0) : 0;
   while (out.size() < most) {

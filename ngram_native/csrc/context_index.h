@@ -24,8 +24,8 @@ struct Occurrence {
 };
 
 // A suffix array of the text read backwards (Manber and Myers 1990), cut at kMaxMatch tokens: the
-// positions of the text sorted by the tokens before them. Around the place where a query's context
-// would stand lie its occurrences, the longest matches nearest; a table finds the contexts that end
+// positions of the text sorted by the tokens before them. The occurrences of a query's context lie
+// around its insertion point, the longest matches nearest; a table finds the contexts that end
 // in the same two tokens, or one. It answers what a suffix automaton would.
 //
 // Documents lie in one text, each ended by kSeparator, one more before the first. Immutable once
@@ -39,9 +39,9 @@ class ContextIndex {
   // exceeded.
   ContextIndex(MappedArray<Token> text, BuildMonitor& monitor);
 
-  // The longest match first, at most `most`, in place of what `out` held. Where one length has more
-  // occurrences than there is room left, an even sample of them, always the same, so that the
-  // shares of their continuations are kept.
+  // Replaces `out` with at most `most` occurrences, the longest match first. Where one length has
+  // more occurrences than fit, takes an even, deterministic sample of them, which preserves the
+  // shares of their continuations.
   void find(ContextView context, std::uint32_t most, std::vector<Occurrence>& out) const;
 
   std::span<const Token> text() const { return {text_.data(), text_.size()}; }
@@ -49,7 +49,7 @@ class ContextIndex {
   std::uint64_t num_bytes() const { return charge_.bytes(); }
   void charge_to(std::shared_ptr<ExternalBudget> budget) { charge_.move_to(std::move(budget)); }
 
-  std::string check() const;  // empty when the books balance
+  std::string check() const;  // empty when consistent, else what is not
 
  private:
   // Of order_. In a table an empty one is an unused slot.

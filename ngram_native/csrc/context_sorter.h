@@ -12,7 +12,7 @@
 
 namespace ngram {
 
-// A place in the text of a ContextIndex.
+// An index into the text of a ContextIndex.
 using TextPosition = std::uint32_t;
 
 // Radix sort, most significant pair of tokens first: each round sorts the groups whose contexts
@@ -27,7 +27,7 @@ class ContextSorter {
   ContextSorter(const Token* text, MappedArray<TextPosition>& order,
                 MappedArray<std::uint8_t>& shared, BuildMonitor& monitor);
 
-  // Bytes taken beside order and shared.
+  // Bytes of scratch memory, beside order and shared.
   static std::uint64_t scratch_bytes(std::size_t num_positions);
 
   void sort();

@@ -37,7 +37,7 @@ std::int32_t nodes_grown(std::int32_t budget) { return std::max(budget, kJudgedN
 // Sequences of a batch whose searches wait for memory together.
 constexpr std::size_t kTogether = 16;
 
-// Tokens of a sequence whose writes are asked for at once.
+// Tokens of a sequence whose slots are prefetched together.
 constexpr std::size_t kAppendedTogether = 16;
 
 void check_verified(std::span<const std::int32_t> verified,
@@ -161,8 +161,8 @@ void Corpus::extend(std::span<const std::int64_t> sequence_ids, std::span<const 
   totals_.inserted_tokens += tokens.size();
 }
 
-// Every token writes to several places of a table larger than any cache: those of some tokens are
-// asked for before the first of them is written.
+// Every token writes to several slots of a table larger than any cache, so the slots of several
+// tokens are prefetched before the first of them is written.
 void Corpus::append(Sequence& sequence, std::span<const Token> tokens, std::uint32_t policy) {
   for (std::size_t begin = 0; begin < tokens.size(); begin += kAppendedTogether) {
     const auto part = tokens.subspan(begin, std::min(kAppendedTogether, tokens.size() - begin));
@@ -269,7 +269,7 @@ void Corpus::add_external(const std::string& name, std::span<const Token> tokens
   ExternalBuilder builder(external_budget_);
   builder.append(tokens, offsets);
   builder.build({});
-  publish_external(name, builder);  // asks for the name again: others may have come first
+  publish_external(name, builder);  // checks the name again: another thread may have taken it
 }
 
 void Corpus::publish_external(const std::string& name, ExternalBuilder& builder) {

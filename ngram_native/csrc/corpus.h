@@ -1,4 +1,4 @@
-// The corpus: what was said so far, and from it what may come next.
+// The corpus: the tokens of all rollouts so far, and drafts proposed from them.
 #ifndef NGRAM_NATIVE_CORPUS_H_
 #define NGRAM_NATIVE_CORPUS_H_
 
@@ -78,7 +78,7 @@ class Corpus {
   void save(ByteWriter& writer) const;
   void load(ByteReader& reader);
 
-  std::string check() const;  // empty when the books balance
+  std::string check() const;  // empty when consistent, else what is not
   std::uint64_t num_tokens() const;
   std::uint64_t num_bytes() const;
   std::map<std::string, double> counters() const;
@@ -100,7 +100,7 @@ class Corpus {
   std::uint32_t policy_of(std::uint32_t age) const { return policy_ - std::min(age, policy_); }
   void detach_sequences();
   std::uint64_t bookkeeping_bytes() const;
-  std::uint64_t scratch_bytes() const;  // what calls keep for the next ones; beside max_bytes
+  std::uint64_t scratch_bytes() const;  // buffers reused between calls; not part of max_bytes
 
   std::unique_ptr<ChainedLog> make_live() const;
 

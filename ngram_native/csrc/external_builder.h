@@ -1,4 +1,4 @@
-// An external corpus on its way in: documents, then their index.
+// Builds an external corpus: collects its documents, then indexes them.
 #ifndef NGRAM_NATIVE_EXTERNAL_BUILDER_H_
 #define NGRAM_NATIVE_EXTERNAL_BUILDER_H_
 

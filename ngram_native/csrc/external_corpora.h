@@ -12,8 +12,8 @@
 
 namespace ngram {
 
-// Those in force. Not synchronised: the owner holds its lock around every call; none takes longer
-// for a larger corpus.
+// The published external corpora. Not synchronised: the owner holds its lock around every call;
+// none takes longer for a larger corpus.
 class ExternalCorpora {
  public:
   void check_free(const std::string& name) const;  // refuses a name that is taken

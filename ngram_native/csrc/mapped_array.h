@@ -1,4 +1,4 @@
-// A large array that comes from the system zeroed and goes back to it in small pieces.
+// A large array of zeroed memory from the system, given back a few pages at a time.
 #ifndef NGRAM_NATIVE_MAPPED_ARRAY_H_
 #define NGRAM_NATIVE_MAPPED_ARRAY_H_
 
@@ -9,11 +9,11 @@
 
 namespace ngram {
 
-// So many zeros, in whole pages; std::bad_alloc when there are none to be had.
+// Zeroed memory in whole pages; throws std::bad_alloc when there is none.
 void* map_pages(std::size_t bytes);
 
 // Unmapping holds a lock on the whole process's memory for as long as its pages take: every thread
-// that touches a new page waits. So pages go a few at a time.
+// that touches a new page waits. So pages are unmapped a few at a time.
 void unmap_pages(void* pages, std::size_t bytes) noexcept;
 
 std::size_t round_to_pages(std::size_t bytes);

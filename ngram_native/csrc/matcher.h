@@ -1,4 +1,4 @@
-// Finds, in every scope, the earlier occurrences of what sequences said last.
+// Finds, in every scope, earlier occurrences of the last tokens of sequences.
 #ifndef NGRAM_NATIVE_MATCHER_H_
 #define NGRAM_NATIVE_MATCHER_H_
 
@@ -50,7 +50,7 @@ class Matcher {
   std::span<const Candidates> gather(const Scopes& scopes, std::span<const Query> queries,
                                      std::uint32_t depth);
 
-  std::uint64_t num_bytes() const;  // kept from call to call
+  std::uint64_t num_bytes() const;  // reused between calls
 
  private:
   struct Found {
@@ -94,7 +94,7 @@ class Matcher {
 
   const std::uint32_t max_candidates_;
   const std::uint32_t max_steps_;
-  std::vector<Search> searches_;  // the first num_searches_ are in use; the rest keep memory
+  std::vector<Search> searches_;  // the first num_searches_ are in use; the rest are reused
   std::size_t num_searches_ = 0;
   std::vector<Search*> running_;
   std::vector<std::size_t> first_wider_;  // by query, its searches beside the group's

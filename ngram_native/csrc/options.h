@@ -1,4 +1,4 @@
-// What a corpus is made with.
+// The options of a corpus.
 #ifndef NGRAM_NATIVE_OPTIONS_H_
 #define NGRAM_NATIVE_OPTIONS_H_
 
@@ -10,13 +10,13 @@ namespace ngram {
 struct Options {
   std::uint64_t max_bytes;           // of the rollouts' log, its chain heads and the open sequences
   std::uint64_t max_external_bytes;  // of all external corpora together
-  std::uint32_t max_candidates;      // occurrences kept per scope
+  std::uint32_t max_candidates;      // most occurrences returned per scope
   std::uint32_t max_steps;           // links followed per chain and query
   std::string vocabulary = {};       // whose token ids these are; a file of another is refused
   std::int64_t vocab_size = std::int64_t{1} << 31;  // tokens are below it
 };
 
-// The same, or a std::invalid_argument.
+// Returns the options unchanged; throws std::invalid_argument where one is invalid.
 Options checked(const Options& options);
 
 }  // namespace ngram

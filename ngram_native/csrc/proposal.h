@@ -1,4 +1,4 @@
-// The draft nodes of a batch, as they go out.
+// The draft nodes of a batch, in the form the caller gets.
 #ifndef NGRAM_NATIVE_PROPOSAL_H_
 #define NGRAM_NATIVE_PROPOSAL_H_
 

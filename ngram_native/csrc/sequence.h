@@ -24,11 +24,11 @@ struct Guess {
 };
 
 struct Sequence {
-  Cursor cursor;               // its place in the live log; carries the group
+  Cursor cursor;               // where it ends in the live log; carries the group
   Context context;             // ends with the root, the last committed token
-  std::vector<Guess> guesses;  // the tree last grown; forgotten when the next tokens came
+  std::vector<Guess> guesses;  // the tree last grown; cleared when the next tokens come
   // Nodes handed out since tokens last came. They are the first of the guesses, while there are
-  // any: a corpus that forgets drops the guesses, yet the nodes may be under way.
+  // any: a corpus that forgets drops the guesses, yet the target may be verifying the nodes.
   std::size_t drafted = 0;
   std::uint64_t named_by = 0;  // the last call that named this sequence, to catch duplicates
 

@@ -85,7 +85,7 @@ void get_heads(ByteReader& reader, std::span<std::uint32_t> heads) {
   for (std::uint64_t i = 0; i < count; ++i) {
     const auto placed = reader.get<PlacedHead>();
     if (placed.slot >= heads.size()) {
-      throw std::invalid_argument("the file is damaged: a chain's head has no place");
+      throw std::invalid_argument("the file is damaged: a chain head lies outside the table");
     }
     heads[placed.slot] = placed.head;
   }
@@ -129,8 +129,8 @@ std::unique_ptr<ChainedLog> get_log(ByteReader& reader, const std::vector<Chain>
   return chained;
 }
 
-// Of an external corpus only the text is kept: making its index again takes no longer than checking
-// a stored one would, and is the same everywhere.
+// Of an external corpus only the text is saved: building its index again takes no longer than
+// checking a stored one would, and is the same everywhere.
 void put_text(ByteWriter& writer, std::span<const Token> text) {
   writer.put(static_cast<std::uint64_t>(text.size()));
   writer.put_bytes(text.data(), text.size_bytes());

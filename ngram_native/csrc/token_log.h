@@ -53,7 +53,7 @@ class TokenLog {
   // A slot is filled at least eight times before a page number comes back.
   static constexpr std::uint32_t kMaxCapacityPages = 1u << 24;
 
-  // num_links back-links of 4 bytes are kept beside each token. At most kMaxCapacityPages.
+  // num_links back-links of 4 bytes are stored beside each token. At most kMaxCapacityPages.
   TokenLog(std::uint32_t capacity_pages, std::uint32_t num_links);
 
   static std::size_t page_bytes(std::uint32_t num_links);
@@ -82,7 +82,7 @@ class TokenLog {
     return const_cast<Position&>(*view(p / kPageTokens).link(p % kPageTokens, which));
   }
 
-  // The next token's position within the document; kNoPosition at its end.
+  // Position of the next token of the document; kNoPosition at its end.
   Position after(Position p) const;
 
   // Copies the tokens from `p` on, at most `most`, and returns how many there are. Writes up to

@@ -1,4 +1,4 @@
-// Grows one draft tree from all that may come next.
+// Grows one draft tree from the candidates of a query.
 #ifndef NGRAM_NATIVE_TREE_BUILDER_H_
 #define NGRAM_NATIVE_TREE_BUILDER_H_
 
@@ -32,7 +32,7 @@ class TreeBuilder {
   const std::vector<DraftNode>& build(const Candidates& candidates, std::int32_t max_nodes,
                                       const Calibration& calibration);
 
-  std::uint64_t num_bytes() const {  // kept from call to call
+  std::uint64_t num_bytes() const {  // reused between calls
     return nodes_.capacity() * sizeof(DraftNode) +
            (undivided_.capacity() + followers_.capacity()) * sizeof(Follower) +
            pending_.capacity() * sizeof(Pending) + heap_.capacity() * sizeof(Rank);

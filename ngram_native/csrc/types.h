@@ -1,4 +1,4 @@
-// The words every file here shares.
+// Types and constants that every file here shares.
 #ifndef NGRAM_NATIVE_TYPES_H_
 #define NGRAM_NATIVE_TYPES_H_
 
@@ -8,7 +8,7 @@ namespace ngram {
 
 using Token = std::int32_t;
 
-// A token's place in one log: page number * kPageTokens + offset. A page number is a slot and a
+// Where a token is in one log: page number * kPageTokens + offset. A page number is a slot and a
 // count of how often that was filled, so a position of a dropped page is known to be stale.
 using Position = std::uint32_t;
 using PageNumber = std::uint32_t;

@@ -64,7 +64,7 @@ def _causal_conv_kernel(
     is_entry = entry < num_entries  # the rows after the last entry's are padding
     source = tl.load(sources_ptr + entry, mask=is_entry, other=0).to(tl.int64)
     target = tl.load(targets_ptr + row, mask=is_entry, other=0).to(tl.int64)
-    kept = channel < tl.where(target != 0, channels, 0)
+    stored = channel < tl.where(target != 0, channels, 0)
     state_ptrs = states_ptr + channel * (TAPS - 1)
 
     total = tl.zeros((BLOCK,), tl.float32)
@@ -84,7 +84,7 @@ def _causal_conv_kernel(
         value = tl.where(ancestor >= 0, x, old)
         if tap > 0:
             new_ptrs = state_ptrs + target * slot_stride + (tap - 1)
-            tl.store(new_ptrs, value, mask=kept)
+            tl.store(new_ptrs, value, mask=stored)
         weight = tl.load(weight_ptr + channel * weight_stride + tap, mask=inside, other=0.0)
         total += value.to(tl.float32) * weight.to(tl.float32)
     y = total / (1.0 + tl.exp(-total))

@@ -22,7 +22,7 @@ struct PlanArrays {
   std::span<const int32_t> node_slots;    // [N]
 };
 
-// The sizes a schedule is good for.
+// The sizes a schedule is made for.
 struct AttentionSizes {
   int64_t query_rows, heads, kv_heads, slots;
 

@@ -119,8 +119,8 @@ class DeltaRuleBlock {
       const Vec k = broadcast(keys[i]), q = broadcast(queries[i]);
 #pragma GCC unroll 4
       for (int j = 0; j < Vecs; ++j) {
-        const Vec kept = load_at(before + i * before_stride + j * kLanes) * decay;
-        const Vec state = fma(k, delta[j], kept);
+        const Vec decayed = load_at(before + i * before_stride + j * kLanes) * decay;
+        const Vec state = fma(k, delta[j], decayed);
         store_at(after + i * after_stride + j * kLanes, state);
         sums[j] = fma(q, state, sums[j]);
       }

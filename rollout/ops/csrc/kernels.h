@@ -1,4 +1,4 @@
-// What a kernel is told, and the table of kernels each instruction set fills.
+// The arguments of the kernels, and the table of kernels that each instruction set fills.
 //
 // Pointers are to elements of `dtype` unless typed; strides count elements, and the elements of a
 // row or of a head are adjacent. Row kernels take a half-open range of rows.

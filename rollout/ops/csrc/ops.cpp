@@ -35,7 +35,7 @@ void parallel_rows(int64_t rows, int64_t elements, int threads, const Function& 
                [&](int64_t item, void*) { f(item * chunk, std::min(rows, (item + 1) * chunk)); });
 }
 
-// That every state a row continues is there: a slot of the pool, or that of the row just before.
+// Checks that every state a row continues exists: in a slot of the pool or from the row before.
 void check_plan(const StatePlan& plan, int64_t rows, int64_t slots) {
   for (int64_t entry = 0; entry < plan.entries; ++entry) {
     const int64_t begin = plan.q_offsets[entry], end = plan.q_offsets[entry + 1];

@@ -25,8 +25,8 @@ inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t*
   __m512i a[16], b[16];
   for (int i = 0; i < 16; ++i) {
     a[i] = _mm512_loadu_si512(from + i * from_stride);
-    // The same place of the next panel: rows are too short for the processor's own guesses. An
-    // address beyond the tensor is no fault.
+    // Prefetch the same rows of the next panel: rows are too short for the hardware prefetcher.
+    // Prefetching an address beyond the tensor does not fault.
     _mm_prefetch(reinterpret_cast<const char*>(from + (i + kPanelLanes) * from_stride),
                  _MM_HINT_T1);
   }

@@ -14,7 +14,7 @@ struct AlignedDelete {
   void operator()(std::byte* pointer) const { ::operator delete(pointer, std::align_val_t{64}); }
 };
 
-// Kept between calls: mapping and faulting fresh pages would cost more than small ops themselves.
+// Reused between calls: mapping and faulting fresh pages would cost more than small ops themselves.
 class Scratch {
  public:
   void* reserve(size_t bytes) {

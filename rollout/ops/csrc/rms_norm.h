@@ -6,8 +6,8 @@
 namespace rollout::ROLLOUT_ISA {
 namespace {
 
-// out[i] = weigh(i, normed, load). The lane in which an element is summed depends on its place in
-// the row alone.
+// out[i] = weigh(i, normed, load). The lane in which an element is summed depends only on
+// its index in the row.
 template <typename T, typename Weigh>
 inline void rms_norm_row(const T* x, T* out, int64_t width, float eps, const Weigh& weigh) {
   Vec squares{};
