@@ -11,6 +11,7 @@ from rollout.config import MemoryConfig
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
+from rollout.runner.transfers import upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,5 +87,5 @@ def _step(load: Workload) -> tuple[StepArrays, torch.Tensor]:
 
 
 def _plan(step: StepArrays, table: torch.Tensor, longest: int, device: str) -> AttentionPlan:
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in step.inputs().items()}
-    return attention_plan(tensors, table.to(device), longest)
+    inputs = upload(step, torch.device(device))
+    return attention_plan(vars(inputs), table.to(device), longest)
