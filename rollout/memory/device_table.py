@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,16 @@ from rollout.memory.cache import CacheMemory
 from rollout.ops import gpu
 from rollout.ops.ragged import ranges
 
+A = TypeVar("A")
+
+
+@dataclass(kw_only=True)
+class TableWrites(Generic[A]):
+    """What is written where in the table, in arrays or tensors. Filled by `DeviceTable.changes`."""
+
+    indices_C: A  # int64, in the flat table
+    slots_C: A  # int32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableChanges:
@@ -20,11 +31,11 @@ class TableChanges:
     rows_B: NDArray[np.integer]
     versions_B: NDArray[np.int64]
     ends_B: NDArray[np.integer]
-    arrays: dict[str, NDArray]  # ``table_indices`` int64 [C], flat, and ``table_slots`` int32 [C]
+    writes: TableWrites[NDArray] | None  # None: nothing is sent
 
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
-_NOTHING = TableChanges(rows_B=_NO_ROWS, versions_B=_NO_ROWS, ends_B=_NO_ROWS, arrays={})
+_NOTHING = TableChanges(rows_B=_NO_ROWS, versions_B=_NO_ROWS, ends_B=_NO_ROWS, writes=None)
 
 
 class DeviceTable:
@@ -64,16 +75,15 @@ class DeviceTable:
         first_B = np.minimum(self._known_Q.take(rows_B) * is_known_B, starts_B)
         row_firsts_B = rows_B * np.int64(self._table.shape[1])
         indices_C = ranges(row_firsts_B + first_B, ends_B - first_B)
-        arrays: dict[str, NDArray] = {
-            "table_indices": indices_C,
-            "table_slots": self._table.take(indices_C),
-        }
-        return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, arrays=arrays)
+        writes: TableWrites[NDArray] = TableWrites(
+            indices_C=indices_C, slots_C=self._table.take(indices_C)
+        )
+        return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, writes=writes)
 
-    def apply(self, changes: TableChanges, tensors: dict[str, torch.Tensor]) -> None:
-        """Write changes into ``tensor``. ``tensors``: the arrays of ``changes``, on the device."""
-        if not changes.arrays:
+    def apply(self, changes: TableChanges, writes: TableWrites[torch.Tensor] | None) -> None:
+        """``writes``: the changes' own, on the device."""
+        if writes is None:
             return
-        self._flat.index_copy_(0, tensors["table_indices"], tensors["table_slots"])
+        self._flat.index_copy_(0, writes.indices_C, writes.slots_C)
         self._known_Q[changes.rows_B] = changes.ends_B
         self._known_versions_Q[changes.rows_B] = changes.versions_B

@@ -6,7 +6,9 @@ recurrent layers C channels, W taps, H key heads of K, G value heads of V.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.runner.transfers import A
 from rollout.types import Batch, DraftTrees
 
 
@@ -103,13 +106,19 @@ class RecurrentStates:
         )
 
 
-def state_arrays(
-    batch: Batch, trees: DraftTrees, q_offsets_B1: NDArray[np.int32], rows: int
-) -> dict[str, NDArray[np.int32]]:
-    """The arrays that `state_plan` reads besides ``q_offsets_B1``, on the host.
+@dataclass(kw_only=True)
+class StateInputs(Generic[A]):
+    """What a `StatePlan` has besides ``q_offsets_B1``, int32. Filled by `state_inputs`."""
 
-    ``q_offsets_B1`` and ``rows`` may count padding in. Each entry has its states.
-    """
+    sources_B: A
+    parents_T: A
+    targets_T: A
+
+
+def state_inputs(
+    batch: Batch, trees: DraftTrees, q_offsets_B1: NDArray[np.int32], rows: int
+) -> StateInputs[NDArray[np.int32]]:
+    """``q_offsets_B1`` and ``rows`` may count padding in. Each entry has its states."""
     entries, states = batch.entries, []
     for entry in entries:
         assert entry.states is not None, "scheduled without states"
@@ -135,10 +144,9 @@ def state_arrays(
 
     sources_B = np.full(len(q_offsets_B1) - 1, NO_STATE, dtype=np.int32)
     sources_B[: len(entries)] = [own.source for own in states]
-    return {"sources_B": sources_B, "parents_T": parents_T, "targets_T": targets_T}
+    return StateInputs(sources_B=sources_B, parents_T=parents_T, targets_T=targets_T)
 
 
-def state_plan(tensors: Mapping[str, torch.Tensor]) -> StatePlan:
-    """The plan of `state_arrays` and ``q_offsets_B1``, as tensors."""
-    names = ("q_offsets_B1", "sources_B", "parents_T", "targets_T")
-    return StatePlan(**{name: tensors[name] for name in names})
+def state_plan(q_offsets_B1: torch.Tensor, states: StateInputs[torch.Tensor]) -> StatePlan:
+    """The plan of a step's states."""
+    return StatePlan(q_offsets_B1=q_offsets_B1, **vars(states))

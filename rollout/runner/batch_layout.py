@@ -1,58 +1,61 @@
 """The flat query rows of one step and what attention must know of them, on the host.
 
-Legend: B entries, T query rows, N draft nodes, R sampled rows.
+Legend: B entries, T query rows, N draft nodes, R sampled rows; A arrays or tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from operator import add
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.memory.device_table import TableWrites
 from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of, ranges
 from rollout.ops.state_plan import NO_STATE
-from rollout.runner.attention import state_arrays
+from rollout.runner.attention import StateInputs, state_inputs
+from rollout.runner.transfers import A
 from rollout.types import Batch, DraftTrees, Scheduled
 
 _PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", "node_masks_N",
          "node_slots_N")  # fmt: skip
-_INPUTS = ("input_ids_T", "positions_T", "slots_T", *_PLAN)
 
 _NO_SLOTS = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(slots=True, kw_only=True)
-class StepArrays:
-    """Per entry its causal run, then its draft nodes. See AttentionPlan for the last seven.
+@dataclass(kw_only=True)
+class StepArrays(Generic[A]):
+    """The inputs of a forward: per entry its causal run, then its draft nodes. Filled by
+    `StepArrays.of`, but for the last three. Arrays are never written to.
 
-    Never written to.
+    What captured forwards read comes first, in order: see `CapturedRuns.place`.
     """
 
-    input_ids_T: NDArray[np.int64]
-    positions_T: NDArray[np.int64]
-    slots_T: NDArray[np.int64]
-    rows_B: NDArray[np.int32]
-    starts_B: NDArray[np.int32]
-    run_lens_B: NDArray[np.int32]
-    q_offsets_B1: NDArray[np.int32]
-    node_offsets_B1: NDArray[np.int32]
-    node_masks_N: NDArray[np.int64]
-    node_slots_N: NDArray[np.int32]
-    sampled_R: NDArray[np.int64]  # rows to take logits of
+    input_ids_T: A  # int64
+    positions_T: A  # int64
+    slots_T: A  # int64
+    rows_B: A  # int32; for this and the next six see AttentionPlan
+    starts_B: A  # int32
+    run_lens_B: A  # int32
+    q_offsets_B1: A  # int32
+    node_offsets_B1: A  # int32
+    node_masks_N: A  # int64
+    node_slots_N: A  # int32
     longest: int  # where the last run ends
-    # Of models with recurrent layers: sources_B, parents_T and targets_T of StatePlan, int32.
-    states: dict[str, NDArray[np.int32]] = field(default_factory=dict)
+    states: StateInputs[A] | None = None  # `with_states`, for models with recurrent layers
+    sampled_R: A  # int64: rows to take logits of; `ModelRunner.forward` pads them
+    table: TableWrites[A] | None = None  # `ModelRunner.forward`, for a device
 
     @staticmethod
     def of(
         batch: Batch, trees: DraftTrees, table: NDArray[np.int32], scored_from: int | None = None
-    ) -> StepArrays:
+    ) -> StepArrays[NDArray]:
         """``table``: req_to_token. ``scored_from``: take logits of run rows at that position or
         later; default: of the roots and nodes of entries that sample."""
         entries = batch.entries
@@ -110,28 +113,37 @@ class StepArrays:
             longest=max(map(add, starts, run_lens), default=0),
         )
 
-    def with_states(self, batch: Batch, trees: DraftTrees) -> StepArrays:
+    def with_states(
+        self: StepArrays[NDArray], batch: Batch, trees: DraftTrees
+    ) -> StepArrays[NDArray]:
         """Add what recurrent layers read. ``batch`` and ``trees``: those the step was made of."""
-        return replace(self, states=state_arrays(batch, trees, self.q_offsets_B1, self.num_rows))
+        return replace(self, states=state_inputs(batch, trees, self.q_offsets_B1, self.num_rows))
 
     @property
-    def num_rows(self) -> int:
+    def num_rows(self: StepArrays[NDArray]) -> int:
         """Query rows of the entries, without padding."""
         return int(self.q_offsets_B1[-1])
 
     @property
-    def ends_B(self) -> NDArray[np.int32]:
+    def ends_B(self: StepArrays[NDArray]) -> NDArray[np.int32]:
         """Where each run ends."""
         return self.starts_B + self.run_lens_B
 
-    def padded(self, rows: int, entries: int = 0, nodes: int = 0) -> StepArrays:
+    def padded(
+        self: StepArrays[NDArray], rows: int, entries: int = 0, nodes: int = 0
+    ) -> StepArrays[NDArray]:
         """Pads to at least these sizes.
 
         Padding rows run token 0 at position 0, write to the null slot and see nothing; they have no
         state and keep none. Padding entries have no rows, padding nodes are no entry's.
         """
-        padding = {"sources_B": (entries, NO_STATE), "parents_T": (rows, -1),
-                   "targets_T": (rows, NO_STATE)}  # fmt: skip
+        states = self.states
+        if states is not None:
+            states = StateInputs(
+                sources_B=padded(states.sources_B, entries, NO_STATE),
+                parents_T=padded(states.parents_T, rows, -1),
+                targets_T=padded(states.targets_T, rows, NO_STATE),
+            )
         ends = self.q_offsets_B1[-1], self.node_offsets_B1[-1]
         return StepArrays(
             input_ids_T=padded(self.input_ids_T, rows),
@@ -146,18 +158,15 @@ class StepArrays:
             node_slots_N=padded(self.node_slots_N, nodes, NULL_SLOT),
             sampled_R=self.sampled_R,
             longest=self.longest,
-            states={name: padded(each, *padding[name]) for name, each in self.states.items()},
+            states=states,
+            table=self.table,
         )
-
-    def inputs(self) -> dict[str, NDArray]:
-        """The arrays that a forward of these shapes reads, by field."""
-        return {name: getattr(self, name) for name in _INPUTS} | self.states
 
 
 def attention_plan(
-    tensors: dict[str, torch.Tensor], req_to_token: torch.Tensor, longest: int
+    tensors: Mapping[str, Any], req_to_token: torch.Tensor, longest: int
 ) -> AttentionPlan:
-    """The plan of `StepArrays.inputs`, as tensors."""
+    """The plan of a step whose `StepArrays` of tensors has these fields."""
     plan: dict[str, Any] = {name: tensors[name] for name in _PLAN}
     return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
 

@@ -97,32 +97,34 @@ class ModelRunner:
             step = step.with_states(batch, trees)
         self._kv_pool.note_forward(step.slots_T)
         changes = self._table.changes(step.rows_B, step.starts_B, step.ends_B)
-        others = changes.arrays | {"sampled_R": self._head_rows(step.sampled_R)}
+        num_sampled, step.table = step.sampled_R.size, changes.writes
+        step.sampled_R = self._head_rows(step.sampled_R)
         placed = None
         chunks = self._chunks(step)
         if self._graphs is not None and chunks is None:
-            placed = self._graphs.place(step, others, self.features)
+            placed = self._graphs.place(step, self.features)
+        inputs: StepArrays[torch.Tensor]
         if self._graphs is not None and placed is not None:
-            tensors = placed.tensors
-            self._table.apply(changes, tensors)
+            inputs = placed.inputs
+            self._table.apply(changes, inputs.table)
             hidden_TE, features_TF, routes_TC = self._graphs.run(placed, self._hidden)
         else:
-            tensors = upload(step.padded(self._minimum_rows).inputs() | others, self._device)
-            self._table.apply(changes, tensors)
+            inputs = upload(step.padded(self._minimum_rows), self._device)
+            self._table.apply(changes, inputs.table)
             hidden_TE, features_TF, routes_TC = self._hidden(
-                tensors, step.longest, chunks, step.num_rows
+                inputs, step.longest, chunks, step.num_rows
             )
         if self._routes_pool is not None:
             self._routes_pool.put(step.slots_T, routes_TC[: step.num_rows])
         return Forwarded(
-            logits_RV=self.model.logits(hidden_TE[tensors["sampled_R"]])[: step.sampled_R.size],
+            logits_RV=self.model.logits(hidden_TE[inputs.sampled_R])[:num_sampled],
             features_TF=features_TF[: step.num_rows],
             offsets_B1=step.q_offsets_B1,
         )
 
     def _hidden(
         self,
-        tensors: dict[str, torch.Tensor],
+        inputs: StepArrays[torch.Tensor],
         longest: int,
         chunks: ChunkedPlan | None = None,
         num_rows: int | None = None,
@@ -134,19 +136,18 @@ class ModelRunner:
         attention = PagedAttention(
             keys=self._kv_pool.keys,
             values=self._kv_pool.values,
-            slots_T=tensors["slots_T"],
-            plan=attention_plan(tensors, self._table.tensor, longest),
+            slots_T=inputs.slots_T,
+            plan=attention_plan(vars(inputs), self._table.tensor, longest),
             scale=self.model.spec.head_dim**-0.5,
         )
-        input_ids_T = tensors["input_ids_T"]
-        taps = self._taps(len(input_ids_T))
+        taps = self._taps(len(inputs.input_ids_T))
         routes = None if self._routes_pool is None else StepRoutes()
         hidden_TE = self.model.forward(
-            input_ids_T,
-            tensors["positions_T"],
+            inputs.input_ids_T,
+            inputs.positions_T,
             attention,
             taps,
-            states=self._states(tensors, chunks),
+            states=self._states(inputs, chunks),
             routes=routes,
             num_rows=num_rows,
         )
@@ -154,24 +155,24 @@ class ModelRunner:
         features_TF = none if taps is None else taps.features_TF
         return hidden_TE, features_TF, none if routes is None else routes.joined()
 
-    def _chunks(self, step: StepArrays) -> ChunkedPlan | None:
+    def _chunks(self, step: StepArrays[NDArray]) -> ChunkedPlan | None:
         """The chunks of long runs, where there is a kernel for them."""
         if self._chunked_kernel is None or step.run_lens_B.max(initial=0) < MIN_ROWS:
             return None
-        arrays = {"q_offsets_B1": step.q_offsets_B1} | step.states
-        plan = state_plan({name: torch.from_numpy(array) for name, array in arrays.items()})
+        states = upload(step.states, torch.device("cpu"))
+        plan = state_plan(torch.from_numpy(step.q_offsets_B1), states)
         return chunked_plan(plan, self._device, self._chunked_kernel)
 
     def _states(
-        self, tensors: dict[str, torch.Tensor], chunks: ChunkedPlan | None
+        self, inputs: StepArrays[torch.Tensor], chunks: ChunkedPlan | None
     ) -> RecurrentStates | None:
         pool = self._state_pool
-        if pool is None:
+        if pool is None or inputs.states is None:
             return None
         return RecurrentStates(
             convolutions=pool.convolutions,
             recurrent=pool.recurrent,
-            plan=state_plan(tensors),
+            plan=state_plan(inputs.q_offsets_B1, inputs.states),
             chunks=chunks,
         )
 

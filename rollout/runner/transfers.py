@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollout.ops import gpu
+
+A = TypeVar("A")
+"""The values of a record: arrays on the host, tensors on a device."""
 
 _DTYPES: dict[np.dtype, torch.dtype] = {
     np.dtype(np.int32): torch.int32,
@@ -156,7 +159,9 @@ def _rebuilt(record: Any, leaves: Iterator[Any]) -> Any:
             parts[name] = next(leaves)
         elif part is not None and is_dataclass(part):
             parts[name] = _rebuilt(part, leaves)
-    return type(record)(**parts)
+    rebuilt = object.__new__(type(record))
+    rebuilt.__dict__ = parts
+    return rebuilt
 
 
 def _packed(arrays: list[NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:

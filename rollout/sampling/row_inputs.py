@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.runner.transfers import A
 from rollout.sampling.rows import SampleRows
 from rollout.types import DraftTrees, Request, SamplingParams
-
-A = TypeVar("A")
 
 
 @dataclass(kw_only=True)

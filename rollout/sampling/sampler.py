@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from rollout.ops import tree_accept
 from rollout.ops.uniforms import uniforms
-from rollout.runner.transfers import Download, upload
-from rollout.sampling.row_inputs import A, RowInputs, TreeInputs, row_inputs, tree_inputs
+from rollout.runner.transfers import A, Download, upload
+from rollout.sampling.row_inputs import RowInputs, TreeInputs, row_inputs, tree_inputs
 from rollout.sampling.rows import SampleRows, sample_rows
 from rollout.sampling.shaped_logits import ShapedLogits
 from rollout.types import NO_EXTRAS, Batch, DraftTrees, TokenExtras

@@ -15,8 +15,8 @@ from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.ops.rotary_store_kv import rotary_store_kv_
-from rollout.ops.state_plan import NO_STATE
-from rollout.runner.attention import RecurrentStates, state_plan
+from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.runner.attention import RecurrentStates
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
 
 _ROWS_AT_ONCE = 1024
@@ -148,14 +148,14 @@ def _states(model: CausalLM, lengths: list[int]) -> RecurrentStates | None:
     offsets_B1 = torch.tensor([0, *lengths]).cumsum(0)
     parents_T = torch.arange(sum(lengths)) - 1
     parents_T[offsets_B1[:-1]] = -1
-    plan = {
-        "q_offsets_B1": offsets_B1,
-        "sources_B": torch.full((len(lengths),), NO_STATE),
-        "parents_T": parents_T,
-        "targets_T": torch.full((sum(lengths),), NO_STATE),
-    }
+    plan = StatePlan(
+        q_offsets_B1=offsets_B1.int().to(model.device),
+        sources_B=torch.full_like(offsets_B1[1:], NO_STATE).int().to(model.device),
+        parents_T=parents_T.int().to(model.device),
+        targets_T=torch.full_like(parents_T, NO_STATE).int().to(model.device),
+    )
     return RecurrentStates(
         convolutions=pool.convolutions,
         recurrent=pool.recurrent,
-        plan=state_plan({name: each.int().to(model.device) for name, each in plan.items()}),
+        plan=plan,
     )

@@ -48,8 +48,8 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> No
         if rng.random() < 0.1:  # the step fails before the device was told
             memory.end_step()
             continue
-        table.apply(changes, upload(changes.arrays, device))
-        sent += len(changes.arrays["table_indices"])
+        table.apply(changes, upload(changes.writes, device))
+        sent += len(changes.writes.indices_C)
         for entry in entries:
             row = entry.request.row
             host = memory.req_to_token.table[row, : entry.end]
@@ -91,7 +91,7 @@ def test_a_decode_step_sends_what_it_runs_alone(device) -> None:
         memory.extend(row, start + run_len)
         entry = Scheduled(request=request, start=start, run_len=run_len, draft_slots=none)
         changes = changes_of(table, [entry])
-        table.apply(changes, upload(changes.arrays, device))
-        counts.append(len(changes.arrays["table_indices"]))
+        table.apply(changes, upload(changes.writes, device))
+        counts.append(len(changes.writes.indices_C))
     assert counts == [8, 1, 1]
     assert table.tensor.dtype is torch.int32

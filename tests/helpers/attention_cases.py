@@ -15,6 +15,7 @@ import torch
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
+from rollout.runner.transfers import upload
 
 
 @dataclass
@@ -118,9 +119,9 @@ def engine_step(q: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, Att
     bucket = Buckets(max_rows=256, max_context_len=131_072).bucket(step)
     assert bucket is not None
     padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
-    tensors = {name: torch.from_numpy(array) for name, array in padded.inputs().items()}
+    inputs = upload(padded, torch.device("cpu"))
     padded_q = torch.cat((q, q.new_full((bucket.rows - len(q), *q.shape[1:]), torch.nan)))
-    return padded_q, attention_plan(tensors, plan.req_to_token, bucket.longest)
+    return padded_q, attention_plan(vars(inputs), plan.req_to_token, bucket.longest)
 
 
 def make_case(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.runner.attention import state_arrays, state_plan
+from rollout.runner.attention import state_inputs, state_plan
+from rollout.runner.transfers import upload
 from rollout.types import Batch, Scheduled, ScheduledStates
 from tests.helpers.requests import make_request, make_trees
 
@@ -60,11 +61,11 @@ def test_every_row_continues_its_parent_and_ends_where_it_is_kept(seed, padding)
         targets += states.nodes[: len(nodes)].tolist()
         offsets.append(len(parents))
     rows = len(parents) + padding
-    arrays = state_arrays(batch, trees, np.array(offsets, dtype=np.int32), rows)
-    assert all(array.dtype == np.int32 for array in arrays.values())
-    assert arrays["parents_T"].tolist() == parents + [-1] * padding
-    assert arrays["targets_T"].tolist() == targets + [0] * padding
-    assert arrays["sources_B"].tolist() == [entry.states.source for entry in batch.entries]
+    states = state_inputs(batch, trees, np.array(offsets, dtype=np.int32), rows)
+    assert all(array.dtype == np.int32 for array in vars(states).values())
+    assert states.parents_T.tolist() == parents + [-1] * padding
+    assert states.targets_T.tolist() == targets + [0] * padding
+    assert states.sources_B.tolist() == [entry.states.source for entry in batch.entries]
 
 
 def test_padding_entries_begin_with_no_state():
@@ -72,8 +73,7 @@ def test_padding_entries_begin_with_no_state():
     lengths = [entry.run_len for entry in batch.entries] + np.diff(trees.offsets_B1)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     padded = np.pad(offsets, (0, 2), mode="edge")
-    arrays = state_arrays(batch, trees, padded, int(offsets[-1]) + 4)
-    assert arrays["sources_B"].tolist()[len(batch.entries) :] == [0, 0]
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    plan = state_plan(tensors | {"q_offsets_B1": torch.from_numpy(padded)})
+    states = state_inputs(batch, trees, padded, int(offsets[-1]) + 4)
+    assert states.sources_B.tolist()[len(batch.entries) :] == [0, 0]
+    plan = state_plan(torch.from_numpy(padded), upload(states, torch.device("cpu")))
     assert len(list(plan.rows())) == offsets[-1]

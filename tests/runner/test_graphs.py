@@ -21,6 +21,7 @@ from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.runner.activations import activation_bytes, run_largest, warm_up
+from rollout.runner.attention import StateInputs
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Bucket, Buckets
@@ -109,8 +110,9 @@ def test_padding_is_nobodys() -> None:
     assert padded.starts_B.tolist() == [8, 8, 0, 0]
     assert padded.node_masks_N.tolist() == [3, 7, 1, 1, 1, 1]
     assert padded.node_slots_N.tolist() == [0, 1, 0, 0, 0, 0]
-    for name, array in step.inputs().items():
-        assert padded.inputs()[name].dtype == array.dtype
+    for name, array in vars(step).items():
+        if isinstance(array, np.ndarray):
+            assert getattr(padded, name).dtype == array.dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -172,21 +174,23 @@ def test_graphs_of_experts_and_recurrent_layers_cannot_be_seen(path, dtype, requ
 
 def test_padding_has_no_state_and_keeps_none() -> None:
     step = step_of([([1, 2], [0, 0]), ([], [])])
-    states = {"sources_B": [5, 6], "parents_T": [-1, 0, 0, -1], "targets_T": [1, 2, 3, 4]}
-    step = replace(step, states={k: np.array(v, dtype=np.int32) for k, v in states.items()})
-    inputs = step.padded(rows=6, entries=4, nodes=6).inputs()
-    assert inputs["sources_B"].tolist() == [5, 6, 0, 0]
-    assert inputs["parents_T"].tolist() == [-1, 0, 0, -1, -1, -1]
-    assert inputs["targets_T"].tolist() == [1, 2, 3, 4, 0, 0]
-    assert {array.dtype for name, array in inputs.items() if name in states} == {np.dtype(np.int32)}
+    lists = {"sources_B": [5, 6], "parents_T": [-1, 0, 0, -1], "targets_T": [1, 2, 3, 4]}
+    states = StateInputs(**{k: np.array(v, dtype=np.int32) for k, v in lists.items()})
+    padded = replace(step, states=states).padded(rows=6, entries=4, nodes=6).states
+    assert padded.sources_B.tolist() == [5, 6, 0, 0]
+    assert padded.parents_T.tolist() == [-1, 0, 0, -1, -1, -1]
+    assert padded.targets_T.tolist() == [1, 2, 3, 4, 0, 0]
+    assert {array.dtype for array in vars(padded).values()} == {np.dtype(np.int32)}
 
 
 def test_the_largest_bucket_fits_where_inputs_are_placed() -> None:
     step = step_of([([1] * 5, [0] * 5)] * 15)
-    step = replace(step, states=dict.fromkeys(("sources_B", "parents_T", "targets_T"), step.rows_B))
-    padded = step.padded(rows=96, entries=96, nodes=96)
+    names = ("sources_B", "parents_T", "targets_T")
+    states = StateInputs(**dict.fromkeys(names, step.rows_B))
+    padded = replace(step, states=states, sampled_R=step.sampled_R[:0])
+    padded = padded.padded(rows=96, entries=96, nodes=96)
     buffer = DeviceBuffer(BUCKETS.input_bytes, torch.device("cpu"))
-    assert buffer.send(padded.inputs()) is not None
+    assert buffer.send(padded) is not None
 
 
 def test_a_shape_is_captured_when_it_comes_back(tiny_model_path) -> None:

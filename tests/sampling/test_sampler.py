@@ -157,6 +157,14 @@ def test_score_repeats_what_sampling_reported(params):
         assert redone.logprobs == drawn.logprobs
 
 
+@pytest.mark.parametrize("params", PARAMS)
+def test_no_tokens_are_scored_as_none(params):
+    """A chunk of a sequence may end before the first token that is scored."""
+    rows = rows_of_continuation(make_request([1, 2], eos=(3,), **params), [4, 5], range(0))
+    scored = score(torch.empty(0, VOCAB), rows, [])
+    assert (scored.tokens, scored.logprobs, scored.extras) == ([], [], [])
+
+
 def test_of_equally_likely_tokens_the_lowest_are_told():
     """However many are asked for, beside whomever."""
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(3, VOCAB)) * 3).round().float()

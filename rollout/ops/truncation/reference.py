@@ -20,16 +20,18 @@ def truncation_threshold(
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
     logits_RV = logits_RV.float()
-    vocab = logits_RV.shape[1]
+    rows, vocab = logits_RV.shape
+    if not rows:
+        return logits_RV.new_empty(0)
     largest_k = int(top_k_R.clamp(min=0).max())
     prefix = min(vocab, max(_PREFIX, largest_k))
     threshold_R, complete_R = _threshold_in_prefix(
         logits_RV, temperature_R, top_k_R, top_p_R, prefix
     )
     if prefix < vocab and not bool(complete_R.all()):
-        rows = (~complete_R).nonzero().flatten()
-        threshold_R[rows], _ = _threshold_in_prefix(
-            logits_RV[rows], temperature_R[rows], top_k_R[rows], top_p_R[rows], vocab
+        others = (~complete_R).nonzero().flatten()
+        threshold_R[others], _ = _threshold_in_prefix(
+            logits_RV[others], temperature_R[others], top_k_R[others], top_p_R[others], vocab
         )
     scale_R = torch.where(temperature_R == 0, torch.ones_like(temperature_R), temperature_R)
     floor_R = logits_RV.amax(dim=1) + torch.log(min_p_R) * scale_R

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from numpy.typing import NDArray
+
 from rollout.runner.batch_layout import StepArrays
 
 _FIRST_LONGEST = 1024
@@ -40,7 +42,7 @@ class Buckets:
         self.rows = tuple(inside)
         self._max_context_len = max_context_len
 
-    def bucket(self, step: StepArrays) -> Bucket | None:
+    def bucket(self, step: StepArrays[NDArray]) -> Bucket | None:
         """The least that holds the step; None for a step of no entries, or too large."""
         entries = len(step.rows_B)
         rows = next((rows for rows in self.rows if rows >= step.num_rows), None)
@@ -58,5 +60,5 @@ class Buckets:
 
     @property
     def input_bytes(self) -> int:
-        """Enough for `StepArrays.inputs` in any bucket."""
+        """Enough for what captured forwards of any bucket read."""
         return 72 * (max(self.rows, default=0) + 64)

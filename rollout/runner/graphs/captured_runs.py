@@ -6,9 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError
 from rollout.runner.transfers import DeviceBuffer
@@ -82,10 +82,10 @@ class CapturedRuns:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def place(self, arrays: dict[str, NDArray]) -> Tensors | None:
-        """Send a run's inputs to where graphs read them; None where it goes without. Those of
-        shapes that a key does not tell come last, and are not the run's own."""
-        return None if self.is_idle else self._inputs.send(arrays)
+    def place(self, record: Any) -> Any:
+        """Send a run's inputs, as `upload` does, to where graphs read them; None where it goes
+        without. Those of shapes that a key does not tell come last, and are not the run's own."""
+        return None if self.is_idle else self._inputs.send(record)
 
     def run(
         self,

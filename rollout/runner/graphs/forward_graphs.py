@@ -20,8 +20,8 @@ from rollout.runner.graphs.captured_runs import CapturedRuns, Tensors
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
 
-Forward = Callable[[Tensors, int], Results]
-"""From `StepArrays.inputs` and the longest run."""
+Forward = Callable[[StepArrays[torch.Tensor], int], Results]
+"""From a step's inputs and the longest run."""
 
 _RESULTS = ("hidden_TE", "features_TF", "routes_TC")
 
@@ -33,7 +33,7 @@ _OTHER_INPUTS = 1 << 20
 class Placed:
     """A step whose inputs are where graphs read them."""
 
-    tensors: Tensors  # padded
+    inputs: StepArrays[torch.Tensor]  # padded
     bucket: Bucket
     variant: Hashable
 
@@ -56,10 +56,8 @@ class ForwardGraphs:
         )
         self.is_warm = True  # the last forward neither came in a new shape nor was captured
 
-    def place(
-        self, step: StepArrays, others: dict[str, NDArray], variant: Hashable
-    ) -> Placed | None:
-        """Send a step's inputs, padded, and ``others`` behind them; None where it goes without.
+    def place(self, step: StepArrays[NDArray], variant: Hashable) -> Placed | None:
+        """Send a step's inputs, padded; None where it goes without.
 
         ``variant``: what a forward depends on beside its inputs' shapes.
         """
@@ -68,17 +66,17 @@ class ForwardGraphs:
         if bucket is None:
             return None
         padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
-        tensors = self.runs.place(padded.inputs() | others)
-        if tensors is None:
+        inputs = self.runs.place(padded)
+        if inputs is None:
             self.is_warm = False
             return None
-        return Placed(tensors=tensors, bucket=bucket, variant=variant)
+        return Placed(inputs=inputs, bucket=bucket, variant=variant)
 
     def run(self, placed: Placed, forward: Forward) -> Results:
         """Run the padded step. The results are valid until the next one."""
 
         def named() -> Tensors:
-            results = forward(placed.tensors, placed.bucket.longest)
+            results = forward(placed.inputs, placed.bucket.longest)
             return dict(zip(_RESULTS, results, strict=True))
 
         key, variant = (placed.bucket, placed.variant), placed.variant
