@@ -1,1 +1,1 @@
-"""Hidden states of what is rolled out, kept for those who train drafts."""
+"""Hidden states of what is rolled out, recorded for those who train drafts."""

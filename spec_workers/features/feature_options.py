@@ -17,6 +17,8 @@ _FIELD = "spec.feature_ring"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureRingOptions:
+    """How much of what is rolled out is recorded. Checked when made."""
+
     num_bytes: int = 0  # of shared memory; 0: nothing is recorded
     dtype: str | None = None  # float32, bfloat16 or float16; default: the target's
     every: int = 1  # record one request in so many, fewer where the ring turns over too fast

@@ -1,6 +1,6 @@
 """Hidden states of requests as they run, into a ring: for whoever trains a draft on them.
 
-Legend: T query rows of a step, N of them that are kept, F feature columns.
+Legend: T query rows of a step, N of them that are recorded, F feature columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHORTEST = 2  # rows: one for the draft to read, one that says what it should ha
 
 @dataclass(slots=True)
 class _Unwritten:
-    """The kept features of a running request, of consecutive positions."""
+    """The features recorded of a running request, of consecutive positions."""
 
     first_position: int
     weight_version: int
@@ -37,8 +37,8 @@ class FeatureRecorder:
     """Follows each n-th request and writes it to the ring when it ends.
 
     The features are those the target computed anyway: of runs and of accepted draft nodes.
-    What was kept of a request is dropped when new weights run it: no sequence mixes weight
-    versions. A request too long for the ring is written in pieces, and so are the longest when all
+    What was recorded of a request is dropped when new weights run it: no sequence mixes weight
+    versions. A request too long for the ring is written in chunks, and so are the longest when all
     that is unwritten takes as much memory as the ring.
 
     Fewer than each ``every``-th are followed while more would be written than the ring holds
@@ -49,10 +49,10 @@ class FeatureRecorder:
         if not isinstance(every, int) or every < 1:
             raise InvalidInputError("every", every, "must be an integer >= 1")
         self.ring = ring
-        self.num_rows = 0  # ever kept
+        self.num_rows = 0  # ever recorded
         self._min_every = self._every = every
         self._num_seen = 0
-        self._followed: dict[Request, _Unwritten | None] = {}  # None: nothing is kept yet
+        self._followed: dict[Request, _Unwritten | None] = {}  # None: nothing is recorded yet
         self._ignored: set[Request] = set()
         self._unwritten_rows = 0
         self._times_taken = ring.times_taken
@@ -92,6 +92,7 @@ class FeatureRecorder:
             del self._followed[request]
 
     def counters(self) -> dict[str, float]:
+        """Gauges, for metrics."""
         return {
             "sequences": self.ring.num_written,
             "rows": self.num_rows,
@@ -122,54 +123,60 @@ class FeatureRecorder:
 
     def _keep(self, entry: Scheduled, block: torch.Tensor, weight_version: int) -> None:
         request, position = entry.request, entry.start
-        kept = self._followed[request]
-        if kept is not None:
-            again = kept.end - position  # after a preemption: positions it has computed before
-            if kept.weight_version != weight_version or not 0 <= again <= kept.num_rows:
+        unwritten = self._followed[request]
+        if unwritten is not None:
+            again = unwritten.end - position  # after a preemption: positions it has computed before
+            if unwritten.weight_version != weight_version or not 0 <= again <= unwritten.num_rows:
                 self._forget(request)
             else:
                 position, block = position + again, block[again:]
         most = self.ring.max_rows(len(request.tokens) + len(block))
         if len(block) > most:
             position, block = position + len(block) - most, block[-most:]
-        kept = self._followed[request]
-        if kept is not None and kept.num_rows + len(block) > most:
+        unwritten = self._followed[request]
+        if unwritten is not None and unwritten.num_rows + len(block) > most:
             self._write(request)
-            kept = None
-        if kept is None:
-            kept = self._followed[request] = _Unwritten(position, weight_version)
-        kept.blocks.append(block)
-        kept.num_rows += len(block)
+            unwritten = None
+        if unwritten is None:
+            unwritten = self._followed[request] = _Unwritten(position, weight_version)
+        unwritten.blocks.append(block)
+        unwritten.num_rows += len(block)
         self._unwritten_rows += len(block)
         self.num_rows += len(block)
 
     def _bound_unwritten(self) -> None:
         while self._unwritten_rows * self.ring.row_bytes > self.ring.capacity:
-            rows = {request: kept.num_rows for request, kept in self._followed.items() if kept}
+            rows = {
+                request: unwritten.num_rows
+                for request, unwritten in self._followed.items()
+                if unwritten
+            }
             self._write(max(rows, key=rows.__getitem__))
 
     def _write(self, request: Request) -> None:
-        """Write what is kept of a request into the ring. Called between its rows and those of its
-        next step: its tokens reach beyond its rows."""
-        kept = self._followed[request]
-        # A step that raised may have kept rows of tokens that were never appended.
+        """Write what is recorded of a request into the ring.
+
+        Called between its rows and those of its next step: its tokens reach beyond its rows.
+        """
+        unwritten = self._followed[request]
+        # A step that raised may have recorded rows of tokens that were never appended.
         if (
-            kept is not None
-            and SHORTEST <= kept.num_rows <= len(request.tokens) - kept.first_position
+            unwritten is not None
+            and SHORTEST <= unwritten.num_rows <= len(request.tokens) - unwritten.first_position
         ):
             self.ring.write(
                 request.tokens,
-                kept.blocks,
-                first_position=kept.first_position,
+                unwritten.blocks,
+                first_position=unwritten.first_position,
                 prompt_len=request.prompt_len,
-                weight_version=kept.weight_version,
+                weight_version=unwritten.weight_version,
             )
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        kept = self._followed[request]
-        if kept is not None:
-            self._unwritten_rows -= kept.num_rows
+        unwritten = self._followed[request]
+        if unwritten is not None:
+            self._unwritten_rows -= unwritten.num_rows
             self._followed[request] = None
 
 

@@ -1,7 +1,7 @@
 """A bounded ring of sequences with the hidden states the target computed of them.
 
 In shared memory: one process writes, any number read, nobody waits. Offsets count up for ever; an
-offset modulo the capacity is a place. What lies in [oldest, head) is whole:
+offset modulo the capacity is an address. What lies in [oldest, head) is whole:
 
     write:  oldest moves up past every record that is about to be overwritten; the record is
             written behind head; head moves up
@@ -93,7 +93,7 @@ class FeatureRing:
     Args:
         num_bytes: of shared memory, taken at once.
         features: what each row holds, ``hidden_size`` columns each.
-        dtype: what rows are kept as.
+        dtype: what rows are stored as.
 
     Raises InvalidInputError naming ``field`` for a size that holds no sequence, WeightUpdateError
     where shared memory has no room.
@@ -176,10 +176,10 @@ class FeatureRing:
         fields = record[: _RECORD.itemsize].view(_RECORD)
         record[_RECORD.itemsize : rows_at] = 0
         record[_RECORD.itemsize :][: 4 * len(token_ids)].view(np.int32)[:] = token_ids
-        kept = record[rows_at:][: num_rows * self.row_bytes]
-        record[rows_at + len(kept) :] = 0
+        stored = record[rows_at:][: num_rows * self.row_bytes]
+        record[rows_at + len(stored) :] = 0
         if num_rows:
-            rows_NF = torch.from_numpy(kept).view(self.dtype).view(num_rows, self.num_columns)
+            rows_NF = torch.from_numpy(stored).view(self.dtype).view(num_rows, self.num_columns)
             _copy(rows, rows_NF)
         fields["num_bytes"], fields["is_skipped"] = num_bytes, 0
         fields["num_tokens"], fields["num_rows"] = len(token_ids), num_rows
@@ -199,7 +199,7 @@ class FeatureRing:
         self._segment.close()
 
     def _reserve(self, num_bytes: int) -> int:
-        """The place of a record of so many bytes, which no reader takes for anything now."""
+        """The address of a record of so many bytes, which no reader takes for anything now."""
         head = int(self._header["head"][0])
         left = self.capacity - head % self.capacity
         if left < num_bytes:
@@ -279,10 +279,10 @@ class FeatureReader:
 
     def _copy_record(self) -> np.ndarray | None:
         """The record at the cursor; None, the cursor moved on, if it was overwritten meanwhile."""
-        place, newest = self._cursor % len(self._data), int(self._header["head"][0])
-        num_bytes = int(self._data[place:][:8].view("<u8")[0])
-        if _RECORD.itemsize <= num_bytes <= len(self._data) - place:
-            record = self._data[place : place + num_bytes].copy()
+        address, newest = self._cursor % len(self._data), int(self._header["head"][0])
+        num_bytes = int(self._data[address:][:8].view("<u8")[0])
+        if _RECORD.itemsize <= num_bytes <= len(self._data) - address:
+            record = self._data[address : address + num_bytes].copy()
             if int(self._header["oldest"][0]) > self._cursor:
                 return None
             fields = record[: _RECORD.itemsize].view(_RECORD)
@@ -299,14 +299,14 @@ class FeatureReader:
         num_tokens, num_rows = int(fields["num_tokens"]), int(fields["num_rows"])
         tokens = record[_RECORD.itemsize :][: 4 * num_tokens].view(np.int32)
         rows_at = _aligned(_RECORD.itemsize + 4 * num_tokens)
-        kept = torch.from_numpy(record[rows_at:])[
+        stored = torch.from_numpy(record[rows_at:])[
             : num_rows * self.num_columns * self.dtype.itemsize
         ]
         return FeatureSequence(
             token_ids_L=torch.from_numpy(tokens.astype(np.int64)),
             prompt_len=int(fields["prompt_len"]),
             first_position=int(fields["first_position"]),
-            features_NF=kept.view(self.dtype).view(num_rows, self.num_columns),
+            features_NF=stored.view(self.dtype).view(num_rows, self.num_columns),
             weight_version=int(fields["weight_version"]),
             number=int(fields["number"]),
         )

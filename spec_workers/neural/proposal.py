@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.ops.ragged import offsets_of
 from rollout.types import Batch, DraftTrees, EntryResult
-from spec_workers.draft_tree import offsets_of, places_within
+from spec_workers.draft_tree import indices_within
 from spec_workers.neural.guesses import Cases
 from spec_workers.neural.shared_noise import Candidates
 
@@ -56,7 +57,7 @@ class Proposal:
         probs_C = self.probs_GC[is_one_GC]
         order = np.lexsort((-probs_C, trees_C))
         ranks_C = np.empty(len(order), dtype=np.int64)
-        ranks_C[order] = places_within(np.bincount(trees_C, minlength=len(sizes_G)))
+        ranks_C[order] = indices_within(np.bincount(trees_C, minlength=len(sizes_G)))
         chosen = order[ranks_C[order] < sizes_G[trees_C[order]]]
         numbers_C = ranks_C + 1  # of a tree's nodes
 
