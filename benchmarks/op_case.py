@@ -25,6 +25,7 @@ from rollout.ops.silu_mul import silu_mul
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
 from rollout.runner.graphs.capture import CudaCapture
+from rollout.runner.transfers import upload
 
 COLD = 400e6  # bytes: several times the L2 cache
 
@@ -197,5 +198,5 @@ def _step(load: Workload) -> tuple[StepArrays, torch.Tensor]:
 
 
 def _plan(step: StepArrays, table: torch.Tensor, longest: int, device: str) -> AttentionPlan:
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in step.inputs().items()}
-    return attention_plan(tensors, table.to(device), longest)
+    inputs = upload(step, torch.device(device))
+    return attention_plan(vars(inputs), table.to(device), longest)

@@ -31,6 +31,7 @@ class CorpusFeed:
         self._followed: dict[int, _Followed] = {}
 
     def follows(self, request: Request) -> bool:
+        """Whether the corpus matches the request as it grows."""
         return request.request_id in self._followed
 
     def catch_up(self, requests: Iterable[Request]) -> None:

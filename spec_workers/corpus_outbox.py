@@ -74,6 +74,7 @@ class CorpusOutbox:
         self.dropped_rollouts = 0
 
     def follow(self, requests: Iterable[Request]) -> None:
+        """From now on what these emit is handed out."""
         for request in requests:
             request_id = request.request_id
             if request_id not in self._rollouts and request_id not in self._dropped:
@@ -94,7 +95,7 @@ class CorpusOutbox:
             self._make_room()
 
     def take(self) -> CorpusDelta:
-        """All that waits; no pieces where nothing does."""
+        """All that waits; no chunks where nothing does."""
         self._make_room()
         delta = _delta(self.sender, self._num_taken, self._rollouts.values())
         self._num_taken += 1
@@ -125,11 +126,11 @@ def _delta(sender: int, number: int, rollouts: Iterable[_Sent]) -> CorpusDelta:
     contexts: dict[tuple[int, int], int] = {}  # (group, request id if resubmitted) -> index
     context_tokens: list[int] = []
     context_offsets = [0]
-    pieces: list[tuple[int, int, int, int, bool]] = []
+    chunks: list[tuple[int, int, int, int, bool]] = []
     tokens: list[int] = []
     offsets = [0]
     for sent in rollouts:
-        request, waiting = sent.request, list(_pieces(sent))
+        request, waiting = sent.request, list(_chunks(sent))
         context = -1
         if waiting and not sent.emitted:
             key = (request.group, request.request_id if request.partial_len else -1)
@@ -143,10 +144,10 @@ def _delta(sender: int, number: int, rollouts: Iterable[_Sent]) -> CorpusDelta:
         for index, (start, end, version) in enumerate(waiting):
             ends = sent.ended and index == len(waiting) - 1
             own = context if start == 0 else -1
-            pieces.append((request.request_id, own, start, version, ends))
+            chunks.append((request.request_id, own, start, version, ends))
             tokens.extend(request.tokens[request.prompt_len + start : request.prompt_len + end])
             offsets.append(len(tokens))
-    ids, own_contexts, starts, versions, ends_B = zip(*pieces, strict=True) if pieces else [()] * 5
+    ids, own_contexts, starts, versions, ends_B = zip(*chunks, strict=True) if chunks else [()] * 5
     return CorpusDelta(
         sender=sender,
         number=number,
@@ -163,8 +164,8 @@ def _delta(sender: int, number: int, rollouts: Iterable[_Sent]) -> CorpusDelta:
     )
 
 
-def _pieces(sent: _Sent) -> Iterator[tuple[int, int, int]]:
-    """(start, end, version) of what waits, in emitted tokens; one piece for each policy."""
+def _chunks(sent: _Sent) -> Iterator[tuple[int, int, int]]:
+    """(start, end, version) of what waits, in emitted tokens; one chunk for each policy."""
     start = sent.emitted
     for version, run in groupby(sent.request.weight_versions[start:]):
         end = start + sum(1 for _ in run)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.ops.ragged import offsets_of, ranges
+from rollout.ops.ragged import ranges
 from rollout.types import DraftTrees
 
 _NO_NODES: dict[str, NDArray] = {
@@ -41,25 +41,22 @@ def first_nodes(trees: DraftTrees, counts_B: NDArray[np.int64]) -> tuple[DraftTr
     Parents come before their children, so what is left are trees.
     """
     sizes_B = np.diff(trees.offsets_B1)
-    place_N = np.arange(trees.num_nodes) - np.repeat(trees.offsets_B1[:-1], sizes_B)
-    kept_N = place_N < np.repeat(counts_B, sizes_B)
+    index_N = np.arange(trees.num_nodes) - np.repeat(trees.offsets_B1[:-1], sizes_B)
+    is_first_N = index_N < np.repeat(counts_B, sizes_B)
     offsets_B1 = np.zeros_like(trees.offsets_B1)
     np.cumsum(counts_B, out=offsets_B1[1:])
-    kept = DraftTrees(
+    first = DraftTrees(
         offsets_B1=offsets_B1,
-        tokens_N=trees.tokens_N[kept_N],
-        parents_N=trees.parents_N[kept_N],
-        depths_N=trees.depths_N[kept_N],
-        masks_N=trees.masks_N[kept_N],
-        probs_N=trees.probs_N[kept_N],
-        sources_N=trees.sources_N[kept_N],
+        tokens_N=trees.tokens_N[is_first_N],
+        parents_N=trees.parents_N[is_first_N],
+        depths_N=trees.depths_N[is_first_N],
+        masks_N=trees.masks_N[is_first_N],
+        probs_N=trees.probs_N[is_first_N],
+        sources_N=trees.sources_N[is_first_N],
     )
-    return kept, kept_N
+    return first, is_first_N
 
 
-__all__ = ["offsets_of", "places_within"]
-
-
-def places_within(lens_B: NDArray) -> NDArray[np.int64]:
+def indices_within(lens_B: NDArray) -> NDArray[np.int64]:
     """0, 1, ... of each, one behind the other: int64 [sum of lens]."""
     return ranges(np.zeros(len(lens_B), dtype=np.int64), lens_B)

@@ -15,7 +15,7 @@ from rollout.models.draft_model import is_separate_chain
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
-from spec_workers.draft_tree import only_roots, places_within
+from spec_workers.draft_tree import indices_within, only_roots
 from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.opening import open_chain, open_eagle
@@ -71,7 +71,7 @@ class HybridWorker(NgramWorker):
         self._num_sources = (len(SOURCES), len(drafter.sources))
         self._gate = NeuralGate(budget, SOURCES, target.ranks.tensor)
         self._copied = only_roots(0)  # the n-gram trees of this step
-        self._places_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
+        self._index_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._asked_now = 0  # requests the draft was asked about in this step
         self._asked = self._spared = 0
         if self.lockstep:
@@ -79,7 +79,7 @@ class HybridWorker(NgramWorker):
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
         copied = self._copied = super().propose(batch, floor)
-        self._places_G = places_within(np.diff(copied.offsets_B1))
+        self._index_G = indices_within(np.diff(copied.offsets_B1))
         if not self._gate.is_open:
             return copied
         samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
@@ -101,7 +101,7 @@ class HybridWorker(NgramWorker):
             floor=floor,
             num_sources=self._num_sources,
         )
-        self._places_G = merged.places_G
+        self._index_G = merged.index_G
         return merged.trees
 
     def observe(self, step: Observation) -> None:
@@ -118,9 +118,9 @@ class HybridWorker(NgramWorker):
     def _num_verified(self, step: Observation) -> list[int]:
         copied_B, verified_B = np.diff(self._copied.offsets_B1), np.diff(step.trees.offsets_B1)
         entries_G = np.repeat(np.arange(copied_B.size), copied_B)
-        is_out_G = (self._places_G < 0) | (self._places_G >= verified_B[entries_G])
+        is_out_G = (self._index_G < 0) | (self._index_G >= verified_B[entries_G])
         first_out_B = copied_B.copy()
-        np.minimum.at(first_out_B, entries_G[is_out_G], places_within(copied_B)[is_out_G])
+        np.minimum.at(first_out_B, entries_G[is_out_G], indices_within(copied_B)[is_out_G])
         return first_out_B.tolist()
 
     def release(self, request: Request) -> None:

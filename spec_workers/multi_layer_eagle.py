@@ -13,7 +13,7 @@ from spec_workers.options import NeuralOptions, takes
 
 @dataclass(frozen=True, kw_only=True)
 class ChainOptions(NeuralOptions):
-    """The options of a worker with an MTP chain: those of a neural draft, which is small here."""
+    """The options of any neural draft, with fewer draft tokens by default."""
 
     num_draft_tokens: int = 8
 

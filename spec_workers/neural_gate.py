@@ -54,6 +54,7 @@ class NeuralGate:
 
     @property
     def is_open(self) -> bool:
+        """Whether the next step may ask the draft."""
         return self._gate.is_open
 
     @contextmanager
@@ -98,9 +99,9 @@ class NeuralGate:
         saved_ms = plain_ms + token_ms * num_emitted
         ms = budget.step_ms(batch, step.trees.num_nodes) + self._drafting.milliseconds(num_asked)
         alone_saved_ms = plain_ms + token_ms * float(accepted_B.sum())
-        keep = 1.0 - 1.0 / _HORIZON
-        self._alone_saved_ms = self._alone_saved_ms * keep + alone_saved_ms
-        self._alone_ms = self._alone_ms * keep + choice.step_ms
+        decay = 1.0 - 1.0 / _HORIZON
+        self._alone_saved_ms = self._alone_saved_ms * decay + alone_saved_ms
+        self._alone_ms = self._alone_ms * decay + choice.step_ms
         # The time in which the corpus alone would have come as much further.
         further_ms = (saved_ms - alone_saved_ms) * self._alone_ms / self._alone_saved_ms
         gained_ms = further_ms - (ms - choice.step_ms)
@@ -117,6 +118,7 @@ class NeuralGate:
         )
 
     def change_policy(self) -> None:
+        """The target's or the draft's weights changed."""
         self._values.decay()
         self._gate.change_policy()
 

@@ -184,7 +184,7 @@ class NgramCorpus:
             raise InvalidInputError(field, shown, _by_option(reason)) from None
         loading = {each.name for each in self._loads.statuses() if each.state not in _AT_REST}
         for name in loading & set(self.corpus.external_names()):
-            self.corpus.remove_external(name)  # what is being loaded takes its place
+            self.corpus.remove_external(name)  # what is being loaded replaces it
 
     def close(self) -> None:
         self._loads.close()

@@ -11,6 +11,8 @@ from spec_workers.worker import SpecWorker
 
 
 class PlainWorker(SpecWorker):
+    """Proposes nothing: each step emits one token per request."""
+
     supports_overlap = True
 
     def propose(self, batch: Batch, floor: float) -> DraftTrees:
@@ -18,4 +20,5 @@ class PlainWorker(SpecWorker):
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> PlainWorker:
+    """A worker without drafts. It has no options."""
     return PlainWorker(TargetWorker(config, progress, draft_nodes=0))

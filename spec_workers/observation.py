@@ -23,6 +23,7 @@ class Observation:
 
     @property
     def runs_prompts(self) -> bool:
+        """Whether any entry runs tokens of a prompt."""
         return any(runs_prompt(entry) for entry in self.batch.entries)
 
 

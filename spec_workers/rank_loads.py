@@ -36,7 +36,7 @@ class RankLoads:
         return self.failures.pop(name, None) is not None
 
     def publish(self) -> None:
-        """A call that all ranks make, in the same place between two steps."""
+        """A call that all ranks make, at the same point between two steps."""
         if not any(self._group.numbers(len(self._names))):
             return
         states = self._exchanged()

@@ -19,6 +19,8 @@ from spec_workers.draft_tree import only_roots
 
 
 class Scorer:
+    """Computes logprobs of given tokens, in chunks, beside the requests that run."""
+
     def __init__(
         self, memory: CacheMemory, runner: ModelRunner, ranks: RankGroup, chunk_len: int
     ) -> None:

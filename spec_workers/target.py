@@ -60,7 +60,7 @@ class TargetWorker:
             progress: told how far the weights are read.
             features: hidden states that drafts want of every row.
             draft_bytes: what a draft's keys and values are going to take.
-            draft_nodes: most of a request in one step; memory is kept free for so many.
+            draft_nodes: most of a request in one step; memory is reserved for so many.
             capture: how forwards are captured; default: as CUDA graphs on a GPU, else not at all.
         """
         device = resolve_device(config.model.device, local_rank(config.parallel))
@@ -210,12 +210,12 @@ class TargetWorker:
                 )
         room = self.room_for(request)
         del token_ids[room:]
-        kept, reason = request.stop_check.first_stop(request, token_ids)
-        if reason is None and kept == room:
+        emitted, reason = request.stop_check.first_stop(request, token_ids)
+        if reason is None and emitted == room:
             reason = FinishReason.LENGTH
-        if kept <= len(path):
-            del token_ids[kept:], token_logprobs[kept:]
-            path = path[: kept - 1]
+        if emitted <= len(path):
+            del token_ids[emitted:], token_logprobs[emitted:]
+            path = path[: emitted - 1]
         extras = NO_EXTRAS
         if request.params.wants_extras:
             extras = joined([sampled.extras[first + node] for node in [0, *path]])
@@ -247,6 +247,7 @@ class TargetWorker:
         self._scorer.accompany()
 
     def counters(self) -> dict[str, float]:
+        """Gauges of KV slots and recurrent states, for metrics."""
         usage, counters = self.memory.usage, self.memory.counters
         states = {} if self.memory.states is None else self.memory.states.counters()
         return states | {
@@ -260,7 +261,7 @@ class TargetWorker:
 
 
 def device_name(device: torch.device) -> str:
-    """The name under which times of a device are kept; a CPU's says how many threads torch uses."""
+    """The name under which a device's times are saved; a CPU's says how many threads torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {torch.get_num_threads()} threads"

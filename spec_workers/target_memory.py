@@ -1,4 +1,4 @@
-"""The target's memory: slots of each kind, what is kept in them, and its CUDA graphs."""
+"""The target's memory: slots of each kind, what they hold, and its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetMemory:
+    """The index of the target's memory and the pools it tells of."""
+
     index: CacheMemory  # who owns which slot
     kv_pool: KvPool
     state_pool: StatePool | None  # of targets with recurrent layers

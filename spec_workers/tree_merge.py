@@ -19,8 +19,10 @@ _DOUBT = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedTrees:
+    """The merged trees, and what became of the n-gram ones' nodes."""
+
     trees: DraftTrees
-    places_G: NDArray[np.int64]  # of each n-gram node among its entry's nodes; -1: it was left out
+    index_G: NDArray[np.int64]  # of each n-gram node among its entry's nodes; -1: it was left out
 
 
 @dataclass(slots=True)
@@ -70,11 +72,11 @@ def merge_trees(
     starts_B = np.searchsorted(union.entries_U[order_U], np.arange(num_entries))
     rank_U = np.empty_like(order_U)  # in its entry; the root, which nothing exceeds, has 0
     rank_U[order_U] = np.arange(order_U.size) - starts_B[union.entries_U[order_U]]
-    kept_U = (rank_U <= limits_B[union.entries_U]) & (probs_U >= floor) & (rank_U > 0)
+    is_chosen_U = (rank_U <= limits_B[union.entries_U]) & (probs_U >= floor) & (rank_U > 0)
     masks_U = np.left_shift(np.uint64(1), np.minimum(rank_U, 63).astype(np.uint64))
     for nodes in levels[1:]:
         masks_U[nodes] |= masks_U[union.parents_U[nodes]]
-    chosen = order_U[kept_U[order_U]]
+    chosen = order_U[is_chosen_U[order_U]]
     offsets_B1 = np.zeros(num_entries + 1, dtype=np.int64)
     np.cumsum(np.bincount(union.entries_U[chosen], minlength=num_entries), out=offsets_B1[1:])
     trees = DraftTrees(
@@ -87,7 +89,7 @@ def merge_trees(
         sources_N=union.sources_U[chosen],
     )
     own = slice(num_entries, num_entries + ngram.num_nodes)
-    return MergedTrees(trees=trees, places_G=np.where(kept_U[own], rank_U[own] - 1, -1))
+    return MergedTrees(trees=trees, index_G=np.where(is_chosen_U[own], rank_U[own] - 1, -1))
 
 
 def _united(ngram: DraftTrees, neural: DraftTrees, num_sources: tuple[int, int]) -> _Union:

@@ -48,7 +48,7 @@ class SpecWorker:
 
     supports_overlap = False
     """Whether `propose` may be asked about other requests before it is told, by `observe`, what
-    came of its last drafts. Features a forward kept are gone by then."""
+    came of its last drafts. The features of a forward are gone by then."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class SpecWorker:
 
     @property
     def memory(self) -> CacheMemory:
+        """Who owns which KV slot."""
         return self.target.memory
 
     @property
@@ -85,10 +86,12 @@ class SpecWorker:
 
     @property
     def weights(self) -> WeightTransaction:
+        """The weights of every model it runs: where updates begin and end."""
         return self.target.weights
 
     @property
     def residency(self) -> MemorySaver:
+        """The memory of those models, and of their KV."""
         return self.target.residency
 
     @property
@@ -105,10 +108,12 @@ class SpecWorker:
 
     @property
     def limits(self) -> StepLimits:
+        """The limits of what the scheduler may give it in one step."""
         return self.target.limits
 
     @property
     def ranks(self) -> ModelRanks:
+        """The processes that run its models."""
         return self.target.ranks
 
     @property
@@ -125,10 +130,12 @@ class SpecWorker:
 
     @property
     def max_draft_tokens(self) -> int:
+        """Draft nodes one request may ask for in the next step, the root excluded."""
         return 0
 
     @property
     def draft_corpus(self) -> DraftCorpus | None:
+        """The corpus it drafts from and learns into; None for a worker without one."""
         return None
 
     def begin_step(self, batch: Batch) -> FinishStep:
@@ -257,6 +264,7 @@ class SpecWorker:
         self.recorder = recorder
 
     def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+        """Logprobs of given tokens after the request's own. See `TargetWorker.score`."""
         with gpu.on(self.model_device):
             return self.target.score(request, output_ids)
 
@@ -271,9 +279,11 @@ class SpecWorker:
             runner.features = features
 
     def accompany_scoring(self) -> None:
+        """Enter the forwards of ranks in lockstep that score, with nothing to score."""
         self.target.accompany_scoring()
 
     def weights_changed(self) -> None:
+        """Called when an update has been committed, before the next step."""
         self._learning.catch_up()
         self.budget.change_policy()
 
@@ -284,14 +294,16 @@ class SpecWorker:
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:
+        """JSON-able: what steps cost and how far drafts came true, for `begin` and for reports."""
         self._learning.catch_up()
         return self.budget.learned()
 
     def counters(self) -> dict[str, float]:
+        """Gauges, for metrics."""
         versions = self.weights.versions.items()
         counters = self.target.counters()
         counters |= {f"weights/{part}": version for part, version in versions}
         if self.recorder is not None:
-            kept = self.recorder.counters()
-            counters |= {f"features/{name}": value for name, value in kept.items()}
+            recorded = self.recorder.counters()
+            counters |= {f"features/{name}": value for name, value in recorded.items()}
         return counters

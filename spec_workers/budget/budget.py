@@ -61,7 +61,9 @@ class DraftBudget(Protocol):
         """It ended."""
         ...
 
-    def learned(self) -> dict[str, Any]: ...
+    def learned(self) -> dict[str, Any]:
+        """JSON-able, for `restore` and for people to look at."""
+        ...
 
     def restore(self, learned: Mapping[str, Any]) -> None:
         """Raises ValueError for what no budget of this kind has learned."""
@@ -78,7 +80,7 @@ class FixedBudget:
 
     def __init__(self, min_probability: float = 0.0) -> None:
         self._min_probability = min_probability
-        self._kept: Mapping[str, Any] = {}
+        self._restored: Mapping[str, Any] = {}
 
     def floor(self, batch: Batch) -> float | None:
         return self._min_probability
@@ -107,8 +109,8 @@ class FixedBudget:
         pass
 
     def learned(self) -> dict[str, Any]:
-        return dict(self._kept)
+        return dict(self._restored)
 
     def restore(self, learned: Mapping[str, Any]) -> None:
         if learned:  # nothing to restore forgets nothing
-            self._kept = learned
+            self._restored = learned

@@ -104,7 +104,7 @@ class CostCurve:
             return
         self._covariance_KK += steps * self._drift_KK
         num_rows = int(self._padded(np.array([num_rows]))[0])
-        first, beyond = self._place(num_rows, longest_context)
+        first, beyond = self._knot_below(num_rows, longest_context)
         second = first + (beyond > 0)
         covariance_K = (1 - beyond) * self._covariance_KK[first]
         covariance_K = covariance_K + beyond * self._covariance_KK[second]
@@ -167,8 +167,8 @@ class CostCurve:
     def _padded(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self._buckets.size:
             return rows
-        place = np.searchsorted(self._buckets, rows)
-        return np.where(rows > self._buckets[-1], rows, self._buckets.take(place, mode="clip"))
+        bucket = np.searchsorted(self._buckets, rows)
+        return np.where(rows > self._buckets[-1], rows, self._buckets.take(bucket, mode="clip"))
 
     def _heights(self, max_contexts: int) -> NDArray[np.float64]:
         """Log milliseconds [max_contexts, H], monotone.
@@ -189,7 +189,7 @@ class CostCurve:
         return min(max(0, math.ceil(longest / _SMALLEST_CONTEXT) - 1).bit_length(),
                    len(self.contexts) - 1)  # fmt: skip
 
-    def _place(self, num_rows: int, longest_context: int) -> tuple[int, float]:
+    def _knot_below(self, num_rows: int, longest_context: int) -> tuple[int, float]:
         """The knot at or before, and how far beyond it, of the way to the next one."""
         rows_H = self.rows_H
         knot = int(np.searchsorted(rows_H, num_rows, side="right")) - 1
@@ -203,9 +203,9 @@ class CostCurve:
 
     def _kernel(self) -> NDArray[np.float64]:
         octave_H = np.log2(self.rows_H)
-        place = np.arange(len(self.contexts))
+        step = np.arange(len(self.contexts))
         rows = np.exp(-np.abs(octave_H[:, None] - octave_H) / _ROWS_RANGE)
-        contexts = np.exp(-np.abs(place[:, None] - place) / _CONTEXT_RANGE)
+        contexts = np.exp(-np.abs(step[:, None] - step) / _CONTEXT_RANGE)
         return np.kron(contexts, rows)
 
 

@@ -50,10 +50,10 @@ class Gate:
         self._steps += 1
         if self._probing and self._steps == 1:
             return  # its drafting caught up with all that was emitted meanwhile
-        keep = 1.0 - 1.0 / _HORIZON
-        self._gained = self._gained * keep + gained_ms
-        self._squares = self._squares * keep**2 + gained_ms**2
-        self._spent = self._spent * keep + spent_ms
+        decay = 1.0 - 1.0 / _HORIZON
+        self._gained = self._gained * decay + gained_ms
+        self._squares = self._squares * decay**2 + gained_ms**2
+        self._spent = self._spent * decay + spent_ms
         if self._probing:
             if self._steps > _PROBE_STEPS:
                 self._judge_probe(width, temperature)

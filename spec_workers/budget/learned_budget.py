@@ -126,8 +126,8 @@ class LearnedBudget:
         step_ms_N1 = prices.with_nodes_N1[: values_N.size + 1]
         values_N = falling(np.minimum(values_N, 1.0), trees.offsets_B1)
         choice = choose_nodes(values_N, trees.offsets_B1, prices.token_ms, step_ms_N1)
-        kept, kept_N = first_nodes(trees, choice.counts_B)
-        return choice, kept, values_N[kept_N]
+        bought, is_bought_N = first_nodes(trees, choice.counts_B)
+        return choice, bought, values_N[is_bought_N]
 
     def observe(
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
@@ -217,12 +217,12 @@ class LearnedBudget:
         sizes_B = np.diff(proposed.offsets_B1)
         count = len(results)
         entry_N = np.repeat(np.arange(count), sizes_B)
-        place_N = np.arange(proposed.num_nodes) - np.repeat(proposed.offsets_B1[:-1], sizes_B)
+        index_N = np.arange(proposed.num_nodes) - np.repeat(proposed.offsets_B1[:-1], sizes_B)
         goes_on_B = np.array([bool(r.token_ids) and r.finish_reason is None for r in results])
         next_B = np.array([r.token_ids[0] if r.token_ids else -1 for r in results])
         drafted_B = np.array([r.num_drafted for r in results])
         first_N = proposed.depths_N == 1
-        known_N = goes_on_B[entry_N] & (first_N | (place_N < drafted_B[entry_N]))
+        known_N = goes_on_B[entry_N] & (first_N | (index_N < drafted_B[entry_N]))
         accepted_N = first_N & (proposed.tokens_N == next_B[entry_N])
         for b, result in enumerate(results):
             if result.path:

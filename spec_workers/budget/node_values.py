@@ -143,8 +143,9 @@ class RequestTrust:
         """Learn from nodes that were verified; ``expected`` without this correction."""
         before = self._seen.get(request_id, (0.0, 0.0))
         expected, total = before[0] + expected, before[1] + accepted
-        keep = 0.5 if expected > _REQUEST_MEMORY else 1.0
-        self._seen[request_id] = (expected * keep, total * keep)
+        decay = 0.5 if expected > _REQUEST_MEMORY else 1.0
+        self._seen[request_id] = (expected * decay, total * decay)
 
     def forget(self, request_id: int) -> None:
+        """The request ended."""
         self._seen.pop(request_id, None)

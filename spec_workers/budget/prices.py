@@ -18,7 +18,7 @@ _PRICE_EVERY = 16
 """Steps of an unchanged batch that are priced alike."""
 
 _BATCHES = 4
-"""Whose prices are kept: parts of a batch may take turns."""
+"""Whose prices are remembered: parts of a batch may take turns."""
 
 
 @dataclass(slots=True)

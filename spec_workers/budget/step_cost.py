@@ -1,4 +1,4 @@
-"""The cost of a step: forward, sampling and drafting, learned together and kept per device."""
+"""The cost of a step: forward, sampling and drafting, learned together and saved per device."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class LinearCost:
         self._usual_error: float | None = None
 
     def observe(self, count: float, milliseconds: float) -> None:
+        """A step with so many took so long."""
         x = np.array([1.0, count])
         expected = float(self._weights @ x)
         error = milliseconds - expected
@@ -50,6 +51,7 @@ class LinearCost:
         self._inverse -= np.outer(along, along) * (believed / (_MEMORY * (1.0 + spread)))
 
     def milliseconds(self, count: float) -> float:
+        """The time of a step with so many."""
         return max(0.0, float(self._weights[0] + self._weights[1] * count))
 
     @property
@@ -58,6 +60,7 @@ class LinearCost:
         return max(0.0, float(self._weights[1]))
 
     def learned(self) -> dict[str, float]:
+        """JSON-able, for `restore`."""
         step, each = self._weights.round(6).tolist()
         return {"step": step, "each": each}
 
@@ -70,7 +73,7 @@ class LinearCost:
         )
 
 
-_MAX_DEVICES = 64  # whose costs are kept for runs there, the latest learned of
+_MAX_DEVICES = 64  # whose costs are saved for runs there, the latest learned of
 
 
 class StepCost:
@@ -91,6 +94,7 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
+        """Whether any forward was timed, now or in an earlier run."""
         return self.curve.is_known
 
     def of_rows(
@@ -105,6 +109,7 @@ class StepCost:
         return self.curve.milliseconds(rows, longest_context) + (sampling + more)
 
     def of_drafting(self, width: int) -> float:
+        """The drafting time of a step that proposes, of so many requests."""
         return self._drafting.milliseconds(width)
 
     def of_following(self, width: int) -> float:
@@ -157,15 +162,15 @@ class StepCost:
             if not isinstance(device, str):
                 raise ValueError("device: must be text")
             found[device] = learned
-        kept = {device: _checked(mapping(found, device)) for device in found}
-        here = kept.pop(self.device, None)
+        known = {device: _checked(mapping(found, device)) for device in found}
+        here = known.pop(self.device, None)
         if here is not None:
             self.curve.restore(here["cost"])
             parts = here["request_ms"]
             self._sampling.restore(parts["sampling"])
             self._drafting.restore(parts["drafting"])
             self._following.restore(parts["following"])
-        self._elsewhere |= kept
+        self._elsewhere |= known
         for device in list(self._elsewhere)[:-_MAX_DEVICES]:
             del self._elsewhere[device]
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.draft_tree import offsets_of, places_within
+from rollout.ops.ragged import offsets_of
+from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_runner import KnownRuns
 from spec_workers.observation import Observation, runs_prompt
 
@@ -91,7 +92,7 @@ class DraftExtension:
         ends_B = np.minimum(self.ends_B, self._known_B - 1 - runner)
         lens_B = np.maximum(ends_B - starts_B, 0)
         entries_T = np.repeat(np.arange(len(lens_B)), lens_B)
-        positions_T = starts_B[entries_T] + places_within(lens_B)
+        positions_T = starts_B[entries_T] + indices_within(lens_B)
         first_T = self._tail_offsets_B[entries_T] + positions_T - self._from_B[entries_T] + 1
         offsets_B1 = offsets_of(previous.lens_B)
         within_T = positions_T - previous.starts_B[entries_T]

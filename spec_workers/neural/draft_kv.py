@@ -17,16 +17,16 @@ from rollout.memory.cache import CacheMemory
 from rollout.memory.kv_pool import KvPool
 from rollout.models.draft_model import DraftSpec
 from rollout.types import Request
-from spec_workers.draft_tree import places_within
+from spec_workers.draft_tree import indices_within
 
 
 class DraftKv:
     """The KV pool of one draft runner and its own ``req_to_token``.
 
-    The pool's slots are the target's of the same positions, so what the prefix cache keeps it keeps
-    for the draft too; behind them lie scratch slots for tree nodes. A draft has read the token that
-    follows a position, and siblings that share the position's slot may differ there. So a slot is
-    a request's own when
+    The pool's slots are the target's of the same positions, so what the prefix cache retains is
+    retained for the draft too; behind them lie scratch slots for tree nodes. A draft has read the
+    token that follows a position, and siblings that share the position's slot may differ there. So
+    a slot is a request's own when
 
     - the target has not written it since the draft did (``KvPool.writes_S``), and
     - the next tokens the draft read there are the request's.
@@ -143,7 +143,7 @@ class DraftKv:
 
     def append(self, rows_B: NDArray[np.int64], lens_B: NDArray, slots_T: NDArray) -> None:
         """Put slots about to be written behind those in the table; they count from `commit` on."""
-        columns_T = np.repeat(self.lens_Q[rows_B], lens_B) + places_within(lens_B)
+        columns_T = np.repeat(self.lens_Q[rows_B], lens_B) + indices_within(lens_B)
         self.table[np.repeat(rows_B, lens_B), columns_T] = slots_T
         self.unchanged_Q[rows_B] = np.minimum(self.unchanged_Q[rows_B], self.lens_Q[rows_B])
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
+from rollout.ops.ragged import offsets_of
 from rollout.runner.attention import PagedAttention
 from rollout.runner.batch_layout import attention_plan
 from rollout.runner.transfers import upload
-from spec_workers.draft_tree import offsets_of, places_within
+from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_kv import DraftKv
 
 
@@ -45,7 +46,7 @@ class DraftTable:
         table = self._kv.table
         first_B = np.minimum(self._kv.unchanged_Q[rows_B], ends_B)
         lens_B = ends_B - first_B
-        index_C = places_within(lens_B) + np.repeat(rows_B * table.shape[1] + first_B, lens_B)
+        index_C = indices_within(lens_B) + np.repeat(rows_B * table.shape[1] + first_B, lens_B)
         return {self._index: index_C, self._slots: table.reshape(-1)[index_C]}
 
     def apply(
@@ -119,7 +120,7 @@ class DraftRunner:
         """
         kv, rows_B, lens_B = self.kv, runs.rows_B, runs.lens_B
         kv.follow(rows_B, runs.starts_B, runs.tokens_B)
-        positions_T = np.repeat(runs.starts_B, lens_B) + places_within(lens_B)
+        positions_T = np.repeat(runs.starts_B, lens_B) + indices_within(lens_B)
         slots_T = kv.slots_of(rows_B, lens_B, positions_T)
         kv.append(rows_B, lens_B, slots_T)
         used = lens_B > 0  # a plan has no empty runs
@@ -141,7 +142,7 @@ class DraftRunner:
         """
         counts_B = nodes.counts_B
         scratch_B = self.kv.first_scratch + nodes.bands_B * self.nodes_per_tree
-        within_N = places_within(counts_B)
+        within_N = indices_within(counts_B)
         slots_N = np.repeat(scratch_B, counts_B) + within_N
         is_new_N = within_N >= np.repeat(counts_B - nodes.new_B, counts_B)
         plan = self._plan(

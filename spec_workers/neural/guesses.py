@@ -62,7 +62,9 @@ class Proposed(Protocol):
     """A proposal whose guesses can be learned from."""
 
     @property
-    def batch(self) -> Batch: ...
+    def batch(self) -> Batch:
+        """The batch it was made for."""
+        ...
 
     def followed(self, results: list[EntryResult]) -> Cases | None:
         """The guesses along the path of the tokens emitted; None: there were none."""

@@ -125,9 +125,9 @@ class Reliability:
             cells = (np.broadcast_to(contexts_R[:, None], below_RC.shape), knots_RC)
             np.add.at(self._expected_XP, cells, weights_RC * estimates_RC)
             np.add.at(self._true_XP, cells, weights_RC * came_true_RC)
-        keep_XP = np.minimum(1.0, _KNOT_MEMORY / np.maximum(self._expected_XP, _KNOT_MEMORY))
-        self._expected_XP *= keep_XP
-        self._true_XP *= keep_XP
+        decay_XP = np.minimum(1.0, _KNOT_MEMORY / np.maximum(self._expected_XP, _KNOT_MEMORY))
+        self._expected_XP *= decay_XP
+        self._true_XP *= decay_XP
 
 
 def corrected(arrays: Arrays, estimates_RC: Array, contexts_R: Array, tables: Tables) -> Array:

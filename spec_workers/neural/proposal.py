@@ -1,7 +1,7 @@
 """A proposal that was read: its trees, and the guesses that are learned from later.
 
 Legend: G trees, W nodes of a level, N nodes of all levels, V children of a row, C = (1 + N) V
-candidates, R = 1 + N rows with guesses, the root's first, K candidates of a row.
+candidates, R = 1 + N rows with guesses, the root's first, K candidates of a row, L depths.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.ops.uniforms.reference import noise
+from rollout.ops.ragged import offsets_of
 from rollout.types import Batch, DraftTrees, EntryResult
-from spec_workers.draft_tree import offsets_of, places_within
+from spec_workers.draft_tree import indices_within
 from spec_workers.neural.guesses import Cases
 from spec_workers.neural.shared_noise import Candidates
 
@@ -31,6 +31,8 @@ class Proposal:
     index_GRK: NDArray[np.int32]
     probs_GRK: NDArray[np.float32]
     ends_GRK: NDArray[np.float32]
+    uniforms_GL: NDArray[np.float64]  # of each depth
+    is_greedy_G: NDArray[np.bool_] | None  # None: none is
 
     @property
     def num_nodes(self) -> int:
@@ -55,7 +57,7 @@ class Proposal:
         probs_C = self.probs_GC[is_one_GC]
         order = np.lexsort((-probs_C, trees_C))
         ranks_C = np.empty(len(order), dtype=np.int64)
-        ranks_C[order] = places_within(np.bincount(trees_C, minlength=len(sizes_G)))
+        ranks_C[order] = indices_within(np.bincount(trees_C, minlength=len(sizes_G)))
         chosen = order[ranks_C[order] < sizes_G[trees_C[order]]]
         numbers_C = ranks_C + 1  # of a tree's nodes
 
@@ -108,17 +110,12 @@ class Proposal:
     def _cases(
         self, trees_R: NDArray[np.int64], rows_R: NDArray[np.int64], came_R: NDArray[np.int64]
     ) -> Cases:
-        entries = [self.batch.entries[self.entries_G[tree]] for tree in trees_R.tolist()]
         depths_R = np.where(rows_R == 0, 0, 1 + (rows_R - 1) // self.topk)
-        # Without those that the step has emitted since.
-        ends_R = np.array([entry.end for entry in entries], dtype=np.int64)
-        seeds_R = np.array([entry.request.seed for entry in entries], dtype=np.uint64)
-        temperature_R = np.array([entry.request.params.temperature for entry in entries])
         found = Candidates(
             index_RC=self.index_GRK[trees_R, rows_R],
             probs_RC=self.probs_GRK[trees_R, rows_R],
             ends_RC=self.ends_GRK[trees_R, rows_R],
-            uniforms_R=noise(seeds_R, ends_R + depths_R),
-            is_greedy_R=temperature_R == 0,
+            uniforms_R=self.uniforms_GL[trees_R, depths_R],
+            is_greedy_R=None if self.is_greedy_G is None else self.is_greedy_G[trees_R],
         )
         return Cases(found=found, depths_R=depths_R, came_R=came_R)

@@ -42,6 +42,9 @@ SHARPNESS = (1.0, 1.6, 2.5, 4.0, 8.0)
 CANDIDATES = 32
 """Of a row's tokens; those beyond are hardly ever worth a node."""
 
+OPTIONAL_INPUTS = ("temperature", "is_greedy", "top_k", "top_p", "min_p")
+"""Those that launches depend on the presence of."""
+
 COMPONENTS = len(WIDTHS) + 1
 """The last one believes in none of the candidates."""
 
@@ -62,8 +65,8 @@ def noise_inputs(
 ) -> dict[str, NDArray]:
     """The inputs of samples beside logits, for `drawn_from`, of trees and padding behind them.
 
-    ``is_greedy`` is there where any request is, ``top_k`` where any truncates. ``ends_G``: tokens
-    of the sequences. ``num_levels``: so many positions from there on are drawn for.
+    Of `OPTIONAL_INPUTS` those are there that any request asks for. ``ends_G``: tokens of the
+    sequences. ``num_levels``: so many positions from there on are drawn for.
     """
     params = [request.params for request in requests]
     seeds_G = np.array([request.seed for request in requests], dtype=np.uint64)
@@ -71,10 +74,10 @@ def noise_inputs(
     uniforms_GL = noise(np.repeat(seeds_G, num_levels), positions_GL.reshape(-1))
     temperature_G = np.array([each.temperature for each in params], dtype=np.float32)
     is_greedy_G = temperature_G == 0
-    arrays: dict[str, NDArray] = {
-        "uniforms": uniforms_GL.reshape(positions_GL.shape),
-        "temperature": np.where(is_greedy_G, np.float32(1), temperature_G),
-    }
+    divisor_G = np.where(is_greedy_G, np.float32(1), temperature_G)
+    arrays: dict[str, NDArray] = {"uniforms": uniforms_GL.reshape(positions_GL.shape)}
+    if (divisor_G != 1).any():
+        arrays["temperature"] = divisor_G
     if is_greedy_G.any():
         arrays["is_greedy"] = is_greedy_G.astype(np.int64)
     if any(each.truncates for each in params):
@@ -101,7 +104,8 @@ def drawn_from(logits_RD: torch.Tensor, inputs: Tensors, trees_R: torch.Tensor) 
         trees_R: int64, each row's tree.
     """
     logits_RD = logits_RD.float()
-    logits_RD /= inputs["temperature"][trees_R][:, None]
+    if "temperature" in inputs:
+        logits_RD /= inputs["temperature"][trees_R][:, None]
     if "top_k" in inputs and len(logits_RD):
         top_k_R, top_p_R, min_p_R = (inputs[name][trees_R] for name in ("top_k", "top_p", "min_p"))
         ones_R = torch.ones_like(top_p_R)  # temperatures were applied before

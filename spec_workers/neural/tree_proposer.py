@@ -24,7 +24,7 @@ from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.draft_levels import DraftLevels
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.proposal import Proposal
-from spec_workers.neural.shared_noise import Tensors, noise_inputs
+from spec_workers.neural.shared_noise import OPTIONAL_INPUTS, Tensors, noise_inputs
 from spec_workers.neural.tree_growth import TreeGrowth
 from spec_workers.target import TargetWorker
 
@@ -38,8 +38,7 @@ class Shape(NamedTuple):
     trees: int  # padded, for a device
     levels: int  # 1: children of the roots alone
     longest: int  # no draft has read more positions
-    truncates: bool  # any of its requests
-    is_greedy: bool  # any of its requests
+    options: tuple[str, ...]  # optional inputs that are there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +89,15 @@ class TreeProposer:
     @torch.inference_mode()
     def propose(self, wanted: TreesToGrow) -> Proposal:
         """The grown trees. With a device: one copy to it, one from it, and nothing else waits."""
-        shape = self._shape(wanted)
+        count = len(wanted.rows_G)
+        trees = count if self._arrays.on_host else padded_count(count)
+        inputs = self._inputs(wanted, trees - count)
+        shape = self._shape(wanted, trees, inputs)
         self.is_warm = self._arrays.on_host or shape in self._shapes
         self._shapes.add(shape)
-        arrays = self._inputs(wanted, shape.trees - len(wanted.rows_G))
-        arrays |= self._levels.changes(wanted.rows_G)
-        sent = None if self._graphs is None else self._graphs.place(arrays)
-        tensors = upload(arrays, self._device) if sent is None else sent
+        inputs |= self._levels.changes(wanted.rows_G)
+        sent = None if self._graphs is None else self._graphs.place(inputs)
+        tensors = upload(inputs, self._device) if sent is None else sent
         self._levels.apply(tensors, wanted.rows_G)
         if self._graphs is None or sent is None:
             grown = self._grow(tensors, shape)
@@ -105,22 +106,26 @@ class TreeProposer:
         else:
             grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
             self.is_warm &= self._graphs.is_warm
-        count = len(wanted.rows_G)
         own = {name: array[:count] for name, array in grown.items()}
         read: dict[str, Any] = self._arrays.read(own)
-        return Proposal(batch=wanted.batch, entries_G=wanted.entries_G, topk=self._topk, **read)
+        return Proposal(
+            batch=wanted.batch,
+            entries_G=wanted.entries_G,
+            topk=self._topk,
+            uniforms_GL=inputs["uniforms"][:count],
+            is_greedy_G=inputs["is_greedy"][:count] > 0 if "is_greedy" in inputs else None,
+            **read,
+        )
 
-    def _shape(self, wanted: TreesToGrow) -> Shape:
-        entries = [wanted.batch.entries[b] for b in wanted.entries_G]
+    def _shape(self, wanted: TreesToGrow, trees: int, inputs: dict[str, NDArray]) -> Shape:
         longest = _FIRST_LONGEST
         while longest < self._levels.longest(wanted.rows_G):
             longest *= _LONGEST_STEP
         return Shape(
-            trees=len(entries) if self._arrays.on_host else padded_count(len(entries)),
+            trees=trees,
             levels=self._num_steps if self._lockstep else int(wanted.depths_G.max(initial=1)),
             longest=longest,
-            truncates=any(entry.request.params.truncates for entry in entries),
-            is_greedy=any(entry.request.params.temperature == 0 for entry in entries),
+            options=tuple(name for name in OPTIONAL_INPUTS if name in inputs),
         )
 
     def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:

@@ -112,7 +112,7 @@ def test_against_a_plain_merge(pairs, data):
             whole = 1.0 if not parent else probs[own_paths.index(parent)]
             children = [p for path, p in zip(own_paths, probs, strict=True) if path[:-1] == parent]
             assert sum(children) <= whole * (1 + 1e-5)
-        places = merged.places_G[ngram.offsets_B1[b] : ngram.offsets_B1[b + 1]]
+        places = merged.index_G[ngram.offsets_B1[b] : ngram.offsets_B1[b + 1]]
         assert [own_paths.index(path) if path in own_paths else -1 for path in paths(ngram, b)] == (
             places.tolist()
         )
@@ -156,4 +156,4 @@ def test_nothing_from_nothing():
             floor=0.1, num_sources=SOURCES,
         )  # fmt: skip
         assert merged.trees.offsets_B1.tolist() == [0] * (count + 1)
-        assert merged.places_G.size == 0
+        assert merged.index_G.size == 0

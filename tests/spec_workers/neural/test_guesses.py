@@ -39,9 +39,13 @@ def requests_of(params: list[dict]) -> list:
     ]
 
 
-def inputs_of(guesser: Guesser, requests: list, padding: int = 0) -> dict[str, torch.Tensor]:
+def noise_of(requests: list, padding: int = 0) -> dict[str, np.ndarray]:
     ends = np.array([len(request.tokens) for request in requests], dtype=np.int64)
-    given = noise_inputs(requests, ends, padding, LEVELS) | guesser.tables()
+    return noise_inputs(requests, ends, padding, LEVELS)
+
+
+def inputs_of(guesser: Guesser, requests: list, padding: int = 0) -> dict[str, torch.Tensor]:
+    given = noise_of(requests, padding) | guesser.tables()
     return {name: torch.from_numpy(array) for name, array in given.items()}
 
 
@@ -55,6 +59,7 @@ def children(guesser, arrays, logits, requests, trees, depth, padding=0):
 def proposal_of(batch, entries, topk, levels, candidates) -> Proposal:
     """``levels``: what was guessed at each, of as many rows of each tree."""
     count = len(entries)
+    noise = noise_of([batch.entries[b].request for b in entries])
 
     def by_tree(rows: list) -> np.ndarray:
         return np.concatenate([np.asarray(each).reshape(count, -1, 33) for each in rows], axis=1)
@@ -66,7 +71,8 @@ def proposal_of(batch, entries, topk, levels, candidates) -> Proposal:
         candidates_GN=np.array(candidates, dtype=np.int32),
         index_GRK=by_tree([each[2].index_RC for each in levels]),
         probs_GRK=by_tree([each[2].probs_RC for each in levels]),
-        ends_GRK=by_tree([each[2].ends_RC for each in levels]),
+        ends_GRK=by_tree([each[2].ends_RC for each in levels]), uniforms_GL=noise["uniforms"],
+        is_greedy_G=noise["is_greedy"] > 0 if "is_greedy" in noise else None,
     )  # fmt: skip
 
 
@@ -75,7 +81,7 @@ def nothing_of(batch) -> Proposal:
     none = np.zeros((0, 0))
     return Proposal(
         batch=batch, entries_G=[], topk=2, tokens_GC=none, probs_GC=none, candidates_GN=none,
-        index_GRK=none, probs_GRK=none, ends_GRK=none,
+        index_GRK=none, probs_GRK=none, ends_GRK=none, uniforms_GL=none, is_greedy_G=None,
     )  # fmt: skip
 
 

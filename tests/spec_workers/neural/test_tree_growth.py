@@ -71,7 +71,8 @@ def grow(arrays, children, sizes, depths, *, width, floor, steps, padding=0) -> 
     }  # fmt: skip
     return Proposal(
         batch=decode_batch([]), entries_G=[], topk=width, index_GRK=none, probs_GRK=none,
-        ends_GRK=none, **arrays.read({name: each[: len(sizes)] for name, each in found.items()}),
+        ends_GRK=none, uniforms_GL=none, is_greedy_G=None,
+        **arrays.read({name: each[: len(sizes)] for name, each in found.items()}),
     )  # fmt: skip
 
 
