@@ -228,7 +228,7 @@ def test_a_pause_keeps_requests_and_an_update_splits_them(actor, monkeypatch, we
 
     async def run():
         trainer = Trainer(actor, monkeypatch, 20)
-        await actor._call(held.hold)
+        await actor._engine.call(held.hold)
         running = asyncio.ensure_future(
             actor.generate_responses("say one", None, long, 64, None, 2)
         )

@@ -6,12 +6,10 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
-from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.loader import resolve_device
 from rollout.sampling.noise import derive_seed
@@ -19,9 +17,8 @@ from rollout.trainers.openrlhf.options import ActorSettings
 from rollout.trainers.openrlhf.sample import Executor, Sample, SampleSeeds
 from rollout.trainers.openrlhf.sampling import RequestOutput, engine_params, request_output
 from rollout.trainers.openrlhf.weight_sync import Communicator, WeightSync
+from rollout.trainers.served_engine import ServedEngine
 from rollout.types import FinishReason, Rollout
-
-T = TypeVar("T")
 
 _TAGS = ("weights", "kv_cache")
 
@@ -42,11 +39,11 @@ class RolloutActor:
                 "--actor.model_name_or_path", settings.model, "has no tokenizer"
             )
         self._tokenizer = copy.deepcopy(engine.encoder.tokenizer)  # one is not for two threads
-        self._loop = EngineLoop(engine)
+        self._engine = ServedEngine(engine)
         self._seeds = SampleSeeds(settings.seed, settings.resumed_from)
         options = settings.options
         self._weights = WeightSync(
-            self._loop, timeout=options.sync_timeout, keep_kv=options.keep_kv
+            self._engine, timeout=options.sync_timeout, keep_kv=options.keep_kv
         )
 
     # Generation
@@ -94,11 +91,10 @@ class RolloutActor:
     async def _generate(
         self, prompt_token_ids: Sequence[int], sampling_params: Any, request_seed: int
     ) -> tuple[RequestOutput, Rollout]:
-        self._weights.require_serving()
+        self._engine.require_weights()
         params = engine_params(sampling_params)
-        ticket = self._loop.submit(prompt_token_ids, params, request_seed=request_seed)
-        rollout = await asyncio.wrap_future(ticket.future)
-        self._weights.require_serving()
+        rollout = await self._engine.generate(prompt_token_ids, params, request_seed=request_seed)
+        self._engine.require_weights()
         if rollout.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             why = rollout.error or "it was aborted"
             raise RolloutError(f"a request ended after {len(rollout.token_ids)} tokens: {why}")
@@ -113,14 +109,14 @@ class RolloutActor:
         return output, rollout
 
     def get_num_unfinished_requests(self) -> int:
-        return self._loop.num_unfinished
+        return self._engine.loop.num_unfinished
 
     async def pause_generation(self) -> None:
         """Requests in flight stay where they are, and go on after `resume_generation`."""
-        await self._call(lambda engine: engine.pause_generation("in_place"))
+        await self._engine.call(lambda engine: engine.pause_generation("in_place"))
 
     async def resume_generation(self) -> None:
-        await self._call(lambda engine: engine.continue_generation())
+        await self._engine.call(lambda engine: engine.continue_generation())
 
     # Weights
 
@@ -166,25 +162,12 @@ class RolloutActor:
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back. Level 1 keeps the weights for `wake_up`; after 2 an update is due."""
-
-        def release(engine: RolloutEngine) -> None:
-            held = [tag for tag in _TAGS if tag not in engine.released_tags]
-            engine.release_memory(held, keep_weights=level == 1)
-
-        await self._call(release)
+        await self._engine.release(_TAGS, keep_weights=level == 1)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """``tags``: of ``weights`` and ``kv_cache``; None: both."""
-
-        def resume(engine: RolloutEngine) -> None:
-            wanted = _TAGS if tags is None else tags
-            engine.resume_memory([tag for tag in wanted if tag in engine.released_tags])
-
-        await self._call(resume)
+        await self._engine.resume(_TAGS if tags is None else tags)
 
     def close(self) -> None:
         """Abort what runs and end the engine's thread."""
-        self._loop.close()
-
-    async def _call(self, function: Callable[[RolloutEngine], T]) -> T:
-        return await asyncio.wrap_future(self._loop.call(function))
+        self._engine.loop.close()

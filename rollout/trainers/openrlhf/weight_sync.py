@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop
-from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.errors import EngineStateError
+from rollout.trainers.served_engine import ServedEngine
 
 
 class Communicator(Protocol):
@@ -25,25 +25,19 @@ class WeightSync:
     """Begins an update with its first parameter and commits it with its last.
 
     The engine serves nothing in between. An update that fails, or of which nothing comes for
-    ``timeout`` seconds, leaves it refusing: what is unfinished is aborted, and `require_serving`
-    raises until a full update has come.
+    ``timeout`` seconds, leaves it refusing: see `ServedEngine`.
     """
 
-    def __init__(self, loop: EngineLoop, *, timeout: float, keep_kv: bool) -> None:
-        self._loop = loop
+    def __init__(self, engine: ServedEngine, *, timeout: float, keep_kv: bool) -> None:
+        self._engine = engine
         self._timeout = timeout
         self._keep_kv = keep_kv
         self._group: Communicator | None = None
         self._silence: asyncio.Task[None] | None = None
-        self._refusal = ""
 
     def join(self, group: Communicator) -> None:
+        """Updates come through this group from now on."""
         self._group = group
-
-    def require_serving(self) -> None:
-        """Raises WeightUpdateError after an update that failed half-way."""
-        if self._refusal:
-            raise WeightUpdateError(self._refusal)
 
     async def receive(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], *, is_last: bool
@@ -73,31 +67,14 @@ class WeightSync:
                 engine.abandon_weight_update(f"{name} failed: {error}")
                 raise
 
-        try:
-            await asyncio.wrap_future(self._loop.call(load))
-        except BaseException:
-            await self._note_state()
-            raise
+        await self._engine.update(load)
         if is_last:
-            self._refusal = ""
+            self._engine.refusal = ""
         else:
             self._silence = asyncio.create_task(self._give_up_when_silent())
 
     async def _give_up_when_silent(self) -> None:
         await asyncio.sleep(self._timeout)
         reason = f"no parameter came for {self._timeout:g} seconds"
-        await asyncio.wrap_future(
-            self._loop.call(lambda engine: engine.abandon_weight_update(reason))
-        )
-        await self._note_state()
-
-    async def _note_state(self) -> None:
-        """Remember whether the weights are torn, and leave nobody waiting for torn ones."""
-
-        def refusal(engine: RolloutEngine) -> str:
-            weights = engine.worker.weights
-            return "" if weights.serves else f"the weights are torn: {weights.reason}"
-
-        self._refusal = await asyncio.wrap_future(self._loop.call(refusal))
-        if self._refusal:
-            await asyncio.wrap_future(self._loop.abort_all())
+        await self._engine.call(lambda engine: engine.abandon_weight_update(reason))
+        await self._engine.refuse_if_torn()

@@ -6,21 +6,18 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop
 from rollout.engine.tokenizer import prompt_group
-from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.errors import InvalidInputError, RolloutError
+from rollout.trainers.served_engine import ServedEngine
 from rollout.trainers.verl.configuration import options_of
 from rollout.trainers.verl.sampling import RequestStart, engine_params
 from rollout.types import FinishReason, Rollout
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -38,17 +35,16 @@ class Server:
         self._standalone = standalone
         self._seeds = seeds
         self._sends_back = False
-        self._torn = ""  # why requests are refused, until an update succeeds
         self._step = 0  # the trainer's, of the weights in use
         self._step_of = {0: 0}  # the engine's weight versions -> the trainer's steps
         self._counts: Counter[str] = Counter()  # of what ended under the weights in use
 
     async def launch(self) -> None:
         """Read the model; then requests are taken."""
-        self._loop = EngineLoop(await asyncio.to_thread(self._make_engine))
+        self._engine = ServedEngine(await asyncio.to_thread(self._make_engine))
         if self._options.weights_come_first:
-            self._torn = "none have come yet; load_format=auto serves the checkpoint's"
-        self._max_context_len = await self._call(lambda engine: engine.worker.max_context_len)
+            self._engine.refusal = "none have come yet; load_format=auto serves the checkpoint's"
+        self._max_context_len = await self._engine.call(lambda engine: engine.max_context_len)
 
     def _make_engine(self) -> RolloutEngine:
         options = self._options
@@ -57,9 +53,6 @@ class Server:
             engine.release_memory(("weights",), keep_weights=False)
             engine.resume_memory(("weights",))
         return engine
-
-    async def _call(self, function: Callable[[RolloutEngine], T]) -> T:
-        return await asyncio.wrap_future(self._loop.call(function))
 
     # Requests
 
@@ -81,7 +74,7 @@ class Server:
                 raise InvalidInputError(name, type(value).__name__, "specrollout serves text alone")
         if self._sends_back:
             return self._sent_back()
-        self._require_weights()
+        self._engine.require_weights()
         tokens = normalize_token_ids(prompt_ids)
         start = await self._seeds.start.remote(prompt_group(tokens), len(tokens), self._step)
         params, wants_logprobs = engine_params(
@@ -98,17 +91,16 @@ class Server:
         if self._sends_back:  # meanwhile
             await self._remember(tokens, start)
             return self._sent_back()
-        ticket = self._loop.submit(
+        rollout = await self._engine.generate(
             tokens[: start.prompt_len],
             params,
             request_seed=start.seed,
             partial_ids=tokens[start.prompt_len :],
         )
-        rollout = await asyncio.wrap_future(ticket.future)
         if rollout.finish_reason is FinishReason.ERROR:
             raise RolloutError(f"request {request_id} broke off: {rollout.error}")
         if rollout.finish_reason is FinishReason.ABORT:
-            self._require_weights()
+            self._engine.require_weights()
             await self._remember([*tokens, *rollout.token_ids], start)
         return self._output(rollout, wants_logprobs)
 
@@ -160,68 +152,45 @@ class Server:
         ``reject_request``: those that come meanwhile are sent back instead of kept waiting.
         """
         self._sends_back = reject_request
-        aborted = self._loop.num_unfinished
-        await self._call(lambda engine: engine.pause_generation("abort"))
+        aborted = self._engine.loop.num_unfinished
+        await self._engine.call(lambda engine: engine.pause_generation("abort"))
         if aborted:
             logger.info("replica %d: cut %d requests", self._replica_rank, aborted)
         return {"aborted_count": aborted, "request_ids": []}
 
     async def resume_generation(self) -> None:
         self._sends_back = False
-        await self._call(lambda engine: engine.continue_generation())
+        await self._engine.call(lambda engine: engine.continue_generation())
 
     # Weights
 
     async def begin_weight_update(self) -> None:
         """Raises WeightUpdateError while another update is under way."""
-        await self._call(lambda engine: engine.begin_weight_update())
+        await self._engine.call(lambda engine: engine.begin_weight_update())
 
     async def load_weights(self, handle: dict[str, Any]) -> None:
         """``handle``: of a bucket in the shared memory of a `SharedMemorySender`."""
-        await self._update(lambda engine: engine.update_weights_from_ipc(handle))
+        await self._engine.update(lambda engine: engine.update_weights_from_ipc(handle))
 
     async def end_weight_update(self, global_steps: int | None) -> None:
         """Serve the new weights, of trainer step ``global_steps``; None: of the step before."""
         step = self._step if global_steps is None else global_steps
-        version = await self._call(lambda engine: engine.weight_version)
+        version = await self._engine.call(lambda engine: engine.weight_version)
         self._step_of[version + 1] = step  # known before the first token of that version
-        await self._update(lambda engine: engine.end_weight_update())
-        self._torn = ""
+        await self._engine.update(lambda engine: engine.end_weight_update())
+        self._engine.refusal = ""
         await self.set_global_steps(step)
 
     async def abandon_weight_update(self, reason: str) -> None:
         """Abandon the open update: what came of it is lost."""
-        await self._call(lambda engine: engine.abandon_weight_update(reason))
-        await self._refuse_if_torn()
-
-    async def _update(self, function: Callable[[RolloutEngine], None]) -> None:
-        try:
-            await self._call(function)
-        except Exception:
-            await self._refuse_if_torn()
-            raise
-
-    async def _refuse_if_torn(self) -> None:
-        """After a failed update: requests get the reason, those that wait too."""
-
-        def reason(engine: RolloutEngine) -> str:
-            weights = engine.worker.weights
-            return "" if weights.serves else weights.reason
-
-        self._torn = await self._call(reason)
-        if self._torn:
-            logger.error("replica %d serves nothing: %s", self._replica_rank, self._torn)
-            await asyncio.wrap_future(self._loop.abort_all())
-
-    def _require_weights(self) -> None:
-        if self._torn:
-            raise WeightUpdateError(f"no weights to serve: {self._torn}")
+        await self._engine.call(lambda engine: engine.abandon_weight_update(reason))
+        await self._engine.refuse_if_torn()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The trainer's step of the weights in use."""
         self._log_counts()
         self._step = global_steps
-        version = await self._call(lambda engine: engine.weight_version)
+        version = await self._engine.call(lambda engine: engine.weight_version)
         self._step_of[version] = global_steps
 
     def _log_counts(self) -> None:
@@ -257,25 +226,16 @@ class Server:
         await self._resume("kv_cache")
 
     async def _release(self, *tags: str) -> None:
-        """Release memory; what is released already stays so, for verl may ask again."""
-
-        def release(engine: RolloutEngine) -> None:
-            held = [tag for tag in tags if tag not in engine.released_tags]
-            engine.release_memory(held, keep_weights=self._options.keeps_weights)
-
         if self._options.frees_memory:
-            await self._call(release)
+            await self._engine.release(tags, keep_weights=self._options.keeps_weights)
 
     async def _resume(self, *tags: str) -> None:
-        def resume(engine: RolloutEngine) -> None:
-            engine.resume_memory([tag for tag in tags if tag in engine.released_tags])
-
         if self._options.frees_memory:
-            await self._call(resume)
+            await self._engine.resume(tags)
 
     async def clear_kv_cache(self) -> None:
         """The corpus stays."""
-        await self._call(lambda engine: engine.flush_cache())
+        await self._engine.call(lambda engine: engine.flush_cache())
 
     # Profiling is refused at start; verl calls these all the same.
 

@@ -112,7 +112,7 @@ def has_emitted(server):
     def look(engine):
         return any(request.token_ids for request in engine.scheduler.running)
 
-    return server.__ray_call__.remote(lambda actor: actor._loop.call(look).result())
+    return server.__ray_call__.remote(lambda actor: actor._engine.loop.call(look).result())
 
 
 def test_a_cut_request_goes_on_bit_for_bit_on_another_server(server, launch):
