@@ -8,14 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench_budget import barred_trace, best_by_median
-from budget_replay import (
-    FIRST_LIMIT,
-    PricedDrafter,
-    first_nodes,
-    pick_all,
-    pick_by_worth,
-    roofline,
-)
+from budget_replay import FIRST_LIMIT, PricedDrafter, first_nodes, pick_all, pick_by_worth, roofline
 from harness.traces import load_trace, synthetic_trace, trace_of
 from replaying import CorpusDrafter, replay
 
