@@ -22,21 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from corpus_calls import (
-    Call,
-    Settings,
-    python_rate,
-    real_text,
-)
+from corpus_calls import Call, Settings, python_rate, real_text
 from corpus_drafting import accept_rows, pathological_rows, precision_rows, proposing_rows
 from corpus_latency import latency_rows
 from harness.command import Command, Parts
 from harness.rows import Row, row
-from harness.timing import (
-    in_fresh_process,
-    no_garbage_collection,
-    wall_seconds,
-)
+from harness.timing import in_fresh_process, no_garbage_collection, wall_seconds
 from harness.traces import add_trace_option, load_traces
 
 from ngram_native import Corpus

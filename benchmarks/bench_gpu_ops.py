@@ -29,16 +29,7 @@ from harness.command import Command, Part, Parts
 from harness.roofline import Ceilings, add_floors_option
 from harness.rows import Row, not_run, row
 from harness.shapes import SHAPES
-from op_case import (
-    Case,
-    Workload,
-    copies,
-    each,
-    make_padded_plan,
-    microseconds,
-    normal,
-    row_cases,
-)
+from op_case import Case, Workload, copies, each, make_padded_plan, microseconds, normal, row_cases
 from recurrent_cases import QWEN3_NEXT, recurrent_cases
 from tile_sweep import padding, sweep
 from triton import TritonError

@@ -135,11 +135,8 @@ def verify_rows(folder: Path, repeats: int) -> Iterator[Row]:
     engine.scheduler._max_draft_tokens = lambda: len(PARENTS)
     batch = engine.scheduler.schedule()
     tokens_N = np.arange(3, 3 + len(PARENTS), dtype=np.int32)
-    trees = draft_trees([PARENTS], tokens_N)
-    calls = {
-        1: lambda: worker.target.verify(batch, only_roots(1)),
-        8: lambda: worker.target.verify(batch, trees),
-    }
+    trees = {1: only_roots(1), 8: draft_trees([PARENTS], tokens_N)}
+    calls = {nodes: partial(worker.target.verify, batch, each) for nodes, each in trees.items()}
     seconds = in_turns(calls, repeats, warm=2)
     worker.memory.drop_steps()
     yield row("verify of 1 node", 1e3 * median(seconds[1]), "ms")

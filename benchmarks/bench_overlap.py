@@ -26,13 +26,7 @@ import numpy as np
 import torch
 from harness.command import POSITIVE, Command
 from harness.rows import Row, row
-from harness.shapes import (
-    Shape,
-    add_shape_options,
-    send_random_weights,
-    shape_parts,
-    write_config,
-)
+from harness.shapes import Shape, add_shape_options, send_random_weights, shape_parts, write_config
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import Overlap, engine_config

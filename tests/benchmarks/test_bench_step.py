@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import bench_sleep
 import bench_step
 import profile_step
 import pytest
@@ -129,13 +128,3 @@ def test_a_profile_tells_operators_and_keeps_a_trace_that_fits(tmp_path, monkeyp
     monkeypatch.setattr(profile_step, "MAX_TRACE_BYTES", 50)
     profile_step.write_trace(Large(), trace)
     assert not trace.exists()
-
-
-def test_sleep_is_timed_and_what_wakes_runs() -> None:
-    options = argparse.Namespace(batch=3, tokens=6, device="cpu", nodes=2)
-    rows = {
-        row.name.split(": ")[1]: row.value for row in bench_sleep.shape_rows("t", SHAPE, options)
-    }
-    assert rows["memory released"] > 0
-    for timed in ("start", "run", "release_memory", "resume_memory", "run after it"):
-        assert rows[timed] > 0

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from harness.traces import trace_of
-from replaying import (
-    Drafts,
-    equal_counts,
-    equal_widths,
-    largest_gap,
-    match_tree,
-    replay,
-)
+from replaying import Drafts, equal_counts, equal_widths, largest_gap, match_tree, replay
 
 
 def make_trace(responses, *, steps=None, epochs=None):

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from scale_cluster import Policy, Simulation, Workload
 from scale_replica import Cost, SimulatedReplica, fitted, recorded
-from simulate_scale import (
-    LATENCY_SECONDS,
-    PIECE_BYTES,
-    Shape,
-    best_bucket,
-    broadcast_seconds,
-)
+from simulate_scale import LATENCY_SECONDS, PIECE_BYTES, Shape, best_bucket, broadcast_seconds
 
 from rollout.engine.draft_corpus import CorpusDelta
 from spec_workers.corpus_outbox import CorpusOutbox

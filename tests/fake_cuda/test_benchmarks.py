@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import bench_gpu_ops
 import bench_sleep
 import decoding
 import gpu_smoke
@@ -67,4 +68,23 @@ def test_checks_mix_no_devices(gpu: FakeGpu, monkeypatch, check: str) -> None:
     rows = list(gpu_smoke.CHECKS[check]("cuda"))
     assert len(rows) >= 2
     assert all(row.ok for row in rows)
+    assert gpu.launches
+
+
+def test_every_op_of_a_step_goes_a_gpus_way_and_is_added_up(gpu: FakeGpu, monkeypatch) -> None:
+    def once(calls) -> float:
+        calls[0]()
+        return 1.0
+
+    ceilings = Ceilings(name="a pretended H200", bytes_per_second=4e12, flop_per_second=8e14)
+    monkeypatch.setattr(Ceilings, "of", staticmethod(lambda device, floors: ceilings))
+    monkeypatch.setattr(bench_gpu_ops, "microseconds", once)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: ceilings.name)
+    rows = {
+        row.name: row for row in bench_gpu_ops.timed_rows(argparse.Namespace(floors=None), "step")
+    }
+    assert all(row.value is not None for row in rows.values())
+    # Four products, two norms, and three more in each of 32 layers; the head and the draw.
+    assert rows["ops of a step, 8 requests"].value == 32 * 9 + 2
+    assert rows["8 requests: 8 draft nodes each / none"].bar == 1.15
     assert gpu.launches
