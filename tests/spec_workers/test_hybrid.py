@@ -102,15 +102,16 @@ def test_epochs_of_the_same_prompts(tiny_model_path, plain, learned, overrides):
         assert numbers(engine.generate(PROMPTS, PARAMS)) == numbers(plain)
     worker = engine.worker
     assert worker.max_nodes <= 8
-    assert {"group", "oracle", "ngram+oracle"} <= worker.sources
     assert worker.noted > 0
     assert drafter.num_observed > 0
     assert drafter.num_released == 3 * len(plain)
     counters = worker.counters()
     assert counters["hybrid/asked"] == counters["draft/asked"]
-    assert counters["hybrid/spared"] > 0, "the corpus knows every answer by now"
     assert counters["hybrid/is_open"] in (0.0, 1.0)
-    assert learned or counters["hybrid/gain"] == 0.0, "nothing is known of costs"
+    if not learned:  # else what is drafted depends on what this machine's steps cost
+        assert {"group", "oracle", "ngram+oracle"} <= worker.sources
+        assert counters["hybrid/spared"] > 0, "the corpus knows every answer by now"
+        assert counters["hybrid/gain"] == 0.0, "nothing is known of costs"
 
 
 def test_agreement_is_learned_as_a_source_of_its_own(tiny_model_path, plain):
