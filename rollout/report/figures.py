@@ -14,7 +14,7 @@ PHASES = ("forward", "draft", "sample", "schedule")
 
 
 def figures(run: Run) -> dict[str, str]:
-    """By name, in the order they are shown. The names are the same for every run."""
+    """The figures by name, in the order they are shown. Every run has the same names."""
     return {
         "settings": _settings(run),
         "rollouts": _rollouts(run),
@@ -94,7 +94,7 @@ def _counter(run: Run, name: str) -> float:
 
 
 def _preemptions(run: Run) -> float:
-    """Not a `_counter` where steps tell: each step's line holds those of all steps up to it."""
+    """No `_counter` where steps tell: each step's line holds those of all steps up to it."""
     so_far = run.steps["preemptions"]
     so_far = so_far[np.isfinite(so_far)]
     if len(so_far) and not np.isfinite(number(run.totals.get("preemptions"))):

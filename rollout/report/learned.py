@@ -67,7 +67,7 @@ def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
 
 
 def calibration(learned: Mapping[str, Any]) -> Calibration | None:
-    """None also where no node was verified."""
+    """None where the log has no whole one, or no node was verified."""
     return _part_of_budget(learned, "calibration", Calibration)
 
 

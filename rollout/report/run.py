@@ -149,7 +149,7 @@ class Run:
 
 @dataclass(kw_only=True, slots=True)
 class Log:
-    """What a log file holds."""
+    """The runs of a log file."""
 
     path: Path
     runs: list[Run]  # at least one
@@ -168,7 +168,6 @@ class Bins:
 
     def __init__(self, run: Run, most: int = MAX_BINS) -> None:
         assert run.num_steps, "a run without steps has no bins"
-        self._run = run
         num_bins = min(max(most, 1), run.num_steps)
         self._starts = np.arange(num_bins) * run.num_steps // num_bins
         self.ends = run.offset + run.step_seconds[[*(self._starts[1:] - 1), run.num_steps - 1]]

@@ -16,7 +16,7 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a cell shows, and what its column is sorted by."""
+    """One cell, and what its column is sorted by."""
 
     text: str
     sort_by: float | str  # NaN: at the end, whichever way

@@ -1,4 +1,4 @@
-"""What the engine learned, against what was measured: the cost of a forward, and acceptance."""
+"""Plots of learned estimates against measurements: the cost of a forward, and acceptance."""
 
 from __future__ import annotations
 
