@@ -73,7 +73,7 @@ class OutputConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    """What is told of a run, and how often."""
+    """Logs of a run, and how often they are written."""
 
     jsonl: str | None = None  # a file for the run's log: `specrollout report` draws it
     tensorboard: str | None = None  # a folder for event files

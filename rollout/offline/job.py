@@ -236,7 +236,7 @@ class _Job:
             self._submitted[row.index, sample_index] = (row, self._engine.last_step.step)
 
     def _fail(self, rollout: Rollout) -> None:
-        """Not written, so that the same command tries it again."""
+        """A rollout that failed is not written, so that the same command tries it again."""
         row, _ = self._submitted.pop(_key(rollout))
         self.failed.append(f"{row.where}, sample {rollout.sample_index}: {rollout.error}")
 

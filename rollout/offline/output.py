@@ -43,7 +43,7 @@ def output_lock(output: Path) -> Iterator[None]:
     Raises OutputError, which names the other process, where it is held.
     """
     path = lock_file(output)
-    lock = FileLock(path, blocking=False)
+    lock = FileLock(path, timeout=0.1)  # which holds one more try: its holder may just remove it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -68,7 +68,7 @@ def output_lock(output: Path) -> Iterator[None]:
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What an output held when it was complete."""
+    """The content of an output when it was complete."""
 
     rollouts: _Count
     skipped_prompts: _Count

@@ -20,7 +20,7 @@ from rollout.offline.config import RunConfig
 
 
 def lock_file(output: Path) -> Path:
-    """Where the process that writes ``output`` says so; see `output_lock`."""
+    """The file by which a process says that it writes ``output``; see `output_lock`."""
     return output.with_name(output.name + ".lock")
 
 

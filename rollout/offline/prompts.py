@@ -66,7 +66,7 @@ def carried(row: PromptRow) -> dict[str, Any]:
 
 @contextmanager
 def room_for(content: str, folder: Path) -> Iterator[None]:
-    """What cannot be written meanwhile is an OutputError, for want of room in ``folder``."""
+    """Raises OutputError where ``content`` cannot be written to ``folder``."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What came of a job: its result, the summary of its run, and the jobs of a sweep in one table."""
+"""The result of a job, the summary of its run, and the jobs of a sweep in one table."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class JobStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What came of one job."""
+    """The result of one job."""
 
     status: JobStatus
     output: Path

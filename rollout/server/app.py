@@ -31,7 +31,7 @@ USER: tuple[Routes, ...] = (
     route.routes,
     metrics.routes,
 )
-"""With the api key, where one is configured."""
+"""These take the api key, where one is configured."""
 
 ADMIN: tuple[Routes, ...] = (
     control.admin_routes,

@@ -63,7 +63,7 @@ def _known_biases(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 Biases = Annotated[dict[str, float], WrapValidator(_known_biases)]
-"""By token id."""
+"""Biases by token id."""
 
 
 def biases_by_id(biases: Mapping[str, float] | None, field: str) -> dict[int, float]:
@@ -114,7 +114,7 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 
 class ErrorDetail(BaseModel):
-    """For the OpenAPI description: how every error is told."""
+    """One error, in OpenAI's shape."""
 
     message: str
     type: str
@@ -145,4 +145,4 @@ ERRORS: Responses = {
 }
 CHANGED: Responses = {200: {"model": ChangeBody}}
 EVENTS: Responses = {200: {"content": {"text/event-stream": {}}}}
-"""With ``stream``; else JSON."""
+"""A route answers with events where ``stream`` is set, else with JSON."""

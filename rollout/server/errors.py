@@ -24,7 +24,7 @@ from rollout.server.json_route import JsonAnswer
 
 
 class QueueFullError(RolloutError):
-    """As many samples as `server.max_queue` allows are running and waiting."""
+    """The queue holds `server.max_queue` samples, running and waiting."""
 
 
 class DrainingError(RolloutError):
@@ -58,7 +58,7 @@ class EncodedError(HTTPException):
 
 
 class TooManyConnectionsError(HTTPException):
-    """As many connections as `server.max_connections` allows are open."""
+    """`server.max_connections` connections are open."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -95,7 +95,7 @@ def _require_json(request: Request) -> None:
 
 
 def content_type(request: Request) -> str:
-    """Without parameters, in lower case; empty where there is none."""
+    """The content type without parameters, in lower case; empty where there is none."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
@@ -257,7 +257,7 @@ class _ChunkDecoder(json.JSONDecoder):
 
 
 def _end_of_numbers(text: str, start: int) -> int:
-    """Where the numbers end that come next, at a comma or at the array's end; <= start: none do."""
+    """The offset after the numbers that come next, of a comma or the end; <= start: none do."""
     found = _NUMBERS.match(text, start, start + _CHUNK)
     assert found is not None  # it matches nothing, too
     end = found.end()

@@ -132,7 +132,7 @@ def _phases(total: EngineMetrics) -> dict[str, float]:
 
 
 def _corpora(status: EngineStatus) -> Iterator[Metric]:
-    """By state, not by name: names are clients'."""
+    """Gauges of external corpora by state, not by name: names are clients'."""
     count: dict[str, float] = defaultdict(float)
     tokens, num_bytes = count.copy(), count.copy()
     for corpus in status.corpora:

@@ -87,7 +87,7 @@ class OpenUpdate:
         engine.continue_generation()
 
     def _open_for_bucket(self, engine: Engine, manifest: Manifest, options: Options) -> None:
-        """Unless the tensors are a whole update, or none at all."""
+        """Opens an update, unless the tensors are a whole one or none at all."""
         try:
             engine.begin_weight_update(manifest, **options)
         except InvalidInputError:
@@ -122,7 +122,7 @@ class OpenUpdate:
 
 
 def _refuse_torn(engine: Engine) -> None:
-    """By trying what only whole weights allow. Released ones are neither."""
+    """Tries what only whole weights allow. Released ones are neither whole nor torn."""
     try:
         engine.begin_weight_update(partial=True)
     except EngineStateError:

@@ -41,7 +41,7 @@ def _checked(value: Any) -> Any:
 
 
 def _checked_handles(value: Any) -> Any:
-    """By the entries of their layouts, as far as those are what they should be."""
+    """Counts the entries of their layouts, where those are well formed."""
     if isinstance(value, list):
         layouts = [each.get("layout") for each in value if isinstance(each, dict)]
         entries = [each.get("entries") for each in layouts if isinstance(each, dict)]

@@ -65,7 +65,7 @@ class Serving:
     # Before a request is queued
 
     def fresh_seed(self) -> int:
-        """For a request that brings none: another one each time, in [0, 2**63)."""
+        """A seed in [0, 2**63) for a request that brings none: another one each time."""
         return derive_seed(self.seed, next(self._requests), 0) >> 1
 
     async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:

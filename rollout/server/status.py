@@ -1,4 +1,4 @@
-"""What the server is doing: alive or not, generating or not, and the status page.
+"""The server's status: whether it is alive, whether it generates, and the status page.
 
 The page, `/`, is one answer with its style and scripts in it, which asks nobody but this server:
 `/status` tells it, and programs, what the engine is doing.

@@ -141,7 +141,7 @@ class TextStream:
 
 
 def _stop_offset(text: str, old_len: int, stop: str) -> int:
-    """Where in ``text`` the stop string stands that its new part, from ``old_len`` on, completed;
+    """The offset of the stop string that the new part of ``text``, from ``old_len`` on, completed;
     else where one may have begun; else the end."""
     offset = text.find(stop, max(0, old_len - len(stop) + 1))
     if offset >= 0:

@@ -1,4 +1,4 @@
-"""What completions and chats have in common: the texts, usage and parts of an answer."""
+"""The common part of completions and chats: texts, usage, and answers whole or in parts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Heading:
 
     @classmethod
     def new(cls, prefix: str, kind: str, model: str) -> Heading:
-        """With an id of its own that begins with ``prefix``."""
+        """A heading with an id of its own that begins with ``prefix``."""
         return cls(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
     def over(
@@ -136,7 +136,7 @@ class Answer(ABC, Generic[BodyType]):
         return []
 
     def answer_fields(self) -> dict[str, Any]:
-        """What is said once, beside the choices."""
+        """Fields that are said once, beside the choices."""
         return {}
 
     def text(self, index: int, rollout: Rollout) -> str:

@@ -95,14 +95,14 @@ NO_TOKENS = ScoredTokens(token_ids=(), logprobs=(), tops=())
 
 
 class TextOffsets:
-    """Where in a growing text each token begins: after what is certain before it."""
+    """Offsets at which tokens begin in a growing text: each after what is certain before it."""
 
     def __init__(self, detokenizer: Detokenizer | None, start: int = 0) -> None:
         self._text = None if detokenizer is None else TokenText(detokenizer)
         self._end = start
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
-        """Where each of the next tokens begins."""
+        """The offset of each of the next tokens."""
         return [self._push_one(token) for token in token_ids]
 
     def _push_one(self, token_id: int) -> int:

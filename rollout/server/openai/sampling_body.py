@@ -24,7 +24,7 @@ HARMLESS = frozenset(
 
 
 class StreamOptions(BaseModel):
-    """Of them only this one."""
+    """Options of streams; others are passed over."""
 
     include_usage: bool | None = None
 

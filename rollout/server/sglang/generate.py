@@ -145,7 +145,7 @@ class _Generator:
         return self._texts.open(item.skip_special_tokens, item.params.stop)
 
     async def _prompt_logprobs(self, item: GenerateItem) -> dict[str, Any]:
-        """By the model alone: what the parameters do to the samples is not done to the prompt."""
+        """The prompt is scored by the model alone: parameters of sampling do not apply to it."""
         logprobs: list[float] = []
         extras = TokenExtras()
         if item.score_from is not None:
