@@ -7,7 +7,8 @@ Traces are recorded rollouts; without one, one is made up. Every part has its ba
 second, bytes per token, microseconds per proposal, pauses beside usual calls, accept length and
 precision of estimates on the two recorded traces. Times are CPU times with Python's garbage
 collector off, except where wall time is what counts: while another thread removes a corpus, and for
-the disk. To measure a drafter of your own, call `replaying.replay`.
+the disk. ``peers`` replays other projects' drafters too (`peer_drafters.py`), without bars. To
+measure a drafter of your own, call `replaying.replay`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from harness.command import Command, Parts
 from harness.rows import Row, row
 from harness.timing import in_fresh_process, no_garbage_collection, wall_seconds
 from harness.traces import add_trace_option, load_traces
+from peer_drafters import peer_rows
 
 from ngram_native import Corpus
 
@@ -133,6 +135,7 @@ ROWS = {
     "persistence": persistence_rows,
     "accept": accept_rows,
     "precision": precision_rows,
+    "peers": peer_rows,
 }
 
 

@@ -1,0 +1,155 @@
+"""Drafters of other projects behind the protocol of `replaying.Drafter`, where they are installed.
+
+arctic-inference as a whole asks for CUDA and vLLM; `csrc/suffix_decoding` of its source distribution
+builds alone, with cmake and nanobind, and belongs into `arctic_inference/suffix_decoding`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from corpus_calls import Settings
+from harness.rows import Row, row
+from numpy.typing import NDArray
+from replaying import CorpusDrafter, Drafter, Drafts, replay
+
+
+class SuffixDecodingDrafter:
+    """arctic-inference's suffix decoding: a suffix tree per sequence and one of all responses, of
+    which the better draft is taken."""
+
+    def __init__(self, *, tree: bool, factor: float, min_probability: float) -> None:
+        """
+        Args:
+            tree: draft trees; chains otherwise.
+            factor: nodes drafted per token of matched context, at most.
+            min_probability: nodes it holds less likely are not drafted.
+        """
+        from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
+            SuffixDecodingCache,
+        )
+
+        self.name = "arctic, tree" if tree else "arctic, chain"
+        self._cache = SuffixDecodingCache()
+        self._settings = {
+            "use_tree_spec": tree,
+            "max_spec_factor": factor,
+            "min_token_prob": min_probability,
+        }
+        self._contexts: dict[int, NDArray[np.int32]] = {}  # the end of each sequence
+
+    def set_weight_version(self, version: int) -> None:
+        """It knows none."""
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        self._cache.start_request(sequence_id, prompt)
+        self._contexts[sequence_id] = prompt[-self._cache.max_tree_depth :]
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        offsets, tokens, parents, probabilities = [0], [], [], []
+        for sequence_id in ids_B.tolist():
+            draft = self._cache.speculate(
+                sequence_id, self._contexts[sequence_id], max_spec_tokens=budget, **self._settings
+            )
+            tokens += draft.token_ids
+            parents += [parent + 1 for parent in draft.parents]
+            probabilities += draft.probs
+            offsets.append(len(tokens))
+        return Drafts(
+            offsets_B1=np.array(offsets, np.int64),
+            tokens_N=np.array(tokens, np.int32),
+            parents_N=np.array(parents, np.int32),
+            probabilities_N=np.array(probabilities, np.float32),
+        )
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        ends = offsets_B1.tolist()
+        for b, sequence_id in enumerate(ids_B.tolist()):
+            tokens = tokens_N[ends[b] : ends[b + 1]]
+            self._cache.add_active_response(sequence_id, tokens)
+            context = np.concatenate([self._contexts[sequence_id], tokens])
+            self._contexts[sequence_id] = context[-self._cache.max_tree_depth :]
+
+    def close(self, sequence_id: int) -> None:
+        self._cache.stop_request(sequence_id)
+        del self._contexts[sequence_id]
+
+
+class PromptLookupDrafter:
+    """transformers' prompt lookup: what followed the last 3, 2 or 1 tokens earlier in the
+    sequence."""
+
+    name = "prompt lookup"
+
+    def __init__(self) -> None:
+        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+        self._generator = PromptLookupCandidateGenerator(
+            max_matching_ngram_size=3, max_length=sys.maxsize
+        )
+        self._contexts: dict[int, torch.Tensor] = {}  # int64
+
+    def set_weight_version(self, version: int) -> None:
+        """It keeps nothing from one sequence to the next."""
+
+    def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
+        self._contexts[sequence_id] = torch.from_numpy(prompt.astype(np.int64))
+
+    def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
+        self._generator.num_output_tokens = budget
+        offsets, tokens, parents = [0], list[int](), list[int]()
+        for sequence_id in ids_B.tolist():
+            context = self._contexts[sequence_id]
+            drafted = self._generator.get_candidates(context[None])[0][0, len(context) :]
+            tokens += drafted.tolist()
+            parents += range(len(drafted))
+            offsets.append(len(tokens))
+        return Drafts(
+            offsets_B1=np.array(offsets, np.int64),
+            tokens_N=np.array(tokens, np.int32),
+            parents_N=np.array(parents, np.int32),
+        )
+
+    def insert(
+        self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
+    ) -> None:
+        tokens = torch.from_numpy(tokens_N.astype(np.int64))
+        ends = offsets_B1.tolist()
+        for b, sequence_id in enumerate(ids_B.tolist()):
+            parts = (self._contexts[sequence_id], tokens[ends[b] : ends[b + 1]])
+            self._contexts[sequence_id] = torch.cat(parts)
+
+    def close(self, sequence_id: int) -> None:
+        del self._contexts[sequence_id]
+
+
+PEERS: dict[str, Callable[[], Drafter]] = {
+    # With the settings that suit it best, and as it comes
+    "arctic_inference": lambda: SuffixDecodingDrafter(tree=True, factor=4.0, min_probability=0.02),
+    "transformers": PromptLookupDrafter,
+}
+"""By the package that each needs."""
+
+
+def peer_rows(settings: Settings) -> Iterator[Row]:
+    """The corpus beside other drafters on the same recorded rollouts."""
+    makers: list[Callable[[], Drafter]] = [CorpusDrafter]
+    for package, make in PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"peers: skipped, no package {package}", flush=True)
+        else:
+            makers.append(make)
+    for trace in settings.traces:
+        for make in makers:
+            result = replay(trace, make(), budget=settings.budget, active=settings.active)
+            name = f"{trace.name}, {result.drafter}"
+            yield row(f"{name}: accept length", result.accept_length, "tokens")
+            yield row(f"{name}: drafted", result.drafted, "nodes/request")
+            yield row(f"{name}: propose", result.propose_cost, "us/request")
+            yield row(f"{name}: insert", result.insert_cost, "us/token")
