@@ -46,8 +46,12 @@ $(PROMPTS): | $(STAMP)
 	$(BIN)/python examples/make_demo_prompts.py --output $(PROMPTS)
 
 .PHONY: rollout
-rollout: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the main job: rollouts of the demo prompts
+rollout: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the main job on the demo prompts, and its next epoch beside plain decoding
 	$(BIN)/specrollout experiment=demo
+	$(BIN)/specrollout report runs/demo/run.jsonl
+	$(BIN)/specrollout compare experiment=demo sampling.seed=8 \
+	  spec.corpus_path=runs/demo/rollouts.jsonl.corpus \
+	  --epochs 1 --widths 4 --temperatures 0.7,1.0 --minutes 2
 
 $(DRAFT_TEXT)/prompts.jsonl: | $(STAMP)
 	$(BIN)/python examples/make_demo_prompts.py --training --problems 240 --output $@

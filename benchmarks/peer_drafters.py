@@ -1,7 +1,8 @@
 """Drafters of other projects behind the protocol of `replaying.Drafter`, where they are installed.
 
-arctic-inference as a whole asks for CUDA and vLLM; `csrc/suffix_decoding` of its source distribution
-builds alone, with cmake and nanobind, and belongs into `arctic_inference/suffix_decoding`.
+arctic-inference as a whole asks for CUDA and vLLM. `csrc/suffix_decoding` of its source
+distribution builds alone, with cmake and nanobind; it belongs into
+`arctic_inference/suffix_decoding`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RolloutEngine:
         self.scheduler = Scheduler(
             worker.limits,
             worker.memory,
-            lambda: self.steps.worker.max_draft_tokens,
+            lambda: worker.max_draft_tokens,
             LengthForecast(),
         )
         self.requests = RequestFactory(
@@ -254,6 +254,7 @@ class RolloutEngine:
             )
         self.flush_cache()
         self.steps.worker = worker
+        self.scheduler.max_draft_tokens = lambda: worker.max_draft_tokens
 
     def metrics(self) -> EngineMetrics:
         """Counters since the engine was made, or since `reset_metrics`."""

@@ -64,7 +64,7 @@ class Scheduler:
         self.memory = memory
         self.lengths = lengths
         self.preemptions = 0
-        self._max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens = max_draft_tokens
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in the order of admission
         self._prompts: dict[int, bytes] = {}  # of unfinished requests, by request_id
@@ -304,7 +304,7 @@ class Scheduler:
 
         The one is the target's own. A prefill chunk, which is not sampled from, can use none.
         """
-        most = min(self._max_draft_tokens(), MAX_TREE_NODES - 1)
+        most = min(self.max_draft_tokens(), MAX_TREE_NODES - 1)
         if not most:
             return [0] * len(runs)
         longest = self.memory.max_sequence_len

@@ -88,6 +88,7 @@ def run_compare(arguments: Sequence[str]) -> int:
             cells.append(cell)
     _print_table(cells, console)
     _print_advice(cells, console)
+    _print_result(cells, console)
     if options.json is not None:
         options.json.write_text("".join(json.dumps(_row(cell)) + "\n" for cell in cells))
     return 1 if any(cell.compared.differing for cell in cells) else 0
@@ -263,6 +264,20 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
             f"temperature {temperature:g}: spec={best.kind} pays with {widths} requests together",
             highlight=False,
         )
+
+
+def _print_result(cells: Sequence[Cell], console: Console) -> None:
+    """The line that a reader should remember, of the row that gains most."""
+    best = max(cells, key=lambda cell: cell.compared.times.interval()[0])
+    rollouts = sum(cell.compared.rollouts for cell in cells)
+    same = rollouts - sum(len(cell.compared.differing) for cell in cells)
+    console.print(
+        f"same tokens and logprobs: {same} of {rollouts} | accept length "
+        f"{best.compared.accept_length:.2f} | {best.compared.times} over plain decoding "
+        f"({_name(best)})",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _row(cell: Cell) -> dict[str, object]:
