@@ -278,7 +278,6 @@ class RolloutCluster:
     end_weight_update = part_call("weights", ClusterWeights.end_weight_update)
     abandon_weight_update = part_call("weights", ClusterWeights.abandon_weight_update)
     update_weights_from_tensor = part_call("weights", ClusterWeights.update_weights_from_tensor)
-    update_weights_from_bucket = part_call("weights", ClusterWeights.update_weights_from_bucket)
     update_weights_from_disk = part_call("weights", ClusterWeights.update_weights_from_disk)
     update_weights_from_ipc = part_call("weights", ClusterWeights.update_weights_from_ipc)
     update_weights_from_distributed = part_call(

@@ -22,7 +22,6 @@ from rollout.weights.bucket import (
     PackedBucket,
     buckets,
     offered_tensors,
-    unflattened,
 )
 from rollout.weights.checks import manifest_of, refuse_not_finite
 from rollout.weights.distributed import announced_manifest
@@ -156,13 +155,6 @@ class ClusterWeights:
                     refuse_not_finite(name, tensor)
             self._load_stream(pairs, direct=load_format == "direct")
 
-    def update_weights_from_bucket(
-        self, /, bucket: PackedBucket, *, direct: bool = False, **options: Any
-    ) -> None:
-        manifest = manifest_of(unflattened([bucket.unpacked()]))
-        with self._transaction(lambda: manifest, options):
-            self._on_all("update_weights_from_bucket", self._members.share(bucket), direct=direct)
-
     def update_weights_from_disk(self, /, model_path: str | Path, **options: Any) -> None:
         """Each replica reads the folder itself, under the same path."""
         path = str(model_path)
@@ -203,13 +195,13 @@ class ClusterWeights:
                 raise WeightUpdateError(f"not all replicas are there after {timeout:g} s")
             self._members.poll(WAIT_SECONDS)
         ranks = {name: rank_offset + i for i, name in enumerate(sorted(self._members.joined))}
-        done, failed = self._ask_each(
-            "init_weights_update_group",
-            lambda name: (
-                master_address, master_port, ranks[name], world_size, group_name, backend, timeout,
-                sender,
-            ),
-        )  # fmt: skip
+        done, failed = self._members.outcomes({
+            each: each.call(
+                "init_weights_update_group", master_address, master_port, ranks[each.name],
+                world_size, group_name, backend, timeout, sender,
+            )
+            for each in self._living()
+        })  # fmt: skip
         if failed or len(done) < len(ranks):
             for answer in [each.call("destroy_weights_update_group", group_name) for each in done]:
                 answer.exception()
@@ -358,13 +350,6 @@ class ClusterWeights:
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
         return self._members.outcomes(
             {each: each.call(method, *args, **kwargs) for each in self._living()}
-        )
-
-    def _ask_each(
-        self, method: str, args_of: Callable[[str], tuple[Any, ...]]
-    ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        return self._members.outcomes(
-            {each: each.call(method, *args_of(each.name)) for each in self._living()}
         )
 
     def _living(self) -> list[Replica]:
