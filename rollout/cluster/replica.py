@@ -55,6 +55,8 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
+    """A report has come."""
+
     replica: Replica
     report: Report
 

@@ -66,6 +66,7 @@ class ReplicaManager:
 
     @property
     def all_joined(self) -> bool:
+        """Whether every configured replica takes requests."""
         return len(self._joined) == len(self._pool.names)
 
     def on_join(self, joiner: Joiner) -> None:
@@ -173,6 +174,7 @@ class ReplicaManager:
         return self._pool.share(value)
 
     def close(self) -> None:
+        """End all replicas, those that start too."""
         self._joined = {}
         self._newcomers = {}
         self._pool.close()

@@ -73,13 +73,16 @@ class ClusterWeights:
 
     @property
     def weight_version(self) -> int:
+        """The version of the target's weights on all replicas."""
         return self.weight_versions["target"]
 
     @property
     def weight_versions(self) -> dict[str, int]:
+        """The versions of all parts, the same on all replicas."""
         return dict(self._versions)
 
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
+        """Open an update on every replica."""
         checked = UpdateOptions.of(options)
         if checked.weight_version == 0:
             raise InvalidInputError(
@@ -102,6 +105,7 @@ class ClusterWeights:
             raise
 
     def end_weight_update(self) -> None:
+        """Commit on every replica."""
         update = self._under_way()
         if update.options.abort_all_requests:
             self._abort_all()
@@ -130,6 +134,7 @@ class ClusterWeights:
         self.sync.release()
 
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        """Give up the open update on every replica, if there is one."""
         if self._update is None:
             return
         self._update = None
@@ -209,6 +214,7 @@ class ClusterWeights:
         self._groups[group_name] = frozenset(done)
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group with every replica in it."""
         members = self._group(group_name)
         del self._groups[group_name]
         for answer in [each.call("destroy_weights_update_group", group_name) for each in members]:
