@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from rollout.cluster.replica import Replica
+from rollout.cluster.replica import Replica, then
 from rollout.cluster.replica_manager import ReplicaManager
 from rollout.cluster.reports import ReplicaReports
 from rollout.types import MemoryTag, PauseMode
@@ -90,14 +90,8 @@ class ClusterLifecycle:
             tags = [tag for tag, keeps in self._released.items() if keeps is keep_weights]
             if tags:
                 replica.call("release_memory", tags, keep_weights)
-        noted: Future[None] = Future()
 
         def note(answer: Future[Any]) -> None:
-            if (error := answer.exception()) is not None:
-                noted.set_exception(error)
-                return
             self._reports.statuses[replica.name] = answer.result()
-            noted.set_result(None)
 
-        replica.call("status").add_done_callback(note)
-        return noted
+        return then(replica.call("status"), note)

@@ -134,6 +134,10 @@ class ReplicaManager:
             raise failures[0]
         return values
 
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> dict[Replica, Future[Any]]:
+        """Call an engine's method on each replica that has joined, and wait for none."""
+        return {each: each.call(method, *args, **kwargs) for each in self._joined.values()}
+
     def on_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The result of an engine's method on one replica; on another, if that one dies meanwhile.
 
