@@ -110,11 +110,13 @@ class RolloutCluster:
 
     @property
     def lockstep(self) -> bool:
+        """Never: replicas do not wait for one another."""
         return False
 
     # Requests
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
+        """Raise what `submit` would. Returns the prompt's length in tokens."""
         return self._requests.make(self.encoder.encode(prompt), params).prompt_len
 
     def submit(
@@ -127,6 +129,7 @@ class RolloutCluster:
         request_seed: int | None = None,
         partial_ids: Sequence[int] = (),
     ) -> Request:
+        """Queue one sample of one prompt: see `RolloutEngine.submit`."""
         prompt_ids = self.encoder.encode(prompt)
         partial = self.encoder.encode(partial_ids, "partial_ids") if len(partial_ids) else []
         request = self._requests.make(
@@ -145,6 +148,7 @@ class RolloutCluster:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether a request is unfinished, or its rollout was not handed out."""
         return bool(self._ended or self._flights)
 
     def step(self) -> list[Rollout]:
@@ -160,10 +164,12 @@ class RolloutCluster:
         return self.take_ended()
 
     def take_ended(self) -> list[Rollout]:
+        """Rollouts that ended since the last step. Waits for nothing."""
         ended, self._ended = self._ended, []
         return ended
 
     def abort(self, request_id: int) -> None:
+        """End a request with the tokens that are known here, at once."""
         flight = self._flights.get(request_id)
         if flight is None:
             return
@@ -179,6 +185,7 @@ class RolloutCluster:
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
+        """Logprobs of given output tokens, by any one replica."""
         scored = self.members.on_one("score_with_extras", prompt_ids, output_ids, params)
         if lost := self.weights.unavailable_reason:  # who came later has the checkpoint's
             raise WeightUpdateError(lost)
@@ -278,7 +285,6 @@ class RolloutCluster:
     end_weight_update = part_call("weights", ClusterWeights.end_weight_update)
     abandon_weight_update = part_call("weights", ClusterWeights.abandon_weight_update)
     update_weights_from_tensor = part_call("weights", ClusterWeights.update_weights_from_tensor)
-    update_weights_from_bucket = part_call("weights", ClusterWeights.update_weights_from_bucket)
     update_weights_from_disk = part_call("weights", ClusterWeights.update_weights_from_disk)
     update_weights_from_ipc = part_call("weights", ClusterWeights.update_weights_from_ipc)
     update_weights_from_distributed = part_call(

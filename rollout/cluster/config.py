@@ -17,6 +17,8 @@ class ClusterKind(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
+    """How many replicas there are, where, and how long they may be silent."""
+
     kind: ClusterKind = ClusterKind.none
     replicas: int = 1
     num_cpus: int | None = None  # of each replica, and its torch threads; default: an equal share

@@ -148,7 +148,7 @@ class ClusterCorpora:
             return
         if not self._looking:
             if time.monotonic() - self._looked_at >= POLL_SECONDS:
-                self._looking = self._call_all("external_corpora")
+                self._looking = self._members.call_all("external_corpora")
         elif all(future.done() for future in self._looking.values()):
             looking, self._looking = self._looking, {}
             self._looked_at = time.monotonic()
@@ -178,7 +178,7 @@ class ClusterCorpora:
             return
         self._has_begun = True
         for name, path in self._sync.configured.items():
-            self._call_all("remove_external_corpus", name)
+            self._members.call_all("remove_external_corpus", name)
             try:
                 self._add(name, {"file_path": path}, Publishing.WHEN_READY)
             except InvalidInputError as error:
@@ -186,7 +186,7 @@ class ClusterCorpora:
                 self._corpora[name] = ClusterCorpus(name, {}, Publishing.WHEN_READY, failed)
 
     def _add(self, name: str, source: Mapping[str, Any], publishing: Publishing) -> None:
-        answers = self._call_all(
+        answers = self._members.call_all(
             "add_external_corpus", name, publish=Publishing.ON_REQUEST, **source
         )
         errors = {each: answer.exception() for each, answer in answers.items()}
@@ -228,7 +228,7 @@ class ClusterCorpora:
 
     def _publish(self, corpus: ClusterCorpus) -> None:
         """From now on who joins has published it before."""
-        corpus.publish_calls = self._call_all("publish_external_corpus", corpus.name)
+        corpus.publish_calls = self._members.call_all("publish_external_corpus", corpus.name)
         self._members.repeat_joins()
 
     def _wait_until_published(self) -> None:
@@ -255,7 +255,7 @@ class ClusterCorpora:
 
     def _fail(self, corpus: ClusterCorpus, reason: str) -> None:
         log.error("external corpus %s is removed from all replicas: %s", corpus.name, reason)
-        self._call_all("remove_external_corpus", corpus.name)
+        self._members.call_all("remove_external_corpus", corpus.name)
         self._removed.add(corpus.name)
         corpus.seen = _blank(corpus.name, ExternalState.FAILED, reason)
         self._change()
@@ -276,10 +276,6 @@ class ClusterCorpora:
         """Note a change: corpora that are being looked at, or brought, are out of date."""
         self._looking = {}
         self._members.repeat_joins()
-
-    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> dict[Replica, Future[Any]]:
-        joined = self._members.joined.values()
-        return {each: each.call(method, *args, **kwargs) for each in joined}
 
     def _take_refusals(self) -> None:
         for corpus, reason in self._sync.refusals():

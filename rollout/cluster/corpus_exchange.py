@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
-from rollout.cluster.replica import Replica
+from rollout.cluster.replica import Replica, then
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.engine.draft_corpus import CorpusDelta
 from rollout.errors import InvalidInputError
@@ -43,7 +44,7 @@ class CorpusExchange:
             self._taking = []
             if deltas:
                 shared = self._members.share(deltas)
-                self._learning = self._call_all("learn_corpus_deltas", shared)
+                self._learning = [*self._members.call_all("learn_corpus_deltas", shared).values()]
                 self.exchanged_bytes += sum(delta.num_bytes for delta in deltas)
             return
         self._learning = []
@@ -51,7 +52,7 @@ class CorpusExchange:
         if has_others and time.monotonic() - self._begun_at >= self._seconds:
             self._begun_at = time.monotonic()
             self.rounds += 1
-            self._taking = self._call_all("take_corpus_delta")
+            self._taking = [*self._members.call_all("take_corpus_delta").values()]
 
     def finish(self) -> None:
         """A whole round: when it returns, all replicas were told what was committed before."""
@@ -64,22 +65,13 @@ class CorpusExchange:
             self._members.poll(WAIT_SECONDS)
             self.poll()
 
-    def _call_all(self, method: str, *args: Any) -> list[Future[Any]]:
-        return [each.call(method, *args) for each in self._members.joined.values()]
-
     def _begin_to_share(self, replica: Replica) -> Future[None]:
-        begun: Future[None] = Future()
-
         def note(answer: Future[Any]) -> None:
-            error = answer.exception()
-            self._has_corpus |= error is None  # the second time is refused
-            if error is None or isinstance(error, InvalidInputError):  # its worker has no corpus
-                begun.set_result(None)
-            else:
-                begun.set_exception(error)
+            with suppress(InvalidInputError):  # its worker has no corpus, or shares it already
+                answer.result()
+                self._has_corpus = True
 
-        replica.call("share_corpus", self._max_bytes).add_done_callback(note)
-        return begun
+        return then(replica.call("share_corpus", self._max_bytes), note)
 
 
 def _value(future: Future[CorpusDelta]) -> CorpusDelta | None:

@@ -41,11 +41,13 @@ class ReplicaHost:
         )
 
     async def submit(self, turn: int, submissions: list[Submission]) -> None:
+        """Queue requests that the cluster has checked."""
         async with self._turns.take(turn):
             for submission in submissions:
                 self._news.submit(submission)
 
     async def abort(self, turn: int, request_ids: list[int]) -> None:
+        """End requests by the cluster's ids; unknown ones do nothing."""
         async with self._turns.take(turn):
             self._news.abort(request_ids)
 
@@ -66,6 +68,7 @@ class ReplicaHost:
         return await asyncio.wrap_future(future)
 
     async def sync(self, turn: int, serial: int) -> None:
+        """Report at once; that report and later ones carry ``serial``."""
         async with self._turns.take(turn):
             self._news.sync(serial)
 
@@ -78,6 +81,7 @@ class ReplicaHost:
         return 0.0 if self._loop is None else self._loop.busy_seconds
 
     async def close(self) -> None:
+        """End the loop, then the engine."""
         loop = self._loop
         if loop is not None:
             engine = await asyncio.wrap_future(loop.call(lambda engine: engine))

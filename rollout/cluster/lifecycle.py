@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from rollout.cluster.replica import Replica
+from rollout.cluster.replica import Replica, then
 from rollout.cluster.replica_manager import ReplicaManager
 from rollout.cluster.reports import ReplicaReports
 from rollout.types import MemoryTag, PauseMode
@@ -38,6 +38,7 @@ class ClusterLifecycle:
         return next((reason for reason in reasons if reason), "")
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        """Pause all replicas, and those that start meanwhile."""
         self._members.on_all("pause_generation", mode, newcomers=True)
         self.is_paused = True
         if mode == PauseMode.ABORT:
@@ -46,6 +47,7 @@ class ClusterLifecycle:
             self._reports.sync()
 
     def continue_generation(self) -> None:
+        """End the pause on all replicas."""
         self.is_paused = False
         self._members.on_all("continue_generation", newcomers=True)
 
@@ -74,6 +76,7 @@ class ClusterLifecycle:
         return freed
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
+        """Take memory back on all replicas."""
         wanted = list(self._released if tags is None else tags)
         self._members.on_all("resume_memory", wanted, newcomers=True)
         for tag in wanted:
@@ -87,14 +90,8 @@ class ClusterLifecycle:
             tags = [tag for tag, keeps in self._released.items() if keeps is keep_weights]
             if tags:
                 replica.call("release_memory", tags, keep_weights)
-        noted: Future[None] = Future()
 
         def note(answer: Future[Any]) -> None:
-            if (error := answer.exception()) is not None:
-                noted.set_exception(error)
-                return
             self._reports.statuses[replica.name] = answer.result()
-            noted.set_result(None)
 
-        replica.call("status").add_done_callback(note)
-        return noted
+        return then(replica.call("status"), note)

@@ -125,6 +125,7 @@ class InFlightRequest:
         )
 
     def grow(self, growth: Growth) -> None:
+        """Add the tokens of a report."""
         request, extras, new = self.request, self.request.extras, growth.extras
         request.tokens += growth.token_ids
         request.logprobs += growth.logprobs
@@ -135,6 +136,7 @@ class InFlightRequest:
         extras.entropies += new.entropies
 
     def end(self, ended: Ended) -> None:
+        """Add the last tokens, and how it ended."""
         self.grow(ended.growth)
         self.request.finish_reason = ended.finish_reason
         self.request.error = ended.error

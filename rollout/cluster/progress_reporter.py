@@ -79,6 +79,7 @@ class ProgressReporter:
         self._status_at = 0.0
 
     def submit(self, submission: Submission) -> None:
+        """Queue a request, and report its tokens from now on."""
         running = _Running(submission.request_id)
         note = partial(self._note, urgent=False, awaited=submission.is_watched)
 
@@ -104,16 +105,19 @@ class ProgressReporter:
         running.handle.future.add_done_callback(lambda future: self._end(running, future))
 
     def abort(self, request_ids: list[int]) -> None:
+        """End requests; their ends are reported as any other."""
         for request_id in request_ids:
             running = self._running.get(request_id)
             if running is not None and running.handle is not None:
                 running.handle.abort()
 
     def sync(self, serial: int) -> None:
+        """Report at once, with this serial."""
         self._serial = serial
         self._note(urgent=True, awaited=False)
 
     async def report(self) -> Report:
+        """The next report, when it is due."""
         while (seconds := self._seconds_to_report()) is None or seconds > 0:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,6 +41,25 @@ class Replica(Protocol):
     def kill(self) -> None: ...
 
 
+def then(answer: Future[Any], function: Callable[[Future[Any]], object]) -> Future[None]:
+    """Done when ``function(answer)`` has returned, after the answer; fails with what it raises.
+
+    It is called on the thread that answers come on, so it must be short.
+    """
+    done: Future[None] = Future()
+
+    def call(answer: Future[Any]) -> None:
+        try:
+            function(answer)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    answer.add_done_callback(call)
+    return done
+
+
 class ReplicaDiedError(Exception):
     """Before it answered. The cluster hears of the death by itself."""
 
@@ -55,6 +74,8 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
+    """A report has come."""
+
     replica: Replica
     report: Report
 

@@ -66,6 +66,7 @@ class ReplicaManager:
 
     @property
     def all_joined(self) -> bool:
+        """Whether every configured replica takes requests."""
         return len(self._joined) == len(self._pool.names)
 
     def on_join(self, joiner: Joiner) -> None:
@@ -133,6 +134,10 @@ class ReplicaManager:
             raise failures[0]
         return values
 
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> dict[Replica, Future[Any]]:
+        """Call an engine's method on each replica that has joined, and wait for none."""
+        return {each: each.call(method, *args, **kwargs) for each in self._joined.values()}
+
     def on_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The result of an engine's method on one replica; on another, if that one dies meanwhile.
 
@@ -173,6 +178,7 @@ class ReplicaManager:
         return self._pool.share(value)
 
     def close(self) -> None:
+        """End all replicas, those that start too."""
         self._joined = {}
         self._newcomers = {}
         self._pool.close()

@@ -37,6 +37,7 @@ class ReplicaWeightSync:
 
     @property
     def is_busy(self) -> bool:
+        """Whether a replica is being brought weights now."""
         with self._lock:
             return any(not future.done() for future in self._bringing)
 
@@ -46,6 +47,7 @@ class ReplicaWeightSync:
         self._members.repeat_joins()
 
     def release(self) -> None:
+        """The weights change no more: whoever waited begins to join."""
         self._is_held = False
         self.try_again()
 

@@ -22,7 +22,6 @@ from rollout.weights.bucket import (
     PackedBucket,
     buckets,
     offered_tensors,
-    unflattened,
 )
 from rollout.weights.checks import manifest_of, refuse_not_finite
 from rollout.weights.distributed import announced_manifest
@@ -74,13 +73,16 @@ class ClusterWeights:
 
     @property
     def weight_version(self) -> int:
+        """The version of the target's weights on all replicas."""
         return self.weight_versions["target"]
 
     @property
     def weight_versions(self) -> dict[str, int]:
+        """The versions of all parts, the same on all replicas."""
         return dict(self._versions)
 
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
+        """Open an update on every replica."""
         checked = UpdateOptions.of(options)
         if checked.weight_version == 0:
             raise InvalidInputError(
@@ -103,6 +105,7 @@ class ClusterWeights:
             raise
 
     def end_weight_update(self) -> None:
+        """Commit on every replica."""
         update = self._under_way()
         if update.options.abort_all_requests:
             self._abort_all()
@@ -131,6 +134,7 @@ class ClusterWeights:
         self.sync.release()
 
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        """Give up the open update on every replica, if there is one."""
         if self._update is None:
             return
         self._update = None
@@ -155,13 +159,6 @@ class ClusterWeights:
                 for name, tensor in pairs:
                     refuse_not_finite(name, tensor)
             self._load_stream(pairs, direct=load_format == "direct")
-
-    def update_weights_from_bucket(
-        self, /, bucket: PackedBucket, *, direct: bool = False, **options: Any
-    ) -> None:
-        manifest = manifest_of(unflattened([bucket.unpacked()]))
-        with self._transaction(lambda: manifest, options):
-            self._on_all("update_weights_from_bucket", self._members.share(bucket), direct=direct)
 
     def update_weights_from_disk(self, /, model_path: str | Path, **options: Any) -> None:
         """Each replica reads the folder itself, under the same path."""
@@ -203,13 +200,13 @@ class ClusterWeights:
                 raise WeightUpdateError(f"not all replicas are there after {timeout:g} s")
             self._members.poll(WAIT_SECONDS)
         ranks = {name: rank_offset + i for i, name in enumerate(sorted(self._members.joined))}
-        done, failed = self._ask_each(
-            "init_weights_update_group",
-            lambda name: (
-                master_address, master_port, ranks[name], world_size, group_name, backend, timeout,
-                sender,
-            ),
-        )  # fmt: skip
+        done, failed = self._members.outcomes({
+            each: each.call(
+                "init_weights_update_group", master_address, master_port, ranks[each.name],
+                world_size, group_name, backend, timeout, sender,
+            )
+            for each in self._living()
+        })  # fmt: skip
         if failed or len(done) < len(ranks):
             for answer in [each.call("destroy_weights_update_group", group_name) for each in done]:
                 answer.exception()
@@ -217,6 +214,7 @@ class ClusterWeights:
         self._groups[group_name] = frozenset(done)
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group with every replica in it."""
         members = self._group(group_name)
         del self._groups[group_name]
         for answer in [each.call("destroy_weights_update_group", group_name) for each in members]:
@@ -358,13 +356,6 @@ class ClusterWeights:
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
         return self._members.outcomes(
             {each: each.call(method, *args, **kwargs) for each in self._living()}
-        )
-
-    def _ask_each(
-        self, method: str, args_of: Callable[[str], tuple[Any, ...]]
-    ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        return self._members.outcomes(
-            {each: each.call(method, *args_of(each.name)) for each in self._living()}
         )
 
     def _living(self) -> list[Replica]:

@@ -95,6 +95,7 @@ class CorpusDelta:
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of all arrays."""
         return sum(
             value.nbytes
             for each in fields(self)
@@ -103,6 +104,8 @@ class CorpusDelta:
 
 
 class ExternalState(enum.StrEnum):
+    """What has become of an external corpus."""
+
     LOADING = "loading"  # or waiting for its turn
     READY = "ready"  # built; drafted from when it is published, between two steps
     PUBLISHED = "published"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Concatenate
 
 from rollout.checked import checked_int, checked_path
 from rollout.config import EngineConfig, engine_config
@@ -20,7 +20,7 @@ from rollout.engine.corpora import Corpora
 from rollout.engine.generation import Generation
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
-from rollout.engine.protocol import part_call
+from rollout.engine.protocol import P, Part, T, part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.steps import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
@@ -31,6 +31,11 @@ from rollout.models.loader import Progress
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
+
+
+def _call(part: str, method: Callable[Concatenate[Part, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A call that a part answers, behind the engine's guard."""
+    return exclusive(part_call(part, method))
 
 
 class RolloutEngine:
@@ -111,6 +116,7 @@ class RolloutEngine:
 
     @property
     def vocab_size(self) -> int:
+        """The target's: token ids are below it."""
         return self.worker.vocab_size
 
     @property
@@ -145,10 +151,10 @@ class RolloutEngine:
 
     # Requests that return when all is done
 
-    generate = exclusive(part_call("generation", Generation.generate))
+    generate = _call("generation", Generation.generate)
     stream = part_call("generation", Generation.stream)
-    score = exclusive(part_call("generation", Generation.score))
-    score_with_extras = exclusive(part_call("generation", Generation.score_with_extras))
+    score = _call("generation", Generation.score)
+    score_with_extras = _call("generation", Generation.score_with_extras)
 
     # One step at a time, for servers
 
@@ -222,7 +228,7 @@ class RolloutEngine:
         """Rollouts that ended since the last step, as aborted ones do. Runs nothing."""
         return self.steps.take_ended()
 
-    any_rank_has_unfinished = exclusive(part_call("generation", Generation.any_rank_has_unfinished))
+    any_rank_has_unfinished = _call("generation", Generation.any_rank_has_unfinished)
 
     @exclusive
     def abort(self, request_id: int) -> None:
@@ -312,10 +318,10 @@ class RolloutEngine:
         """Whether a step can run now."""
         return self.lifecycle.can_run
 
-    pause_generation = exclusive(part_call("lifecycle", Lifecycle.pause_generation))
-    continue_generation = exclusive(part_call("lifecycle", Lifecycle.continue_generation))
-    release_memory = exclusive(part_call("lifecycle", Lifecycle.release_memory))
-    resume_memory = exclusive(part_call("lifecycle", Lifecycle.resume_memory))
+    pause_generation = _call("lifecycle", Lifecycle.pause_generation)
+    continue_generation = _call("lifecycle", Lifecycle.continue_generation)
+    release_memory = _call("lifecycle", Lifecycle.release_memory)
+    resume_memory = _call("lifecycle", Lifecycle.resume_memory)
 
     @exclusive
     def flush_cache(self) -> None:
@@ -350,35 +356,25 @@ class RolloutEngine:
         """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
         return self.weights.weight_versions
 
-    begin_weight_update = exclusive(part_call("weights", WeightUpdates.begin_weight_update))
-    end_weight_update = exclusive(part_call("weights", WeightUpdates.end_weight_update))
-    abandon_weight_update = exclusive(part_call("weights", WeightUpdates.abandon_weight_update))
-    update_weights_from_tensor = exclusive(
-        part_call("weights", WeightUpdates.update_weights_from_tensor)
+    begin_weight_update = _call("weights", WeightUpdates.begin_weight_update)
+    end_weight_update = _call("weights", WeightUpdates.end_weight_update)
+    abandon_weight_update = _call("weights", WeightUpdates.abandon_weight_update)
+    update_weights_from_tensor = _call("weights", WeightUpdates.update_weights_from_tensor)
+    update_weights_from_bucket = _call("weights", WeightUpdates.update_weights_from_bucket)
+    update_weights_from_disk = _call("weights", WeightUpdates.update_weights_from_disk)
+    update_weights_from_ipc = _call("weights", WeightUpdates.update_weights_from_ipc)
+    update_weights_from_distributed = _call(
+        "weights", WeightUpdates.update_weights_from_distributed
     )
-    update_weights_from_bucket = exclusive(
-        part_call("weights", WeightUpdates.update_weights_from_bucket)
+    decline_weights_from_distributed = _call(
+        "weights", WeightUpdates.decline_weights_from_distributed
     )
-    update_weights_from_disk = exclusive(
-        part_call("weights", WeightUpdates.update_weights_from_disk)
-    )
-    update_weights_from_ipc = exclusive(part_call("weights", WeightUpdates.update_weights_from_ipc))
-    update_weights_from_distributed = exclusive(
-        part_call("weights", WeightUpdates.update_weights_from_distributed)
-    )
-    decline_weights_from_distributed = exclusive(
-        part_call("weights", WeightUpdates.decline_weights_from_distributed)
-    )
-    init_weights_update_group = exclusive(
-        part_call("weights", WeightUpdates.init_weights_update_group)
-    )
-    destroy_weights_update_group = exclusive(
-        part_call("weights", WeightUpdates.destroy_weights_update_group)
-    )
-    weights_manifest = exclusive(part_call("weights", WeightUpdates.weights_manifest))
-    read_weights = exclusive(part_call("weights", WeightUpdates.read_weights))
-    weights_digest = exclusive(part_call("weights", WeightUpdates.weights_digest))
-    get_weights_by_name = exclusive(part_call("weights", WeightUpdates.get_weights_by_name))
+    init_weights_update_group = _call("weights", WeightUpdates.init_weights_update_group)
+    destroy_weights_update_group = _call("weights", WeightUpdates.destroy_weights_update_group)
+    weights_manifest = _call("weights", WeightUpdates.weights_manifest)
+    read_weights = _call("weights", WeightUpdates.read_weights)
+    weights_digest = _call("weights", WeightUpdates.weights_digest)
+    get_weights_by_name = _call("weights", WeightUpdates.get_weights_by_name)
 
     # Corpora
 
@@ -387,15 +383,15 @@ class RolloutEngine:
         """Tokens that drafts are made from, external corpora included; None without a corpus."""
         return self.corpora.corpus_tokens
 
-    add_external_corpus = exclusive(part_call("corpora", Corpora.add_external_corpus))
-    remove_external_corpus = exclusive(part_call("corpora", Corpora.remove_external_corpus))
-    publish_external_corpus = exclusive(part_call("corpora", Corpora.publish_external_corpus))
-    external_corpora = exclusive(part_call("corpora", Corpora.external_corpora))
-    wait_for_external_corpora = exclusive(part_call("corpora", Corpora.wait_for_external_corpora))
-    take_configured_corpora = exclusive(part_call("corpora", Corpora.take_configured_corpora))
-    share_corpus = exclusive(part_call("corpora", Corpora.share_corpus))
-    take_corpus_delta = exclusive(part_call("corpora", Corpora.take_corpus_delta))
-    learn_corpus_deltas = exclusive(part_call("corpora", Corpora.learn_corpus_deltas))
-    save_corpus = exclusive(part_call("corpora", Corpora.save_corpus))
-    load_corpus = exclusive(part_call("corpora", Corpora.load_corpus))
-    learned = exclusive(part_call("corpora", Corpora.learned))
+    add_external_corpus = _call("corpora", Corpora.add_external_corpus)
+    remove_external_corpus = _call("corpora", Corpora.remove_external_corpus)
+    publish_external_corpus = _call("corpora", Corpora.publish_external_corpus)
+    external_corpora = _call("corpora", Corpora.external_corpora)
+    wait_for_external_corpora = _call("corpora", Corpora.wait_for_external_corpora)
+    take_configured_corpora = _call("corpora", Corpora.take_configured_corpora)
+    share_corpus = _call("corpora", Corpora.share_corpus)
+    take_corpus_delta = _call("corpora", Corpora.take_corpus_delta)
+    learn_corpus_deltas = _call("corpora", Corpora.learn_corpus_deltas)
+    save_corpus = _call("corpora", Corpora.save_corpus)
+    load_corpus = _call("corpora", Corpora.load_corpus)
+    learned = _call("corpora", Corpora.learned)

@@ -44,6 +44,7 @@ class StepMetrics:
 
     @property
     def accept_length(self) -> float:
+        """Tokens emitted per target forward of a request in this step."""
         return self.generated_tokens / self.sampling if self.sampling else 0.0
 
 

@@ -36,6 +36,7 @@ class TokenStopCheck:
     def first_stop(
         self, request: Request, new_token_ids: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
+        """How many of the new tokens count, and why the request ends there, if it does."""
         if not self._stop and self.stop_token_ids.isdisjoint(new_token_ids):
             return len(new_token_ids), None
         first_output = request.prompt_len - request.partial_len

@@ -35,6 +35,7 @@ class PromptEncoder:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, vocab_size: int) -> PromptEncoder:
+        """The encoder of a model folder, with its tokenizer where it has one."""
         folder = Path(folder)
         if (
             not (folder / "tokenizer.json").exists()
@@ -167,6 +168,7 @@ class PromptEncoder:
         return array.astype(np.int32)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
         if self.tokenizer is None:
             raise InvalidInputError("tokenizer", None, "the model folder has none; text needs one")
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -149,6 +149,8 @@ class Worker(Protocol):
 
 
 class WorkerFactory(Protocol):
+    """Builds a worker for a configuration."""
+
     def __call__(self, config: EngineConfig, progress: Progress | None = None, /) -> Worker:
         """``progress`` is told how far the model's weights are read."""
         ...

@@ -46,10 +46,12 @@ class ParamRef:
 
     @property
     def parameter(self) -> torch.Tensor:
+        """The tensor that is there now, sharded or not."""
         return getattr(self.module, self.attribute)
 
     @property
     def numel(self) -> int:
+        """Elements of the whole parameter."""
         return torch.Size(self.shape).numel()
 
 

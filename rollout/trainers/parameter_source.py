@@ -110,6 +110,7 @@ class ParameterSource(ABC):
         ...
 
     def refs(self) -> list[ParamRef]:
+        """The parameters of the model as it is now."""
         return param_refs(self.model)
 
     def gather_unit(self, ref: ParamRef) -> tuple[Hashable, int]:
@@ -117,12 +118,15 @@ class ParameterSource(ABC):
         return (id(ref.module), ref.attribute), ref.numel * ref.dtype.itemsize
 
     def weights(self) -> list[Weight]:
+        """The checkpoint's tensors, and the parameters each is made of."""
         return weights_of(self.model, self.refs())
 
     def manifest(self) -> Manifest:
+        """What a pass that begins now will yield."""
         return self.manifest_of(self.weights())
 
     def manifest_of(self, weights: Iterable[Weight]) -> Manifest:
+        """The manifest of some weights."""
         return {
             weight.name: TensorSpec(weight.inputs[0].shape, self.dtype or weight.inputs[0].dtype)
             for weight in weights

@@ -53,6 +53,7 @@ class WeightBackup:
             parts[part].finish_loading()
 
     def discard(self) -> None:
+        """Forget the copy and remove the folder."""
         self._on_host.clear()
         self._files.clear()
         self._remove()

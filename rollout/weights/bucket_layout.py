@@ -39,9 +39,11 @@ class BucketLayout:
 
     @property
     def num_bytes(self) -> int:
+        """The last entry's end."""
         return self.entries[-1].end if self.entries else 0
 
     def to_json(self) -> dict[str, Any]:
+        """As it travels; see `from_json`."""
         entries = [
             {
                 "name": entry.name,
@@ -101,6 +103,7 @@ class BucketPacker:
         return entry
 
     def close(self) -> BucketLayout:
+        """The layout of this bucket; the next tensor opens another."""
         layout = BucketLayout(tuple(self.entries))
         self.entries, self._end = [], 0
         return layout
@@ -125,6 +128,7 @@ def manifest_of_layouts(found: Iterable[BucketLayout]) -> Manifest:
 
 
 def checked_bucket_bytes(value: object) -> int:
+    """A bucket size, at least one aligned tensor's."""
     return checked_int(value, "bucket_bytes", minimum=ALIGNMENT)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any
 
@@ -38,27 +39,37 @@ def listen(address: str, timeout: float = 300.0) -> TCPStore:
     )
 
 
-class BroadcastGroup:
+class BroadcastGroup(ABC):
     """This process's place among one sender, rank 0, and its receivers, ranks 1 and up.
 
     Torch's default group is neither needed nor touched, so a trainer's own groups never meet this
-    one. How the members met is for subclasses to say, which set what stands here without a value.
+    one. How the members meet is for subclasses to say.
+
+    Args:
+        backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on a GPU. Needs to be the
+            same everywhere.
+        device: the GPU with nccl; default: the one that is current now.
+        timeout: seconds; for joining, and the default for every wait after.
+        store: what `listen` returned, on rank 0, instead of a port chosen beforehand.
+
+    Raises WeightUpdateError where members do not come in time, InvalidInputError for arguments.
     """
 
     notes: GroupStore
-    _group: Any  # of torch's, None when closed
 
     def __init__(
         self,
         *,
+        master_address: str,
+        master_port: int,
         rank: int,
         world_size: int,
         group_name: str,
-        backend: str,
-        device: torch.device | None,
-        timeout: float,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        timeout: float = 300.0,
+        store: TCPStore | None = None,
     ) -> None:
-        """Raises InvalidInputError."""
         self.name = checked_name(group_name, "group_name")
         self.world_size = checked_int(world_size, "world_size", minimum=2, maximum=2**16)
         self.rank = checked_int(rank, "rank", maximum=world_size - 1)
@@ -66,8 +77,16 @@ class BroadcastGroup:
         self.device = _device(self.backend, device)
         """Where tensors that are broadcast must be."""
         self.timeout = checked_seconds(timeout, "timeout")
+        self._address = master_address
+        self._port = checked_int(master_port, "master_port", minimum=1, maximum=65535)
         self.last_update = 0  # number of the last update sent or received
         self.closed_because = ""
+        self._group: Any = None  # of torch's, None when closed
+        self._meet(store)
+
+    @abstractmethod
+    def _meet(self, store: TCPStore | None) -> None:
+        """Connect to the others: leaves a store for notes and torch's group."""
 
     def broadcast(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
         """Rank 0's contiguous tensor into everybody's. Returns when it is there.
@@ -97,6 +116,24 @@ class BroadcastGroup:
         self.closed_because = self.closed_because or reason
         self._group = None
 
+    def _connect(self, members: int | None = None) -> TCPStore:
+        """The store of rank 0. ``members``: so many are waited for there, this one counted."""
+
+        def make() -> TCPStore:
+            return TCPStore(
+                self._address, self._port, members, self.rank == 0,
+                timeout=timedelta(seconds=self.timeout), wait_for_workers=members is not None,
+            )  # fmt: skip
+
+        try:
+            return answered(make, self.timeout)
+        except (RuntimeError, TimeoutError) as error:
+            role = "opened by this rank 0" if self.rank == 0 else "reached; rank 0 is missing"
+            raise WeightUpdateError(
+                f"group {self.name!r}: the store at {self._address}:{self._port} cannot be {role} "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
     def _process_group(self, store: Store, seconds: float) -> Any:
         """``store``: of its own keys, the same for every member."""
 
@@ -121,43 +158,14 @@ class BroadcastGroup:
 class WeightGroup(BroadcastGroup):
     """A group of which every member is one of these, and so knows who is there.
 
-    Rank 0 hosts the store at ``master_address:master_port``; one store serves one group.
-
-    Args:
-        backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on a GPU. Needs to be the
-            same everywhere.
-        device: the GPU with nccl; default: the one that is current now.
-        timeout: seconds; for joining, and the default for every wait after.
-        store: what `listen` returned, on rank 0, instead of a port chosen beforehand.
-
-    Raises WeightUpdateError, naming ranks, where members are missing after the timeout, were told
-    another size or backend, or claim one rank twice; InvalidInputError for arguments.
+    Rank 0 hosts the store at ``master_address:master_port``; one store serves one group. Raises
+    WeightUpdateError, naming ranks, where members are missing after the timeout, were told another
+    size or backend, or claim one rank twice.
     """
 
-    def __init__(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        rank: int,
-        world_size: int,
-        group_name: str,
-        backend: str = "gloo",
-        device: torch.device | None = None,
-        timeout: float = 300.0,
-        store: TCPStore | None = None,
-    ) -> None:
-        super().__init__(
-            rank=rank,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-            device=device,
-            timeout=timeout,
-        )
-        checked_int(master_port, "master_port", minimum=1, maximum=65535)
+    def _meet(self, store: TCPStore | None) -> None:
         started = time.monotonic()
-        store = store or self._connect(master_address, master_port)
+        store = store or self._connect()
         self.notes = GroupStore(store, self.name)
         self._join()
         remaining = max(self.timeout - (time.monotonic() - started), 1.0)
@@ -167,23 +175,8 @@ class WeightGroup(BroadcastGroup):
 
     @property
     def receivers(self) -> range:
+        """The ranks that weights are sent to."""
         return range(1, self.world_size)
-
-    def _connect(self, address: str, port: int) -> TCPStore:
-        def make() -> TCPStore:
-            return TCPStore(
-                address, port, None, self.rank == 0,
-                timeout=timedelta(seconds=self.timeout), wait_for_workers=False,
-            )  # fmt: skip
-
-        try:
-            return answered(make, self.timeout)
-        except (RuntimeError, TimeoutError) as error:
-            role = "opened by this rank 0" if self.rank == 0 else "reached; rank 0 is missing"
-            raise WeightUpdateError(
-                f"group {self.name!r}: the store at {address}:{port} cannot be {role} "
-                f"({str(error).splitlines()[0]})"
-            ) from error
 
     def _join(self) -> None:
         """Meet everybody, or say who is missing or was told something else."""

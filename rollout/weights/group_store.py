@@ -32,6 +32,7 @@ class GroupStore:
         self._lost = ""  # why the store is not asked any more
 
     def put(self, key: str, note: dict[str, Any]) -> None:
+        """Leave a note, over the one there may be."""
         self._guarded(lambda: self._store.set(key, json.dumps(note)))
 
     def claim(self, key: str, note: dict[str, Any]) -> bool:
@@ -41,6 +42,7 @@ class GroupStore:
         return bool(found.decode() == text)
 
     def get(self, key: str) -> dict[str, Any] | None:
+        """The note, if there is one."""
         return self._guarded(partial(self._read, key))
 
     def _read_all(self, keys: list[str]) -> dict[str, dict[str, Any] | None]:

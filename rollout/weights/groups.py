@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rollout.checked import checked_int, checked_name, checked_seconds
-from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.parallel.time_limit import answered
+from rollout.errors import InvalidInputError
 from rollout.weights.distributed import DistributedSource, announced_manifest
 from rollout.weights.group import BroadcastGroup, WeightGroup
 from rollout.weights.group_store import GroupStore
@@ -28,51 +26,12 @@ class TorchGroup(BroadcastGroup):
     that group's keys in the store, which is tested against torch itself.
 
     The trainer's rank 0 hosts the store and waits in it for every member. Nobody leaves notes, so
-    such a sender cannot be told of a refusal.
-
-    Args:
-        timeout: seconds; for joining, and the default for every wait after. With nccl the members
-            connect in the first broadcast, which no timeout ends.
-
-    Raises WeightUpdateError where the others do not come in time, InvalidInputError for arguments.
+    such a sender cannot be told of a refusal. With nccl the members connect in the first broadcast,
+    which no timeout ends.
     """
 
-    def __init__(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        rank: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        device: torch.device | None,
-        timeout: float,
-    ) -> None:
-        super().__init__(
-            rank=rank,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-            device=device,
-            timeout=timeout,
-        )
-        checked_int(master_port, "master_port", minimum=1, maximum=65535)
-
-        def connect() -> TCPStore:
-            # With the size, so that this member is counted: rank 0 waits for all of them.
-            return TCPStore(
-                master_address, master_port, world_size, False,
-                timeout=timedelta(seconds=self.timeout),
-            )  # fmt: skip
-
-        try:
-            store = answered(connect, self.timeout)
-        except (RuntimeError, TimeoutError) as error:
-            raise WeightUpdateError(
-                f"group {self.name!r}: the store at {master_address}:{master_port} cannot be "
-                f"reached; rank 0 is missing ({str(error).splitlines()[0]})"
-            ) from error
+    def _meet(self, store: TCPStore | None) -> None:
+        store = store or self._connect(self.world_size)
         self.notes = GroupStore(store, self.name)
         keys = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
         self._group = self._process_group(
@@ -84,6 +43,8 @@ _SENDERS = {"specrollout": WeightGroup, "torch": TorchGroup}
 
 
 class WeightGroups:
+    """The groups that one engine is in."""
+
     def __init__(self) -> None:
         self._groups: dict[str, BroadcastGroup] = {}
 
@@ -144,6 +105,7 @@ class WeightGroups:
             yield source
 
     def destroy(self, group_name: str) -> None:
+        """Leave a group. Raises InvalidInputError for one this engine is not in."""
         self._named(group_name).close()
         del self._groups[group_name]
 

@@ -50,6 +50,7 @@ class HandleReceiver:
         return _HandleSource(parsed, self)
 
     def tensors_of(self, handle: Handle, field: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of one handle's bucket."""
         if isinstance(handle, SharedMemoryHandle):
             return self._segments.tensors(handle, field)
         return cuda_tensors(handle, field)

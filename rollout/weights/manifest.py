@@ -37,6 +37,8 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class TensorSpec(NamedTuple):
+    """What is known of a tensor before it comes."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 

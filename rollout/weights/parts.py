@@ -18,6 +18,8 @@ from rollout.weights.manifest import Manifest, TensorSpec, WeightSource
 
 
 class WeightPart(Protocol):
+    """A model that weights are written to."""
+
     def weight_loaders(self) -> dict[str, WeightLoader]:
         """Checkpoint names to where their tensors go. Ask anew for each update: tied names
         remember which of them was written."""
@@ -113,6 +115,7 @@ class WeightParts(Mapping[str, WeightPart]):
 
     @property
     def frozen(self) -> frozenset[str]:
+        """The parts that the selector ``all`` leaves alone."""
         return frozenset(self._frozen)
 
     def selected(self, selector: str) -> frozenset[str]:

@@ -34,10 +34,12 @@ NO_BUCKET = bytes(NONCE_BYTES)
 
 
 def new_nonce() -> bytes:
+    """A random number that no other bucket has."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def checked_nonce(value: object, field: str) -> bytes:
+    """A nonce in hexadecimal. Raises InvalidInputError."""
     nonce = checked_hex(value, field)
     if len(nonce) != NONCE_BYTES or nonce == NO_BUCKET:
         raise InvalidInputError(field, value, f"must be {NONCE_BYTES} bytes, not zero")

@@ -45,6 +45,7 @@ class SharedMemoryHandle:
     layout: BucketLayout
 
     def to_json(self) -> dict[str, Any]:
+        """As it travels; see `from_json`."""
         return {
             "kind": KIND,
             "segment": self.segment,

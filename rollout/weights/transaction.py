@@ -48,6 +48,8 @@ TARGET = "target"
 
 
 class WeightState(enum.Enum):
+    """What an update may be doing to the weights; see the diagram above."""
+
     WHOLE = "whole"
     OPEN = "open"
     LOADING = "loading"
@@ -120,6 +122,7 @@ class WeightTransaction:
 
     @property
     def serves(self) -> bool:
+        """Whether the weights are those of one version, and resident."""
         state = self._update.before if self._update else self.state
         whole = state is WeightState.WHOLE and self.state is not WeightState.LOADING
         return whole and self.is_resident
@@ -149,6 +152,7 @@ class WeightTransaction:
             raise WeightUpdateError(f"the weights are {self.state.value}: {self.reason}")
 
     def require_resident(self) -> None:
+        """Raises EngineStateError while the weights are released."""
         if not self.is_resident:
             raise EngineStateError(
                 "the weights are released: call resume_memory(['weights']) first"

@@ -18,7 +18,7 @@ from rollout.cluster import weights
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.weights.bucket import PackedBucket, buckets
+from rollout.weights.bucket import buckets
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
@@ -110,11 +110,6 @@ def by_buckets(cluster, folder: Path, tensors: Tensors, **options) -> None:
     cluster.update_weights_from_tensor(stream, load_format="flattened_bucket", **options)
 
 
-def by_packed_bucket(cluster, folder: Path, tensors: Tensors, **options) -> None:
-    (bucket,) = buckets(tensors.items())
-    cluster.update_weights_from_bucket(PackedBucket.of(bucket), **options)
-
-
 def by_disk(cluster, folder: Path, tensors: Tensors, **options) -> None:
     cluster.update_weights_from_disk(folder, **options)
 
@@ -142,8 +137,7 @@ def by_group(cluster, folder: Path, tensors: Tensors, **options) -> None:
         sending.result(HANG_SECONDS)
 
 
-TRANSPORTS = [by_collection, by_generator, by_buckets, by_packed_bucket, by_disk, by_handles,
-              by_parts, by_group]  # fmt: skip
+TRANSPORTS = [by_collection, by_generator, by_buckets, by_disk, by_handles, by_parts, by_group]
 
 
 @pytest.mark.parametrize("update", TRANSPORTS)

@@ -13,6 +13,8 @@ _TICKS = 10
 
 
 class Pulsed(Protocol):
+    """What can be asked for its pulse."""
+
     def pulse(self) -> Future[float]:
         """Seconds that its engine's step or call under way has taken; 0.0 while nothing is."""
         ...
@@ -40,14 +42,17 @@ class Heartbeats:
         self._thread.start()
 
     def watch(self, replica: Pulsed) -> None:
+        """Look at this replica from now on."""
         with self._lock:
             self._patients[replica] = _HealthCheck(replica)
 
     def forget(self, replica: Pulsed) -> None:
+        """Look at it no more; nothing where it is not watched."""
         with self._lock:
             self._patients.pop(replica, None)
 
     def close(self) -> None:
+        """End the thread."""
         self._closed.set()
         self._thread.join()
 

@@ -20,6 +20,8 @@ from rollout.errors import ClusterError, InvalidInputError
 
 @dataclass(frozen=True, slots=True)
 class ReplicaResources:
+    """The share of a machine that each replica is given."""
+
     num_cpus: int
     num_gpus: float
     memory_share: float  # of the device it is on, beside other replicas
@@ -58,6 +60,7 @@ class RayInstance:
         self.num_nodes = sum(node["Alive"] for node in ray.nodes())
 
     def close(self) -> None:
+        """End Ray where it was started here."""
         if self._is_ours:
             self._is_ours = False
             ray.shutdown()

@@ -36,6 +36,7 @@ class ActorLocation:
 
     @classmethod
     def of_this_process(cls) -> ActorLocation:
+        """Called in the actor."""
         paths = []
         for number in (2, 1):
             with contextlib.suppress(OSError):  # no such folder outside Linux
@@ -158,5 +159,8 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 class ReplicaActor(ReplicaHost):
+    """The replica's side, in a process of Ray's."""
+
     async def location(self) -> ActorLocation:
+        """Where this actor lives, before it has an engine."""
         return ActorLocation.of_this_process()

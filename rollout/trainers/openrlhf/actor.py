@@ -116,6 +116,7 @@ class RolloutActor:
         await self._engine.call(lambda engine: engine.pause_generation("in_place"))
 
     async def resume_generation(self) -> None:
+        """End the pause."""
         await self._engine.call(lambda engine: engine.continue_generation())
 
     # Weights

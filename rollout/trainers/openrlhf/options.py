@@ -112,6 +112,7 @@ class ActorSettings:
     options: OwnOptions
 
     def make_engine(self) -> RolloutEngine:
+        """Read the model. Raises what `RolloutEngine.from_pretrained` does."""
         options = self.options
         given = {
             "max_context_len": self.max_context_len,

@@ -76,11 +76,15 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """vLLM's ``Logprob``."""
+
     logprob: float  # what the trainer recomputes: at the sampling temperature, not truncated
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
+    """vLLM's class of that name, as far as OpenRLHF reads it."""
+
     text: str  # without the token or string that stopped it
     token_ids: list[int]  # with it
     finish_reason: str  # stop or length
@@ -89,6 +93,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
+    """vLLM's class of that name, as far as OpenRLHF reads it."""
+
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]  # one
 

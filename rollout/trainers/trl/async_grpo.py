@@ -39,6 +39,7 @@ class WeightTransfer:
         """Nothing is set up: the engine is in this process."""
 
     def pause(self) -> None:
+        """Pause generation, as the mode says."""
         self._loop.call(lambda engine: engine.pause_generation(self._mode)).result()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -58,6 +59,7 @@ class WeightTransfer:
             raise
 
     def resume(self) -> None:
+        """End the pause."""
         self._loop.call(lambda engine: engine.continue_generation()).result()
 
     def destroy(self) -> None:

@@ -35,6 +35,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
             await self._server.wake_up.remote(tags=tags)
 
     async def release(self) -> None:
+        """Give the server's memory back."""
         if self.config.free_cache_engine:
             await self._server.sleep.remote()
 

@@ -159,6 +159,7 @@ class Server:
         return {"aborted_count": aborted, "request_ids": []}
 
     async def resume_generation(self) -> None:
+        """End the pause, and take requests again."""
         self._sends_back = False
         await self._engine.call(lambda engine: engine.continue_generation())
 
@@ -211,6 +212,7 @@ class Server:
     # Memory. A standalone server shares its device with nobody, and stays awake.
 
     async def sleep(self) -> None:
+        """Give weights and KV cache back while the trainer steps."""
         if not self._standalone:
             await self._release("kv_cache", "weights")
 
@@ -220,9 +222,11 @@ class Server:
             await self._resume(*(tags or ("weights", "kv_cache")))
 
     async def release_kv_cache(self) -> None:
+        """Give the KV cache back."""
         await self._release("kv_cache")
 
     async def resume_kv_cache(self) -> None:
+        """Take the KV cache's memory back."""
         await self._resume("kv_cache")
 
     async def _release(self, *tags: str) -> None:
