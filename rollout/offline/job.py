@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
@@ -64,12 +64,7 @@ class StopSignals:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
 

@@ -126,35 +126,29 @@ class JobResult:
     signal: signal.Signals | None = None  # when stopped
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    overrides: Sequence[str]
-    result: JobResult | None  # None: it failed
-
-
 class SweepTable:
     """The jobs of a sweep beside each other."""
 
     def __init__(self) -> None:
-        self._rows: list[_Row] = []
+        self._rows: list[tuple[Sequence[str], JobResult | None]] = []
 
     def add(self, overrides: Sequence[str], result: JobResult | None) -> None:
         """The next job: what its command line says, and its result; None where it failed."""
-        self._rows.append(_Row(overrides, result))
+        self._rows.append((overrides, result))
 
     def print(self, console: Console) -> None:
         """A line per job, named by what is not the same in all; nothing where there is one."""
         if len(self._rows) < 2:
             return
-        common = set(self._rows[0].overrides).intersection(*(row.overrides for row in self._rows))
+        common = set.intersection(*(set(overrides) for overrides, _ in self._rows))
         table = Table(title="jobs of the sweep", title_justify="left")
         table.add_column("job", overflow="fold")
         for name in ("rollouts", "tokens/s", "accept length"):
             table.add_column(name, justify="right")
         table.add_column("output", overflow="fold")
-        for index, row in enumerate(self._rows):
-            own = [each for each in row.overrides if each not in common]
-            table.add_row(" ".join(own) or str(index), *_cells(row.result))
+        for index, (overrides, result) in enumerate(self._rows):
+            own = [each for each in overrides if each not in common]
+            table.add_row(" ".join(own) or str(index), *_cells(result))
         console.print(table)
 
 

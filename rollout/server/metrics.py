@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -77,52 +77,51 @@ def routes(serving: Serving) -> APIRouter:
         registry = CollectorRegistry(auto_describe=False)
         for collector in serving.http_metrics.collectors:
             registry.register(collector)
-        registry.register(ServerCollector(serving))
-        registry.register(StatusCollector(await serving.status_cache.latest()))
+        registry.register(_Families(_of_server(serving)))
+        registry.register(_Families(_of_engine(await serving.status_cache.latest())))
         ProcessCollector(registry=registry)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
 
-class ServerCollector(Collector):
-    """Collects metrics that need no engine status."""
+class _Families(Collector):
+    """Metrics that are as they were when this was made."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
 
-    def collect(self) -> Iterator[Metric]:
-        serving = self._serving
-        yield _gauge("requests_unfinished", "Samples submitted", serving.num_unfinished)
-        yield _gauge("start_time_seconds", "When the server was made", serving.started)
-        yield _gauge("draining", "1: it takes nothing new", serving.is_draining)
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
-class StatusCollector(Collector):
+def _of_server(serving: Serving) -> Iterator[Metric]:
+    """Metrics that need no engine status."""
+    yield _gauge("requests_unfinished", "Samples submitted", serving.num_unfinished)
+    yield _gauge("start_time_seconds", "When the server was made", serving.started)
+    yield _gauge("draining", "1: it takes nothing new", serving.is_draining)
+
+
+def _of_engine(known: KnownStatus) -> Iterator[Metric]:
     """The engine's own counters, as one status has them, so nothing is counted twice."""
-
-    def __init__(self, known: KnownStatus) -> None:
-        self._known = known
-
-    def collect(self) -> Iterator[Metric]:
-        yield _gauge("status_age_seconds", "Age of what is said of the engine", self._known.age)
-        status = self._known.status
-        for name, (text, read) in _GAUGES.items():
-            yield _gauge(name, text, read(status))
-        for name, (text, count) in _COUNTERS.items():
-            yield CounterMetricFamily(_PREFIX + name, text, value=count(status.total))
-        yield _labelled(
-            CounterMetricFamily, "step_seconds", "Time in steps", "phase", _phases(status.total)
-        )
-        yield _labelled(
-            GaugeMetricFamily, "weight_version", "Of each part", "part", status.weight_versions
-        )
-        yield _labelled(GaugeMetricFamily, "worker", "Its own", "gauge", status.counters)
-        yield from _corpora(status)
-        for name, (text, read) in _GAUGES.items():
-            of = {replica: read(own) for replica, own in status.replicas.items()}
-            if of:
-                yield _labelled(GaugeMetricFamily, f"replica_{name}", text, "replica", of)
+    status = known.status
+    yield _gauge("status_age_seconds", "Age of what is said of the engine", known.age)
+    for name, (text, read) in _GAUGES.items():
+        yield _gauge(name, text, read(status))
+    for name, (text, count) in _COUNTERS.items():
+        yield CounterMetricFamily(_PREFIX + name, text, value=count(status.total))
+    yield _labelled(
+        CounterMetricFamily, "step_seconds", "Time in steps", "phase", _phases(status.total)
+    )
+    yield _labelled(
+        GaugeMetricFamily, "weight_version", "Of each part", "part", status.weight_versions
+    )
+    yield _labelled(GaugeMetricFamily, "worker", "Its own", "gauge", status.counters)
+    yield from _corpora(status)
+    for name, (text, read) in _GAUGES.items():
+        of = {replica: read(own) for replica, own in status.replicas.items()}
+        if of:
+            yield _labelled(GaugeMetricFamily, f"replica_{name}", text, "replica", of)
 
 
 def _phases(total: EngineMetrics) -> dict[str, float]:
