@@ -101,7 +101,7 @@ class DeviceArrays(Arrays):
 
     def masked(self, mask: Array, array: Array, other: float) -> Array:
         # `torch.where` would make a tensor of the number.
-        return array.masked_fill(~mask, other)
+        return array.masked_fill(mask.logical_not(), other)
 
     def descending(self, array: Array) -> Array:
         return torch.argsort(array, dim=1, descending=True, stable=True)
