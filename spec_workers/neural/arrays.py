@@ -47,9 +47,23 @@ class Arrays:
         """int64 of this shape, all the value."""
         return np.full(shape, value)
 
+    def masked(self, mask: Array, array: Array, other: float) -> Array:
+        """The array where the mask holds, and elsewhere the number."""
+        return np.where(mask, array, np.array(other, dtype=array.dtype))
+
     def descending(self, array: Array) -> Array:
         """The columns of each row, the highest value first, of equals the first column."""
         return np.argsort(-array, axis=1, kind="stable")
+
+    def ranks(self, array: Array, first: int) -> tuple[Array, Array]:
+        """The rank of each column from ``first`` on in its row, then among those columns: 0 for the
+        highest value, of equals for the first column."""
+        return self._ranks(array)[:, first:], self._ranks(array[:, first:])
+
+    def _ranks(self, array: Array) -> Array:
+        ranks = np.empty(array.shape, dtype=np.int64)
+        np.put_along_axis(ranks, self.descending(array), np.arange(array.shape[1])[None], axis=1)
+        return ranks
 
     def int32(self, array: Array) -> Array:
         """The array as int32."""
@@ -85,8 +99,20 @@ class DeviceArrays(Arrays):
     def full(self, shape: tuple[int, ...], value: int) -> Array:
         return torch.full(shape, value, device=self._device)
 
+    def masked(self, mask: Array, array: Array, other: float) -> Array:
+        # `torch.where` would make a tensor of the number.
+        return array.masked_fill(mask.logical_not(), other)
+
     def descending(self, array: Array) -> Array:
         return torch.argsort(array, dim=1, descending=True, stable=True)
+
+    def ranks(self, array: Array, first: int) -> tuple[Array, Array]:
+        # Comparisons of all with all, for they are few and a sort takes longer.
+        column = self.arange(array.shape[1])
+        own, others = array[:, first:, None], array[:, None, :]
+        is_older = column < column[first:, None]
+        is_before = (others > own) | ((others == own) & is_older)
+        return is_before.sum(dim=2), is_before[:, :, first:].sum(dim=2)
 
     def int32(self, array: Array) -> Array:
         return array.int()

@@ -69,57 +69,53 @@ class TreeGrowth:
 
         ``probs_GFW``: that a child is accepted where its parent was, in [0, 1]; NaN never is.
         """
-        alike = self._arrays.alike
+        join = self._arrays.alike.concatenate
         probs_GFW = self._before_GF[:, :, None] * probs_GFW
         is_one_GFW = (probs_GFW >= self._floor_1) & self._is_row_GF[:, :, None]
-        probs_GFW = alike.where(is_one_GFW, probs_GFW, _NONE)
+        probs_GFW = self._arrays.masked(is_one_GFW, probs_GFW, _NONE)
         flat = (len(probs_GFW), probs_GFW.shape[1] * probs_GFW.shape[2])
         self._first = self.tokens_GC.shape[1]
-        self.tokens_GC = alike.concatenate([self.tokens_GC, tokens_GFW.reshape(flat)], 1)
-        self.probs_GC = alike.concatenate([self.probs_GC, probs_GFW.reshape(flat)], 1)
+        self.tokens_GC = join([self.tokens_GC, tokens_GFW.reshape(flat)], 1)
+        self.probs_GC = join([self.probs_GC, probs_GFW.reshape(flat)], 1)
 
     def expand(self) -> TreeNodes:
         """All nodes so far; the last W are those of the new level: the most probable ones that may
         yet have children in the finished tree."""
         width, first = self._topk, self._first
         level = self.nodes.tokens_GN.shape[1] // width + 1
-        index_C = self._arrays.arange(self.probs_GC.shape[1])
-        probs_GI, index_I = self.probs_GC[:, first:], index_C[first:]
-        is_older_IC = index_C < index_I[:, None]
-        others_G1C, own_GI1 = self.probs_GC[:, None, :], probs_GI[:, :, None]
-        is_before_GIC = (others_G1C > own_GI1) | ((others_G1C == own_GI1) & is_older_IC)
-        is_chosen_GI = (probs_GI >= 0) & (is_before_GIC.sum(axis=2) < self._sizes_G1 - 1)
-        is_chosen_GI &= self._depths_G1 > level
-        is_chosen_GI &= is_before_GIC[:, :, first:].sum(axis=2) < width
+        probs_GI = self.probs_GC[:, first:]
+        rank_GI, level_rank_GI = self._arrays.ranks(self.probs_GC, first)
+        is_chosen_GI = (probs_GI >= 0) & (rank_GI < self._sizes_G1 - 1)
+        is_chosen_GI &= (level_rank_GI < width) & (self._depths_G1 > level)
 
         # In the order of the candidates; what is not chosen goes where nobody looks.
-        column_GI = self._arrays.alike.where(is_chosen_GI, is_chosen_GI.cumsum(axis=1) - 1, width)
+        column_GI = self._arrays.masked(is_chosen_GI, is_chosen_GI.cumsum(axis=1) - 1, width)
         index_W = self._arrays.arange(width)
         chosen_GW = self._arrays.full((len(probs_GI), width + 1), first)
-        chosen_GW[self._trees_G1, column_GI] = index_I
+        chosen_GW[self._trees_G1, column_GI] = first + self._arrays.arange(probs_GI.shape[1])
         is_node_GW = index_W < is_chosen_GI.sum(axis=1)[:, None]
         self._append(level, chosen_GW[:, :width], index_W, is_node_GW)
         return self.nodes
 
     def _append(self, level: int, chosen_GW: Array, index_W: Array, is_node_GW: Array) -> None:
-        alike, nodes = self._arrays.alike, self.nodes
+        arrays, join, nodes = self._arrays, self._arrays.alike.concatenate, self.nodes
         width, run = self._topk, (level - 1) * self._topk
         if level == 1:
             shape = (len(chosen_GW), width)
-            parents_GW, above_GW = self._arrays.full(shape, -1), self._arrays.full(shape, 1)
+            parents_GW, above_GW = arrays.full(shape, -1), arrays.full(shape, 1)
         else:
             children = (self.tokens_GC.shape[1] - self._first) // width  # of a row
             parents_GW = run - width + (chosen_GW - self._first) // children
             above_GW = nodes.masks_GN[self._trees_G1, parents_GW]
-        own_W = self._arrays.full((width,), 1) << (index_W + run + 1)
-        masks_GW = alike.where(is_node_GW, above_GW, 1) | own_W
-        tokens_GW = alike.where(is_node_GW, self.tokens_GC[self._trees_G1, chosen_GW], 0)
+        own_W = arrays.full((width,), 1) << (index_W + run + 1)
+        masks_GW = arrays.masked(is_node_GW, above_GW, 1) | own_W
+        tokens_GW = arrays.masked(is_node_GW, self.tokens_GC[self._trees_G1, chosen_GW], 0)
         self._before_GF, self._is_row_GF = self.probs_GC[self._trees_G1, chosen_GW], is_node_GW
-        candidates_GW = alike.where(is_node_GW, chosen_GW, -1)
-        self.candidates_GN = alike.concatenate([self.candidates_GN, candidates_GW], 1)
+        candidates_GW = arrays.masked(is_node_GW, chosen_GW, -1)
+        self.candidates_GN = join([self.candidates_GN, candidates_GW], 1)
         self.nodes = TreeNodes(
-            tokens_GN=alike.concatenate([nodes.tokens_GN, tokens_GW], 1),
-            parents_GN=alike.concatenate([nodes.parents_GN, parents_GW], 1),
-            masks_GN=alike.concatenate([nodes.masks_GN, masks_GW], 1),
-            is_node_GN=alike.concatenate([nodes.is_node_GN, is_node_GW], 1),
+            tokens_GN=join([nodes.tokens_GN, tokens_GW], 1),
+            parents_GN=join([nodes.parents_GN, parents_GW], 1),
+            masks_GN=join([nodes.masks_GN, masks_GW], 1),
+            is_node_GN=join([nodes.is_node_GN, is_node_GW], 1),
         )

@@ -102,7 +102,6 @@ def test_epochs_of_the_same_prompts(tiny_model_path, plain, learned, overrides):
         assert numbers(engine.generate(PROMPTS, PARAMS)) == numbers(plain)
     worker = engine.worker
     assert worker.max_nodes <= 8
-    assert worker.noted > 0
     assert drafter.num_observed > 0
     assert drafter.num_released == 3 * len(plain)
     counters = worker.counters()
@@ -110,6 +109,7 @@ def test_epochs_of_the_same_prompts(tiny_model_path, plain, learned, overrides):
     assert counters["hybrid/is_open"] in (0.0, 1.0)
     if not learned:  # else what is drafted depends on what this machine's steps cost
         assert {"group", "oracle", "ngram+oracle"} <= worker.sources
+        assert worker.noted > 0
         assert counters["hybrid/spared"] > 0, "the corpus knows every answer by now"
         assert counters["hybrid/gain"] == 0.0, "nothing is known of costs"
 
