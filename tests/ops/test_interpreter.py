@@ -9,7 +9,16 @@ import pytest
 from tests.helpers.child_tests import run_tests
 
 FOLDER = Path(__file__).parent
-OPS = ("categorical", "tree_accept", "truncation", "uniforms")
+OPS = (
+    "categorical",
+    "experts",
+    "rms_norm",
+    "rotary_store_kv",
+    "silu_mul",
+    "tree_accept",
+    "truncation",
+    "uniforms",
+)
 """Ops whose tests are the same on the CPU and on a GPU; tests/ops/triton has what GPUs alone do."""
 
 
