@@ -1,14 +1,19 @@
+"""Draws, logprobs and entropies against their reference, on the CPU and on a GPU."""
+
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
 from scipy import stats
 
+from rollout.ops import gpu
 from rollout.ops.categorical import categorical, entropy, native, reference, token_logprobs
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
+DRAWS = 300 if os.environ.get("TRITON_INTERPRET") == "1" else 200_000
 
 
 def make_rows(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -22,141 +27,146 @@ def make_rows(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return logits.to(dtype), temperature, uniform
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 15, 16, 255, 256, 257, 1000, 5003])
-def test_categorical_is_the_reference(dtype: torch.dtype, vocab: int) -> None:
-    logits, temperature, uniform = make_rows(30, vocab, dtype)
-    assert native.supports(logits)
-    tokens, logprobs = categorical(logits, temperature, uniform)
-    expected_tokens, _ = reference.categorical(logits, temperature, uniform)
-    # At u just below 1 rounding decides among the last tokens; the others have to agree.
-    inner = uniform != ALMOST_ONE
-    assert torch.equal(tokens[inner], expected_tokens[inner])
-    assert logits.gather(1, tokens.unsqueeze(1)).isfinite().all()
-    expected = reference.token_logprobs(logits, temperature, tokens)
-    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(token_logprobs(logits, temperature, tokens), logprobs)
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6) -> None:
     torch.testing.assert_close(
-        entropy(logits, temperature), reference.entropy(logits, temperature), rtol=2e-6, atol=2e-6
+        actual.cpu(), expected, rtol=tolerance, atol=tolerance, equal_nan=True
     )
 
 
-def test_draws_have_the_distribution_of_the_logits() -> None:
+@pytest.mark.parametrize("vocab", [1, 2, 15, 256, 257, 1000, 1024, 3003])
+def test_categorical_is_the_reference(dtype, device, vocab: int) -> None:
+    rows = make_rows(18, vocab, dtype)
+    logits, temperature, uniform = (tensor.to(device) for tensor in rows)
+    assert native.supports(logits) or gpu.supports(logits)
+    tokens, logprobs = categorical(logits, temperature, uniform)
+    expected_tokens, _ = reference.categorical(*rows)
+    # At u just below 1 rounding decides among the last tokens; the others have to agree.
+    inner = rows[2] != ALMOST_ONE
+    assert torch.equal(tokens.cpu()[inner], expected_tokens[inner])
+    assert logits.gather(1, tokens.unsqueeze(1)).isfinite().all()
+    assert_near(logprobs, reference.token_logprobs(*rows[:2], tokens.cpu()))
+    assert torch.equal(token_logprobs(logits, temperature, tokens), logprobs)
+    assert_near(entropy(logits, temperature), reference.entropy(*rows[:2]), 4e-6)
+
+
+@pytest.mark.parametrize("vocab", [15, 2100])
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_truncated_draws_are_the_reference(dtype, device, vocab: int, share: float) -> None:
+    rows = make_rows(18, vocab, dtype)
+    threshold = rows[0].float().clamp(min=-1e9).quantile(share, dim=1)
+    logits, temperature, uniform, cut = (tensor.to(device) for tensor in (*rows, threshold))
+    tokens, logprobs = categorical(logits, temperature, uniform, cut)
+    expected_tokens, _ = reference.categorical(*rows, threshold)
+    inner = rows[2] != ALMOST_ONE
+    assert torch.equal(tokens.cpu()[inner], expected_tokens[inner])
+    assert torch.equal(token_logprobs(logits, temperature, tokens), logprobs)
+    masked = logits.masked_fill(logits < cut[:, None], -torch.inf)
+    assert torch.equal(tokens, categorical(masked, temperature, uniform)[0])
+    assert (logits.gather(1, tokens.unsqueeze(1)).squeeze(1).float() >= cut).all()
+
+
+def test_logprobs_of_several_tokens_of_a_row(dtype, device) -> None:
+    logits, temperature, _ = make_rows(6, 300, dtype)
+    tokens = torch.randint(0, 300, (6, 4))
+    tokens[2, 1] = -1
+    on_device = [tensor.to(device) for tensor in (logits, temperature, tokens)]
+    found = token_logprobs(*on_device)
+    each = [token_logprobs(*on_device[:2], column) for column in on_device[2].unbind(1)]
+    assert_near(found, torch.stack(each, dim=1).cpu(), 0)
+    assert found.isnan().nonzero().tolist() == [[2, 1]]
+    assert_near(found, reference.token_logprobs(logits, temperature, tokens))
+    assert token_logprobs(*on_device[:2], on_device[2][:, :0]).shape == (6, 0)
+
+
+def test_draws_have_the_distribution_of_the_logits(device) -> None:
     generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(600, generator=generator) * 2
+    logits = torch.randn(60, generator=generator) * 2
     logits[::3] = -torch.inf
-    draws = 200_000
-    uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
-    temperature = torch.full((draws,), 1.5)
-    tokens, _ = categorical(logits.expand(draws, -1), temperature, uniform)
-    counts = torch.bincount(tokens, minlength=600)
+    uniform = torch.rand(DRAWS, dtype=torch.float64, generator=generator)
+    arguments = (logits.expand(DRAWS, -1), torch.full((DRAWS,), 1.5), uniform)
+    tokens = categorical(*(tensor.to(device) for tensor in arguments))[0].cpu()
+    counts = torch.bincount(tokens, minlength=60)
     assert not counts[::3].any()
     possible = logits.isfinite()
-    expected = torch.softmax(logits.double() / 1.5, 0)[possible] * draws
+    expected = torch.softmax(logits.double() / 1.5, 0)[possible] * DRAWS
     assert stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue > 0.01
 
 
-def test_every_token_owns_the_interval_of_its_probability() -> None:
+def test_every_token_owns_the_interval_of_its_probability(device) -> None:
     probs = torch.tensor([0.0, 0.125, 0.0, 0.25, 0.5, 0.125, 0.0])
-    for u, token in [(0, 1), (0.12, 1), (0.13, 3), (0.37, 3), (0.38, 4), (0.87, 4), (0.88, 5),
-                     (ALMOST_ONE, 5)]:  # fmt: skip
-        tokens, _ = categorical(
-            probs.log().unsqueeze(0), torch.ones(1), torch.tensor([u], dtype=torch.float64)
-        )
-        assert tokens.item() == token
+    cases = [(0, 1), (0.12, 1), (0.13, 3), (0.37, 3), (0.38, 4), (0.87, 4), (0.88, 5),
+             (ALMOST_ONE, 5)]  # fmt: skip
+    uniform = torch.tensor([u for u, _ in cases], dtype=torch.float64)
+    arguments = (probs.log().expand(len(cases), -1), torch.ones(len(cases)), uniform)
+    tokens, _ = categorical(*(tensor.to(device) for tensor in arguments))
+    assert tokens.tolist() == [token for _, token in cases]
 
 
-@pytest.mark.parametrize("u", [0.0, 0.5, ALMOST_ONE])
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 1e6])
-@pytest.mark.parametrize("place", [0, 255, 256, 300])
-def test_the_only_possible_token_is_drawn(u: float, temperature: float, place: int) -> None:
-    logits = torch.full((1, 301), -torch.inf)
-    logits[0, place] = -3
-    tokens, logprobs = categorical(
-        logits, torch.tensor([temperature]), torch.tensor([u], dtype=torch.float64)
-    )
-    assert tokens.item() == place
-    assert logprobs.item() == 0
+def test_the_only_possible_token_is_drawn(device, temperature: float) -> None:
+    places, uniform = [0, 255, 256, 300], torch.tensor([0.0, 0.5, ALMOST_ONE], dtype=torch.float64)
+    logits = torch.full((4, 301), -torch.inf)
+    logits[torch.arange(4), places] = -3
+    for u in uniform:
+        arguments = (logits, torch.full((4,), temperature), u.expand(4).contiguous())
+        tokens, logprobs = categorical(*(tensor.to(device) for tensor in arguments))
+        assert tokens.tolist() == places
+        assert not logprobs.any()
 
 
-def test_greedy_takes_the_first_of_equals_and_reports_temperature_one(dtype: torch.dtype) -> None:
+def test_greedy_takes_the_first_of_equals_and_reports_temperature_one(dtype, device) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(4, 700).to(dtype)
-    for row, places in enumerate([(0, 699), (255, 256), (256, 257, 258), (698, 699)]):
+    logits = torch.randn(6, 2100).to(dtype)
+    first = [(0, 2099), (255, 256), (256, 257, 258), (1023, 1024), (1024, 1025), (2098, 2099)]
+    for row, places in enumerate(first):
         logits[row, list(places)] = 9
-    greedy = categorical(logits, torch.zeros(4), torch.full((4,), 0.9, dtype=torch.float64))
-    assert greedy[0].tolist() == [0, 255, 256, 698]
-    assert torch.equal(greedy[1], token_logprobs(logits, torch.ones(4), greedy[0]))
+    logits, zeros = logits.to(device), torch.zeros(6, device=device)
+    tokens, logprobs = categorical(logits, zeros, zeros.double() + 0.9)
+    assert tokens.tolist() == [places[0] for places in first]
+    assert torch.equal(logprobs, token_logprobs(logits, zeros + 1, tokens))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("place", [0, 5, 300, 301])
+@pytest.mark.parametrize("place", [0, 300, 1023, 1024])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_a_distribution_is_marked(bad: float, place: int, temperature: float) -> None:
+def test_a_row_without_a_distribution_is_marked(device, bad, place, temperature) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(3, 302)
+    logits = torch.randn(4, 1030).to(device)
     logits[1, place] = bad
-    tokens, logprobs = categorical(
-        logits, torch.full((3,), temperature), torch.rand(3, dtype=torch.float64)
-    )
-    assert tokens[1] == -1
-    assert (tokens[[0, 2]] >= 0).all()
-    assert logprobs.isnan().tolist() == [False, True, False]
-    assert entropy(logits, torch.ones(3)).isnan().tolist() == [False, True, False]
+    logits[3] = -torch.inf
+    temperatures = torch.full((4,), temperature, device=device)
+    uniform = torch.rand(4, dtype=torch.float64).to(device)
+    for threshold in (None, torch.full((4,), -1.0, device=device)):
+        tokens, logprobs = categorical(logits, temperatures, uniform, threshold)
+        assert (tokens >= 0).tolist() == [True, False, True, False]
+        assert tokens[[1, 3]].tolist() == [-1, -1]
+        assert logprobs.isnan().tolist() == [False, True, False, True]
+    assert entropy(logits, temperatures).isnan().tolist() == [False, True, False, True]
 
 
-def test_nothing_above_minus_infinity_is_marked() -> None:
-    logits = torch.full((1, 20), -torch.inf)
-    tokens, logprobs = categorical(logits, torch.ones(1), torch.zeros(1, dtype=torch.float64))
-    assert tokens.item() == -1
-    assert logprobs.isnan().all()
-
-
-def test_rows_do_not_depend_on_each_other(dtype: torch.dtype, set_threads) -> None:
-    logits, temperature, uniform = make_rows(40, 3000, dtype)
+def test_rows_do_not_depend_on_each_other(dtype, device, set_threads) -> None:
+    rows = make_rows(40, 2500, dtype)
+    logits, temperature, uniform = (tensor.to(device) for tensor in rows)
     set_threads(2)
     tokens, logprobs = categorical(logits, temperature, uniform)
     entropies = entropy(logits, temperature)
     set_threads(1)
-    wide = torch.full((40, 3100), torch.nan, dtype=dtype)
-    wide[:, 50:3050] = logits
-    for row in torch.randperm(40).tolist():
+    wide = torch.full((40, 2600), torch.nan, dtype=dtype, device=device)
+    wide[:, 50:2550] = logits
+    for row in (0, 3, 7, 39):
         one = slice(row, row + 1)
-        token, logprob = categorical(wide[one, 50:3050], temperature[one], uniform[one])
+        token, logprob = categorical(wide[one, 50:2550], temperature[one], uniform[one])
         assert token == tokens[row]
         assert logprob == logprobs[row]
         assert entropy(logits[one], temperature[one]) == entropies[row]
 
 
-@pytest.mark.parametrize("vocab", [15, 2100])
-@pytest.mark.parametrize("share", [0.0, 0.8])
-def test_truncated_draws_are_the_reference_and_those_of_masked_logits(
-    dtype: torch.dtype, vocab: int, share: float
-) -> None:
-    logits, temperature, uniform = make_rows(30, vocab, dtype)
-    threshold = logits.float().quantile(share, dim=1)
-    tokens, logprobs = categorical(logits, temperature, uniform, threshold)
-    masked = logits.masked_fill(logits < threshold[:, None], -torch.inf)
-    assert torch.equal(tokens, categorical(masked, temperature, uniform)[0])
-    assert torch.equal(logprobs, token_logprobs(logits, temperature, tokens))
-    expected, _ = reference.categorical(logits, temperature, uniform, threshold)
-    inner = uniform != ALMOST_ONE
-    assert torch.equal(tokens[inner], expected[inner])
-
-
-def test_logprobs_of_several_tokens_of_a_row(dtype: torch.dtype) -> None:
-    logits, temperature, _ = make_rows(6, 300, dtype)
-    tokens = torch.randint(0, 300, (6, 4))
-    tokens[2, 1] = -1
-    found = token_logprobs(logits, temperature, tokens)
-    each = [token_logprobs(logits, temperature, column) for column in tokens.unbind(1)]
-    assert torch.equal(found.nan_to_num(), torch.stack(each, dim=1).nan_to_num())
-    assert found.isnan().nonzero().tolist() == [[2, 1]]
-    expected = reference.token_logprobs(logits, temperature, tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert token_logprobs(logits, temperature, tokens[:, :0]).shape == (6, 0)
-
-
 @pytest.mark.parametrize("token", [-2, 8])
-def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+def test_a_token_outside_the_vocabulary_is_refused_and_on_a_gpu_nan(device, token: int) -> None:
+    arguments = (torch.randn(1, 8), torch.ones(1), torch.tensor([token]))
+    logits, temperature, tokens = (tensor.to(device) for tensor in arguments)
+    if gpu.runs_on(device):
+        assert token_logprobs(logits, temperature, tokens).isnan().all()
+        return
     with pytest.raises(IndexError, match="tokens_R"):
-        token_logprobs(torch.randn(1, 8), torch.ones(1), torch.tensor([token]))
+        token_logprobs(logits, temperature, tokens)

@@ -3,79 +3,79 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.rms_norm import add_rms_norm, native, reference, rms_norm
 
+EPS = 1e-5
 
-def tolerance(dtype: torch.dtype) -> float:
-    return 2e-6 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    rtol = 4e-6 if actual.dtype is torch.float32 else 2 * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=2e-6)
 
 
 @pytest.mark.parametrize("width", [1, 8, 24, 80, 100, 576])
-def test_rms_norm_is_the_reference(dtype: torch.dtype, width: int) -> None:
+def test_rms_norm_is_the_reference(dtype, device, width: int) -> None:
     torch.manual_seed(width)
-    x, weight = torch.randn(7, width).to(dtype) * 3, torch.randn(width).to(dtype)
-    assert native.supports(x)
-    torch.testing.assert_close(
-        rms_norm(x, weight, 1e-5),
-        reference.rms_norm(x, weight, 1e-5),
-        rtol=tolerance(dtype),
-        atol=1e-6,
-    )
+    x, weight = torch.randn(3, 2 * width).to(dtype)[:, :width] * 3, torch.randn(width).to(dtype)
+    on_device = [tensor.to(device) for tensor in (x, weight)]
+    assert native.supports(*on_device) or gpu.supports(*on_device)
+    assert_near(rms_norm(*on_device, EPS), reference.rms_norm(x, weight, EPS))
 
 
-def test_rms_norm_of_heads_inside_a_fused_row(dtype: torch.dtype) -> None:
+def test_rms_norm_of_heads_inside_a_fused_row(dtype, device) -> None:
     torch.manual_seed(0)
-    qkv, weight = torch.randn(5, 15 * 64).to(dtype), torch.randn(64).to(dtype)
-    heads = qkv[:, 128 : 128 + 9 * 64].view(5, 9, 64)
-    out = rms_norm(heads, weight, 1e-6)
+    qkv, weight = torch.randn(3, 7 * 64).to(device, dtype), torch.randn(64).to(device, dtype)
+    heads = qkv[:, 128 : 128 + 3 * 64].view(3, 3, 64)
+    out = rms_norm(heads, weight, EPS)
     assert out.is_contiguous()
-    assert torch.equal(out, rms_norm(heads.contiguous(), weight, 1e-6))
-    torch.testing.assert_close(
-        out, reference.rms_norm(heads, weight, 1e-6), rtol=tolerance(dtype), atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("shape", [(16,), (2, 3, 4, 16)])
-def test_rms_norm_takes_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(shape), torch.randn(16)
-    assert torch.equal(
-        rms_norm(x, weight, 1e-5), rms_norm(x.reshape(-1, 16), weight, 1e-5).view(shape)
-    )
+    assert torch.equal(out, rms_norm(heads.contiguous(), weight, EPS))
+    assert_near(out, reference.rms_norm(heads.cpu(), weight.cpu(), EPS))
+    assert torch.equal(rms_norm(heads.reshape(1, 3, 3, 64), weight, EPS)[0], out)
+    assert torch.equal(rms_norm(heads[1, 1].contiguous(), weight, EPS), out[1, 1])
 
 
 @pytest.mark.parametrize("width", [24, 576])
-def test_add_rms_norm_is_the_reference(dtype: torch.dtype, width: int) -> None:
+def test_add_rms_norm_is_the_reference(dtype, device, width: int) -> None:
     torch.manual_seed(1)
     weight = torch.randn(width).to(dtype)
-    x = torch.randn(6, 2 * width).to(dtype)[:, :width]
-    residual = torch.randn(6, width).to(dtype)
-    expected_residual = residual.clone()
-    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5)
-    out = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(residual, expected_residual)
-    torch.testing.assert_close(out, expected, rtol=tolerance(dtype), atol=1e-6)
+    x = torch.randn(5, 2 * width).to(dtype)[:, :width]
+    residual = torch.randn(5, width + 3).to(dtype)[:, :width]
+    on_device = [tensor.to(device, copy=True) for tensor in (x, residual, weight)]
+    expected = reference.add_rms_norm(x, residual, weight, EPS)
+    out = add_rms_norm(*on_device, EPS)
+    assert out.is_contiguous()
+    assert torch.equal(on_device[1].cpu(), residual)
+    assert_near(out, expected)
 
 
-def test_rows_do_not_depend_on_each_other(dtype: torch.dtype, set_threads) -> None:
+def test_rows_do_not_depend_on_each_other(dtype, device, rounds, set_threads) -> None:
     torch.manual_seed(2)
-    x, weight = torch.randn(300, 576).to(dtype), torch.randn(576).to(dtype)
-    set_threads(2)
-    together = rms_norm(x, weight, 1e-5)
-    set_threads(1)
-    order = torch.randperm(300)
-    assert torch.equal(together[order], rms_norm(x[order], weight, 1e-5))
-    for row in range(5):
-        assert torch.equal(together[row : row + 1], rms_norm(x[row : row + 1], weight, 1e-5))
+    count = rounds(300)
+    x, weight = torch.randn(count, 576).to(device, dtype), torch.randn(576).to(device, dtype)
+    order = torch.randperm(count).to(device)
+
+    def added(rows: torch.Tensor) -> torch.Tensor:
+        return add_rms_norm(rows, rows.flip(1).contiguous(), weight, EPS)
+
+    for op in (lambda rows: rms_norm(rows, weight, EPS), added):
+        set_threads(2)
+        together = op(x)
+        set_threads(1)
+        assert torch.equal(op(x[order]), together[order])
+        for row in range(3):
+            assert torch.equal(op(x[row : row + 1]), together[row : row + 1])
 
 
 def test_a_weight_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match="weight_E"):
-        rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
+        native.rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
 
 
-def test_no_rows() -> None:
-    assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+def test_no_rows(device) -> None:
+    none, weight = torch.empty(0, 8, device=device), torch.ones(8, device=device)
+    assert rms_norm(none, weight, EPS).shape == (0, 8)
+    assert add_rms_norm(none, none, weight, EPS).shape == (0, 8)
 
 
 def test_a_weight_of_another_dtype_is_left_to_torch() -> None:

@@ -3,18 +3,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.rotary_store_kv import native, reference, rotary_store_kv_
 
 
-def fused_heads(rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+def fused_heads(rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device):
     """q, k and v as strided views into one fused projection."""
-    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(device, dtype)
     return qkv.split([heads, kv_heads, kv_heads], dim=1)
 
 
-def interleaved_pools(slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+def interleaved_pools(slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device):
     """Of keys and of values, slot by slot; NaN."""
-    return torch.full((slots, 2, kv_heads, head_dim), torch.nan, dtype=dtype).unbind(1)
+    pools = torch.full((slots, 2, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
+    return pools.unbind(1)
 
 
 def table(positions: int, rotated: int) -> torch.Tensor:
@@ -22,46 +24,54 @@ def table(positions: int, rotated: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def assert_equal(actual, expected) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize(
-    ("rows", "head_dim", "rotated"),
-    [(1, 8, 8), (7, 24, 16), (300, 64, 64), (5, 80, 20), (7, 128, 2), (4, 16, 0)],
-)
+    ("rows", "heads", "kv_heads", "head_dim", "rotated"),
+    [
+        (1, 4, 2, 8, 8), (7, 4, 2, 24, 16), (4, 9, 3, 64, 64), (5, 5, 1, 80, 20),
+        (4, 9, 11, 128, 128), (7, 4, 2, 128, 2), (4, 3, 2, 24, 0), (300, 4, 2, 64, 64),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_is_the_reference(
-    dtype, rows: int, head_dim: int, rotated: int, index_dtype, threads: int, set_threads
-) -> None:
+    dtype, device, is_gpu, rows, heads, kv_heads, head_dim, rotated, index_dtype, threads,
+    set_threads,
+) -> None:  # fmt: skip
+    if is_gpu and (threads > 1 or rows > 100):
+        pytest.skip("the CPU's")
     torch.manual_seed(head_dim)
     set_threads(threads)
-    q, k, v = fused_heads(rows, 4, 2, head_dim, dtype)
-    pools = interleaved_pools(2 * rows, 2, head_dim, dtype)
-    assert native.supports(q, k, v, *pools)
+    shape = (heads, kv_heads, head_dim)
+    heads_of = fused_heads(rows, *shape, dtype, "cpu")
+    pools = interleaved_pools(2 * rows, *shape[1:], dtype, "cpu")
     positions, cos_sin = torch.randint(50, (rows,), dtype=index_dtype), table(50, rotated)
     slots = torch.randperm(2 * rows)[:rows].to(index_dtype)
-    expected_q, expected_k, expected_v = q.clone(), k.clone(), v.clone()
-    expected_pools = [pool.clone() for pool in pools]
-    reference.rotary_store_kv_(
-        expected_q, expected_k, expected_v, positions, cos_sin, *expected_pools, slots
-    )
-    rotary_store_kv_(q, k, v, positions, cos_sin, *pools, slots)
-    assert torch.equal(q, expected_q)
-    assert torch.equal(v, expected_v)
-    assert_equal(list(pools), expected_pools)
+    q, k, v = torch.cat(heads_of, dim=1).to(device).split([heads, kv_heads, kv_heads], dim=1)
+    own_pools = torch.stack(pools, dim=1).to(device).unbind(1)
+    assert (gpu if is_gpu else native).supports(q, k, v, *own_pools)
+    on_device = [tensor.to(device) for tensor in (positions, cos_sin, slots)]
+    rotary_store_kv_(q, k, v, *on_device[:2], *own_pools, on_device[2])
+    reference.rotary_store_kv_(*heads_of, positions, cos_sin, *pools, slots)
+    eps = 2 * torch.finfo(dtype).eps if dtype is not torch.float32 else 4e-6
+    near = {"rtol": eps, "atol": 2e-6} if is_gpu else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(q.cpu(), heads_of[0], **near)
+    torch.testing.assert_close(own_pools[0].cpu(), pools[0], **near, equal_nan=True)
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(own_pools[1].cpu(), pools[1], **exact)
+    torch.testing.assert_close(own_pools[0][..., rotated:].cpu(), pools[0][..., rotated:], **exact)
+    assert torch.equal(q[..., rotated:].cpu(), heads_of[0][..., rotated:])
+    assert torch.equal(v.cpu(), heads_of[2]), "values are left alone"
 
 
-def test_rows_do_not_depend_on_each_other(dtype, set_threads) -> None:
+def test_rows_do_not_depend_on_each_other(dtype, device, rounds, set_threads) -> None:
     torch.manual_seed(0)
-    q, k, v = fused_heads(200, 9, 3, 64, dtype)
-    positions, cos_sin = torch.randint(500, (200,)), table(500, 64)
-    slots = torch.randperm(200)
+    rows = rounds(200)
+    q, k, v = fused_heads(rows, 9, 3, 64, dtype, device)
+    positions, slots = torch.randint(500, (rows,)), torch.randperm(rows)
+    positions, cos_sin, slots = (each.to(device) for each in (positions, table(500, 64), slots))
     alone_q, alone_k = q.clone(), k.clone()
-    alone_pools, pools = (interleaved_pools(200, 3, 64, dtype) for _ in range(2))
-    set_threads(1)
-    for row in range(200):
+    alone_pools, pools = (interleaved_pools(rows, 3, 64, dtype, device) for _ in range(2))
+    for row in range(rows):
         own = slice(row, row + 1)
         rotary_store_kv_(
             alone_q[own], alone_k[own], v[own], positions[own], cos_sin, *alone_pools, slots[own]
@@ -73,12 +83,13 @@ def test_rows_do_not_depend_on_each_other(dtype, set_threads) -> None:
         assert torch.equal(pool, alone)
 
 
-def test_padding_rows_share_a_slot() -> None:
-    q, k, v = fused_heads(5, 2, 1, 8, torch.float32)
-    pools = interleaved_pools(6, 1, 8, torch.float32)
-    cos_sin = torch.tensor([[1.0] * 4 + [0.0] * 4])  # nothing turns
+def test_padding_rows_share_a_slot(device) -> None:
+    q, k, v = fused_heads(5, 2, 1, 8, torch.float32, device)
+    pools = interleaved_pools(6, 1, 8, torch.float32, device)
+    cos_sin = torch.tensor([[1.0] * 4 + [0.0] * 4], device=device)  # nothing turns
     before = k.clone()
-    rotary_store_kv_(q, k, v, torch.zeros(5).int(), cos_sin, *pools, torch.tensor([4, 2, 0, 0, 0]))
+    zeros, slots = torch.zeros(5).int().to(device), torch.tensor([4, 2, 0, 0, 0], device=device)
+    rotary_store_kv_(q, k, v, zeros, cos_sin, *pools, slots)
     for rows, pool in zip((before, v), pools, strict=True):
         assert torch.equal(pool[[4, 2]], rows[:2])
         assert pool[0].isfinite().all()
@@ -90,16 +101,45 @@ def test_padding_rows_share_a_slot() -> None:
     [(-1, 0, "positions_T"), (5, 0, "positions_T"), (0, -1, "slots_T"), (0, 4, "slots_T")],
 )
 def test_nothing_is_stored_where_a_position_or_a_slot_is_refused(position, slot, named) -> None:
-    q, k, v = fused_heads(2, 2, 1, 8, torch.float32)
+    q, k, v = fused_heads(2, 2, 1, 8, torch.float32, "cpu")
     pool = torch.zeros(4, 1, 8)
     positions, slots = torch.tensor([0, position]), torch.tensor([3, slot])
     with pytest.raises(IndexError, match=named):
-        rotary_store_kv_(q, k, v, positions, table(5, 8), pool, pool, slots)
+        native.rotary_store_kv_(q, k, v, positions, table(5, 8), pool, pool, slots)
     assert not pool.any()
 
 
-def test_no_rows() -> None:
-    q, k, v = fused_heads(0, 2, 1, 8, torch.float32)
-    pool, none = torch.zeros(4, 1, 8), torch.empty(0, dtype=torch.int64)
-    rotary_store_kv_(q, k, v, none, table(5, 8), pool, pool, none)
+@pytest.mark.parametrize("position", [-1, 5])
+def test_on_a_gpu_a_position_outside_the_table_makes_its_row_nan(device, is_gpu, position) -> None:
+    if not is_gpu:
+        pytest.skip("it is refused")
+    q, kv = torch.ones(2, 2, 12, device=device), torch.ones(2, 1, 12, device=device)
+    pools = torch.zeros(2, 4, 1, 12, device=device)
+    positions, slots = (torch.tensor(each, device=device) for each in ([0, position], [1, 2]))
+    rotary_store_kv_(q, kv, kv.clone(), positions, torch.ones(5, 8, device=device), *pools, slots)
+    for rows in (q, pools[0, 1:3]):
+        assert rows[0].isfinite().all()
+        assert rows[1, :, :8].isnan().all()
+        assert (rows[1, :, 8:] == 1).all()
+    assert pools[1].sum(dim=(1, 2)).tolist() == [0, 12, 12, 0]
+
+
+@pytest.mark.parametrize("slot", [-1, 4])
+def test_on_a_gpu_a_slot_outside_the_pool_is_not_written(device, is_gpu, slot: int) -> None:
+    if not is_gpu:
+        pytest.skip("it is refused")
+    q, kv = torch.ones(2, 1, 8, device=device), torch.ones(2, 1, 8, device=device)
+    memory = torch.zeros(12, 2, 1, 8, device=device)
+    positions, slots = (torch.tensor(each, device=device) for each in ([1, 0], [slot, 2]))
+    cos_sin = torch.tensor([1.0] * 4 + [0.0] * 4, device=device) * torch.tensor([[1], [3]])
+    rotary_store_kv_(q, kv, kv.clone(), positions, cos_sin, *memory[4:8].unbind(1), slots)
+    assert memory.sum(dim=(1, 2, 3)).tolist() == [0] * 6 + [16] + [0] * 5
+    assert q.sum(dim=(1, 2)).tolist() == [24, 8], "queries are rotated all the same"
+
+
+def test_no_rows(device) -> None:
+    q, k, v = fused_heads(0, 2, 1, 8, torch.float32, device)
+    pool, none = torch.zeros(4, 1, 8, device=device), torch.empty(0, dtype=torch.int64)
+    none = none.to(device)
+    rotary_store_kv_(q, k, v, none, table(5, 8).to(device), pool, pool, none)
     assert not pool.any()

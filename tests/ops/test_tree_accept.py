@@ -1,4 +1,4 @@
-"""Acceptance on the device against the walk of one tree."""
+"""Acceptance along trees, on the CPU and on a GPU, against a slow walk of each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ import random
 import pytest
 import torch
 
-from rollout.ops.tree_accept import reference
-from rollout.ops.tree_accept import triton as tree_accept
+from rollout.ops.tree_accept import accept
+from rollout.ops.tree_accept.reference import walk
+
+Tree = tuple[list[int], list[int], list[int]]  # tokens, parents, samples
 
 
-def random_trees(seed: int, entries: int, vocab: int):
+def slow_walk(tokens: list[int], parents: list[int], sampled: list[int]) -> list[int]:
+    path, node = [], 0
+    while sampled:
+        children = [
+            child
+            for child, parent in enumerate(parents, start=1)
+            if parent == node and tokens[child - 1] == sampled[node]
+        ]
+        if not children:
+            break
+        node = children[0]
+        path.append(node)
+    return path
+
+
+def random_trees(seed: int, entries: int, vocab: int) -> list[Tree]:
     """Chains and bushes of 0 to 63 nodes, with equal siblings; some entries do not sample."""
     rng = random.Random(seed)
     trees = []
@@ -30,7 +47,7 @@ def mask_of(parents: list[int], node: int) -> int:
     return 1 if node == 0 else mask_of(parents, parents[node - 1]) | 1 << node
 
 
-def flat(trees, device: torch.device) -> list[torch.Tensor]:
+def flat(trees: list[Tree], device: torch.device) -> list[torch.Tensor]:
     def offsets(counts: list[int]) -> torch.Tensor:
         return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
@@ -47,27 +64,35 @@ def flat(trees, device: torch.device) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("seed", "vocab"), [(0, 2), (1, 3), (2, 1), (3, 50)])
-def test_accept_is_the_walk(device, seed: int, vocab: int) -> None:
+def test_accept_is_the_slow_walk(device, seed: int, vocab: int) -> None:
     trees = random_trees(seed, 25, vocab)
-    for op in (tree_accept.accept, reference.accept):
-        paths, lengths = op(*flat(trees, device))
-        for (tokens, parents, sampled), path, length in zip(
-            trees, paths.tolist(), lengths.tolist(), strict=True
-        ):
-            expected = reference.walk(tokens, parents, sampled) if sampled else []
-            assert path == expected + [0] * (63 - len(expected))
-            assert length == len(expected)
+    paths, lengths = accept(*flat(trees, device))
+    for tree, path, length in zip(trees, paths.tolist(), lengths.tolist(), strict=True):
+        expected = slow_walk(*tree)
+        assert path == expected + [0] * (63 - len(expected))
+        assert length == len(expected)
+        assert not tree[2] or walk(*tree) == expected
+    assert lengths.max() > 1 or vocab == 50
+
+
+def test_the_child_that_equals_the_sample_is_followed() -> None:
+    #        root -> a(1), b(2); b -> c(3); a -> d(4)
+    tokens, parents = [10, 11, 12, 13], [0, 0, 2, 1]
+    assert walk(tokens, parents, [11, 0, 12, 9, 0]) == [2, 3]
+    assert walk(tokens, parents, [10, 13, 0, 0, 9]) == [1, 4]
+    assert walk(tokens, parents, [99, 13, 12, 0, 9]) == []
+    assert walk([], [], [5]) == []
 
 
 def test_a_chain_of_63_is_accepted_whole(device) -> None:
     chain = (list(range(63)), list(range(63)), [*range(63), 7])
-    paths, lengths = tree_accept.accept(*flat([chain, ([], [], [3])], device))
+    paths, lengths = accept(*flat([chain, ([], [], [3])], device))
     assert lengths.tolist() == [63, 0]
     assert paths[0].tolist() == list(range(1, 64))
     assert not paths[1].any()
 
 
 def test_no_entries(device) -> None:
-    paths, lengths = tree_accept.accept(*flat([], device))
+    paths, lengths = accept(*flat([], device))
     assert paths.shape == (0, 63)
     assert lengths.shape == (0,)

@@ -1,4 +1,4 @@
-"""Routing, grouped products and their sum. Unread memory beside rows and weights is NaN."""
+"""Grouped products. Unread memory beside rows and weights is NaN."""
 
 from __future__ import annotations
 
@@ -7,44 +7,13 @@ import os
 import pytest
 import torch
 
-from rollout.ops.combine_experts import reference as combine_reference
-from rollout.ops.combine_experts.triton import combine_experts
 from rollout.ops.grouped_matmul import RowGroups, triton
 from rollout.ops.grouped_matmul import reference as grouped_reference
 from rollout.ops.grouped_matmul.triton import grouped_matmul, tiled_grouped_matmul
 from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, tiles
 from rollout.ops.matmul.triton import tiled_matmul
-from rollout.ops.routing import reference as routing_reference
-from rollout.ops.routing.triton import route
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@pytest.mark.parametrize("normalizes", [False, True])
-@pytest.mark.parametrize(("num_experts", "chosen"), [(1, 1), (7, 3), (64, 8)])
-def test_route_is_the_reference(dtype, device, num_experts, chosen, normalizes) -> None:
-    generator = torch.Generator().manual_seed(num_experts)
-    logits = torch.full((6, num_experts + 3), torch.nan).to(dtype)
-    logits[:, :num_experts] = torch.randn(6, num_experts, generator=generator)
-    logits[3, :num_experts] = 1.5  # all alike
-    logits[4, :num_experts] = logits[4, :num_experts].round()
-    logits = logits.to(device)[:, :num_experts]
-    experts, weights = route(logits, chosen, normalizes)
-    wanted, wanted_weights = routing_reference.route(logits.cpu(), chosen, normalizes)
-    assert experts.dtype is torch.int32
-    assert torch.equal(experts.cpu(), wanted)
-    torch.testing.assert_close(weights.cpu(), wanted_weights, rtol=1e-5, atol=1e-7)
-    for row in range(6):
-        alone_experts, alone_weights = route(logits[row : row + 1], chosen, normalizes)
-        assert torch.equal(alone_experts[0], experts[row])
-        assert torch.equal(alone_weights[0], weights[row])
-    assert route(logits[:0], chosen, normalizes)[0].shape == (0, chosen)
-
-
-def test_broken_rows_get_experts_that_exist(device) -> None:
-    for value in (torch.nan, -torch.inf, torch.inf):
-        experts, _ = route(torch.full((2, 5), value, device=device), 3, True)
-        assert ((experts >= 0) & (experts < 5)).all()
 
 
 def grouped_operands(rows, chosen, num_experts, outputs, features, dtype, device, per_pair):
@@ -130,20 +99,3 @@ def test_tiles_that_are_left_out_are_not_used(compared_dtype, device, monkeypatc
 def test_no_rows(device, dtype) -> None:
     x, weights, experts = grouped_operands(3, 2, 4, 9, 16, dtype, device, False)
     assert grouped_matmul(x[:0], weights, RowGroups.of(experts[:0], 4)).shape == (0, 9)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("rows", "ranks", "hidden"), [(1, 1, 1), (5, 3, 37), (3, 8, 1030)])
-def test_combine_experts_is_the_reference(dtype, device, rows, ranks, hidden, shared) -> None:
-    generator = torch.Generator().manual_seed(hidden)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    outputs, weights = random(rows, ranks, hidden), random(rows, ranks).float().softmax(1)
-    of_shared = (random(rows, hidden), random(rows, 3)[:, 1]) if shared else (None, None)
-    out = combine_experts(outputs, weights, *of_shared)
-    expected = combine_reference.combine_experts(outputs, weights, *of_shared)
-    rtol = 1e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
-    torch.testing.assert_close(out, expected, rtol=rtol, atol=1e-6)
-    assert combine_experts(outputs[:0], weights[:0], None, None).shape == (0, hidden)

@@ -1,0 +1,102 @@
+"""Where rows go, and the sum of what comes back. Unread memory beside rows is NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.ops.combine_experts import combine_experts
+from rollout.ops.routing import route
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize(("num_experts", "chosen"), [(1, 1), (7, 3), (64, 8), (129, 129)])
+def test_the_most_probable_come_first(dtype, device, num_experts, chosen, normalizes) -> None:
+    torch.manual_seed(num_experts)
+    # Distinct in every dtype: a shuffled range.
+    logits = torch.stack([torch.randperm(num_experts) for _ in range(11)]) / 16
+    wide = torch.full((11, num_experts + 3), torch.nan)
+    wide[:, :num_experts] = logits
+    wide = wide.to(device, dtype)[:, :num_experts]
+    experts, weights = route(wide, chosen, normalizes)
+    probs, expected = logits.softmax(-1).topk(chosen)
+    if normalizes:
+        probs /= probs.sum(-1, keepdim=True)
+    assert experts.dtype is torch.int32
+    assert weights.dtype is torch.float32
+    assert torch.equal(experts.cpu().long(), expected)
+    torch.testing.assert_close(weights.cpu(), probs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("lowest", [-60_000, -torch.inf])
+def test_ties_go_to_the_lower_index(dtype, device, is_gpu, lowest) -> None:
+    if is_gpu and lowest == -torch.inf:
+        pytest.skip("a GPU takes the first expert again, with a weight of zero")
+    logits = torch.tensor([[0.0, 2, 1, 2, 2, 1, 0], [5.0] * 7, [lowest] * 5 + [1, 1]])
+    experts, _ = route(logits.to(device, dtype), 4, True)
+    assert experts.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3], [5, 6, 0, 1]]
+
+
+def test_logits_decide_where_probabilities_are_equal(device) -> None:
+    logits = torch.tensor([[-300.0, -200.0, 0.0, -250.0]], device=device)
+    experts, weights = route(logits, 3, False)
+    assert experts.tolist() == [[2, 1, 3]]
+    assert weights.tolist() == [[1, 0, 0]]
+
+
+def test_a_rows_experts_do_not_depend_on_the_others(dtype, device, rounds, set_threads) -> None:
+    torch.manual_seed(0)
+    count = rounds(300)
+    logits = torch.randn(count, 61).round(decimals=1).to(device, dtype)  # ties
+    set_threads(2)
+    experts, weights = route(logits, 6, True)
+    set_threads(1)
+    for rows in (torch.arange(1), torch.arange(count).flip(0), torch.tensor([7, 7, count - 2])):
+        some_experts, some_weights = route(logits[rows], 6, True)
+        assert torch.equal(some_experts, experts[rows])
+        assert torch.equal(some_weights, weights[rows])
+
+
+def test_broken_rows_get_experts_that_exist(device) -> None:
+    for value in (torch.nan, -torch.inf, torch.inf):
+        experts, _ = route(torch.full((2, 5), value, device=device), 3, True)
+        assert ((experts >= 0) & (experts < 5)).all()
+
+
+def operands(dtype, device, rows, ranks, hidden):
+    generator = torch.Generator().manual_seed(hidden)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    weights = random(rows, ranks).float().softmax(1)
+    return random(rows, ranks, hidden), weights, random(rows, hidden), random(rows, 3)[:, 1]
+
+
+@pytest.mark.parametrize(("rows", "ranks", "hidden"), [(1, 1, 1), (5, 3, 37), (3, 8, 1030)])
+def test_the_sum_of_all_experts(dtype, device, rows, ranks, hidden) -> None:
+    outputs, weights, shared, gate = operands(dtype, device, rows, ranks, hidden)
+    exact = (outputs.double() * weights.double()[:, :, None]).sum(1)
+    rtol = 1e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
+    alone = combine_experts(outputs, weights)
+    torch.testing.assert_close(alone.double(), exact, rtol=rtol, atol=1e-6)
+    exact += shared.double() * gate.double().sigmoid()[:, None]
+    with_shared = combine_experts(outputs, weights, shared, gate)
+    torch.testing.assert_close(with_shared.double(), exact, rtol=rtol, atol=1e-6)
+    assert with_shared.dtype is dtype
+    assert with_shared.is_contiguous()
+
+
+def test_a_rows_sum_does_not_depend_on_the_others(dtype, device, set_threads) -> None:
+    operands_of_all = operands(dtype, device, 27, 5, 203)
+    set_threads(2)
+    together = combine_experts(*operands_of_all)
+    set_threads(1)
+    for rows in (*torch.arange(27).split(1), torch.arange(27).flip(0), torch.arange(3, 20)):
+        assert torch.equal(combine_experts(*(x[rows] for x in operands_of_all)), together[rows])
+
+
+def test_no_rows(dtype, device) -> None:
+    experts, weights = route(torch.empty(0, 5, dtype=dtype, device=device), 2, True)
+    assert experts.shape == weights.shape == (0, 2)
+    assert combine_experts(*operands(dtype, device, 0, 2, 9)).shape == (0, 9)
