@@ -132,7 +132,7 @@ def verify_rows(folder: Path, repeats: int) -> Iterator[Row]:
     engine.submit(prompt, SamplingParams(max_new_tokens=64, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    engine.scheduler._max_draft_tokens = lambda: len(PARENTS)
+    engine.scheduler.max_draft_tokens = lambda: len(PARENTS)
     batch = engine.scheduler.schedule()
     tokens_N = np.arange(3, 3 + len(PARENTS), dtype=np.int32)
     trees = {1: only_roots(1), 8: draft_trees([PARENTS], tokens_N)}
