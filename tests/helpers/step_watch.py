@@ -31,5 +31,5 @@ class StepWatch:
             self.later_children += sum(
                 parents[node - 1] in parents[: node - 1] for node in result.path
             )
-        self.overlapped += bool(self._engine._under_way)
+        self.overlapped += bool(self._engine.steps._under_way)
         self._observe(step)
