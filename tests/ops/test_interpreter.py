@@ -12,6 +12,8 @@ FOLDER = Path(__file__).parent
 OPS = (
     "categorical",
     "experts",
+    "gates",
+    "recurrent_layers",
     "rms_norm",
     "rotary_store_kv",
     "silu_mul",
