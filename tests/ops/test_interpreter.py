@@ -13,6 +13,7 @@ OPS = (
     "categorical",
     "experts",
     "gates",
+    "paged_attention",
     "recurrent_layers",
     "rms_norm",
     "rotary_store_kv",
