@@ -6,6 +6,8 @@ States that no row of the plan reads are NaN, and so is the slot of no state.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from rollout.ops.state_plan import StatePlan
 from tests.helpers.state_cases import Step, make_plan, random_steps
 
 SOURCES = 8
+FEW = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter is slow
 TREE = Step(run_len=3, nodes=[0, 0, 1, 2, 2, 4, 4, 3], source=2)
 
 
@@ -120,7 +123,8 @@ CASES = [
 
 @pytest.mark.parametrize(("layer", "shape"), CASES)
 def test_it_is_the_reference(dtype, device, layer, shape) -> None:
-    steps = random_steps(shape[0] if layer is Convolution else shape[0][2], 4, SOURCES)
+    seed = shape[0] if layer is Convolution else shape[0][2]
+    steps = random_steps(seed, 2 if FEW else 4, SOURCES)
     case = layer(steps, dtype, device, *shape)
     out, kept = (tensor.cpu() for tensor in case.run(steps))
     expected, states = case.on_cpu(steps)
@@ -135,10 +139,10 @@ def test_it_is_the_reference(dtype, device, layer, shape) -> None:
 
 
 @pytest.mark.parametrize("layer", [Convolution, DeltaRule])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1 if FEW else 2))
 def test_rows_do_not_depend_on_the_batch(compared_dtype, device, set_threads, layer, seed) -> None:
     steps = random_steps(seed, 4, SOURCES)
-    shape = (300,) if layer is Convolution else ((2, 4, 32, 24),)
+    shape = (300,) if layer is Convolution else ((1, 2, 32, 24),)
     case = layer(steps, compared_dtype, device, *shape)
     set_threads(2)
     out, kept = case.run(steps)
