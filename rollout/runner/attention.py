@@ -83,6 +83,7 @@ class RecurrentStates:
     def convolve(
         self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
     ) -> torch.Tensor:
+        """The short convolution of all rows: [T, C]. See `ops.causal_conv`."""
         return causal_conv(x_TC, weight_CW, bias_C, self._convolutions[layer], self._plan)
 
     def delta_rule(
@@ -94,6 +95,7 @@ class RecurrentStates:
         log_decay_TG: torch.Tensor,
         beta_TG: torch.Tensor,
     ) -> torch.Tensor:
+        """The gated delta rule of all rows: [T, G, V]. See `ops.gated_delta_rule`."""
         return gated_delta_rule(
             q_THK,
             k_THK,

@@ -26,6 +26,8 @@ from rollout.runner.attention import PagedAttention, RecurrentStates
 
 
 class DummyRun:
+    """Runs and samples padding rows through a model."""
+
     def __init__(
         self, model: CausalLM, features: AuxHiddenStates | None = None, *, exact: bool = True
     ) -> None:

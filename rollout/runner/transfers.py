@@ -3,9 +3,9 @@
 A copy costs about as much to start as a kernel, so what a step sends and what it reads back travel
 packed, as words of four bytes. On the CPU, where tensors are views of arrays, nothing is packed.
 
-What travels is a record: a dataclass or a dictionary whose values are arrays, or tensors, of dtypes
-of four or eight bytes, other records, or anything else, which stays as it is. What arrives is a
-record of the same type.
+What travels is a record: a dictionary of arrays, or tensors, of dtypes of four or eight bytes, or a
+dataclass of such, of other dataclasses, and of anything else, which stays as it is. What arrives is
+a record of the same type.
 """
 
 from __future__ import annotations

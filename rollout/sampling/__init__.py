@@ -1,0 +1,1 @@
+"""Logits to tokens and logprobs, and acceptance along draft trees."""

@@ -86,6 +86,13 @@ def row_inputs(
     trees: TreeInputs[NDArray] | None = None,
     chosen: Sequence[int] | None = None,
 ) -> RowInputs[NDArray]:
+    """The inputs of all rows, on the host.
+
+    Args:
+        vocab: logits of a row.
+        trees: to be walked along the samples.
+        chosen: see `RowInputs.chosen_R`.
+    """
     params = [request.params for request in rows.owners]
     changes = _changes(rows, vocab) if any(_may_change(p) for p in params) else None
     return RowInputs(

@@ -46,6 +46,7 @@ class SampleRows:
 
     @property
     def seeds_R(self) -> NDArray[np.uint64]:
+        """The request seed of each row."""
         seeds_O = np.array([request.seed for request in self.owners], dtype=np.uint64)
         return self.of_rows(seeds_O)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -148,6 +148,18 @@ def make_case(
         q = normal(entry.num_rows, heads, head_dim)
         requests.append(Request(entry, q, taken[:cut], taken[cut:]))
     return Case(requests, *pools)
+
+
+def case_on(
+    device: torch.device, entries: list[Entry], *shape, op: Callable = paged_attention
+) -> Case:
+    """``shape``: see `make_case`. What is run goes to the device, and what comes out comes back."""
+
+    def run(q, k_pool, v_pool, plan, scale):
+        q, k_pool, v_pool = (tensor.to(device) for tensor in (q, k_pool, v_pool))
+        return op(q, k_pool, v_pool, on(device, plan), scale).cpu()
+
+    return replace(make_case(entries, *shape), op=run)
 
 
 def random_tree(rng: random.Random, nodes: int) -> list[int]:

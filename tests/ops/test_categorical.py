@@ -33,7 +33,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float =
     )
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 15, 256, 257, 1000, 1024, 3003])
+@pytest.mark.parametrize("vocab", [1, 2, 15, 256, 257, 1024, 2503])
 def test_categorical_is_the_reference(dtype, device, vocab: int) -> None:
     rows = make_rows(18, vocab, dtype)
     logits, temperature, uniform = (tensor.to(device) for tensor in rows)

@@ -10,7 +10,7 @@ from rollout.ops.routing import route
 
 
 @pytest.mark.parametrize("normalizes", [False, True])
-@pytest.mark.parametrize(("num_experts", "chosen"), [(1, 1), (7, 3), (64, 8), (129, 129)])
+@pytest.mark.parametrize(("num_experts", "chosen"), [(1, 1), (7, 3), (64, 8), (33, 33)])
 def test_the_most_probable_come_first(dtype, device, num_experts, chosen, normalizes) -> None:
     torch.manual_seed(num_experts)
     # Distinct in every dtype: a shuffled range.

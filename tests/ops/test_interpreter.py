@@ -12,6 +12,9 @@ FOLDER = Path(__file__).parent
 OPS = (
     "categorical",
     "experts",
+    "gates",
+    "paged_attention",
+    "recurrent_layers",
     "rms_norm",
     "rotary_store_kv",
     "silu_mul",

@@ -165,14 +165,6 @@ def test_no_tokens_are_scored_as_none(params):
     assert (scored.tokens, scored.logprobs, scored.extras) == ([], [], [])
 
 
-def test_tokens_that_top_k_keeps_have_logprobs_however_unlikely():
-    request = make_request([1, 2], top_k=3, sampling_logprobs=True)
-    logits = torch.zeros(1, VOCAB)
-    logits[0, [7, 8]] = torch.tensor([2000.0, 1000.0])
-    scored = score(logits, rows_of_continuation(request, [8], range(1)), [8])
-    assert scored.extras[0].sampling_logprobs == scored.logprobs == [-1000]
-
-
 def test_of_equally_likely_tokens_the_lowest_are_told():
     """However many are asked for, beside whomever."""
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(3, VOCAB)) * 3).round().float()

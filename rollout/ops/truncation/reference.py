@@ -56,8 +56,7 @@ def _threshold_in_prefix(
     probs_RC = torch.where(by_k_RC, (log_ratio_RC + best_logprob_R[:, None]).exp(), 0.0)
     mass_RC = probs_RC.cumsum(dim=1)
     whole_R = torch.where(top_k_R > 0, mass_RC[:, -1], 1.0)
-    share_R = torch.where(top_p_R < 1, top_p_R.double(), float("inf"))
-    wanted_R1 = (share_R * whole_R)[:, None]
+    wanted_R1 = (top_p_R.double() * whole_R)[:, None]
     # A token stays if what is likelier than it has not reached p yet: the first always stays, also
     # where NaN makes all others seem to go.
     kept_RC = by_k_RC & ((mass_RC - probs_RC) < wanted_R1)

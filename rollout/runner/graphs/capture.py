@@ -12,6 +12,8 @@ _MAX_OF_DRIVER = 32 << 20
 
 
 class Captured(Protocol):
+    """What was captured, to be run again."""
+
     @property
     def num_bytes(self) -> int:
         """Device memory that capturing it took."""
@@ -31,6 +33,8 @@ class GraphTooLargeError(Exception):
 
 
 class Capture(Protocol):
+    """Makes graphs of what functions launch."""
+
     def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> Captured:
         """Capture what ``run`` does. Raises RuntimeError where that cannot be captured, and
         GraphTooLargeError where it takes more than ``max_bytes`` by itself."""
@@ -89,6 +93,7 @@ class CudaCapture:
         return _CudaGraph(graph, before.taken_until(_Memory.of(self._device)))
 
     def reset(self) -> None:
+        """Give the pool's memory back. No graph is left that uses it."""
         self._pool = None
         torch.cuda.empty_cache()
 

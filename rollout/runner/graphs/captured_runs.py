@@ -80,6 +80,7 @@ class CapturedRuns:
 
     @property
     def num_graphs(self) -> int:
+        """Graphs that are kept now."""
         return len(self._graphs)
 
     def place(self, record: Any) -> Any:
