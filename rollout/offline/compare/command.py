@@ -218,9 +218,10 @@ def _name(cell: Cell) -> str:
 
 def _print_table(cells: Sequence[Cell], console: Console) -> None:
     table = Table(title="speculative over plain decoding", title_justify="left")
-    for name in ("drafts", "temperature", "requests", "accept length", "tokens/s", "speedup"):
-        table.add_column(name, justify="left" if name == "drafts" else "right")
-    table.add_column("95 %")
+    table.add_column("drafts")
+    for name in ("temperature", "requests", "accept length", "speedup"):
+        table.add_column(name, justify="right")
+    table.add_column("95 %", no_wrap=True)
     table.add_column("")
     for cell in cells:
         compared = cell.compared
@@ -230,7 +231,6 @@ def _print_table(cells: Sequence[Cell], console: Console) -> None:
             f"{cell.temperature:g}",
             str(cell.width),
             f"{compared.accept_length:.2f}",
-            f"{compared.tokens_per_second:,.0f}",
             f"{compared.times.speedup:.2f}x",
             f"{low:.2f} to {high:.2f}",
             compared.times.verdict.value,

@@ -19,7 +19,7 @@ _FEWEST = 6
 class Verdict(enum.StrEnum):
     PAYS = "pays"
     COSTS = "does not pay"
-    UNCLEAR = "no difference can be told"
+    UNCLEAR = "unclear"
 
 
 @dataclass(slots=True)
