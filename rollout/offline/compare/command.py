@@ -220,7 +220,7 @@ def _print_table(cells: Sequence[Cell], console: Console) -> None:
     table = Table(title="speculative over plain decoding", title_justify="left")
     table.add_column("drafts")
     for name in ("temperature", "requests", "accept length", "speedup"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=len(name.split()[0]))
     table.add_column("95 %", no_wrap=True)
     table.add_column("")
     for cell in cells:
