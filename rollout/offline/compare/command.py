@@ -15,6 +15,7 @@ import rich
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -217,7 +218,9 @@ def _name(cell: Cell) -> str:
 
 
 def _print_table(cells: Sequence[Cell], console: Console) -> None:
-    table = Table(title="speculative over plain decoding", title_justify="left")
+    table = Table(
+        title="speculative over plain decoding", title_justify="left", box=box.SIMPLE_HEAD
+    )
     table.add_column("drafts")
     for name in ("temperature", "requests", "accept length", "speedup"):
         table.add_column(name, justify="right", min_width=len(name.split()[0]))
