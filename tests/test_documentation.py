@@ -21,6 +21,7 @@ from rollout.offline.config import RunConfig
 from rollout.server.command import register_serve_schema
 from rollout.server.config import ServeConfig
 from spec_workers.draft_training.arguments import train_draft_parser
+from tests.helpers.text_model import save_text_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,6 +63,14 @@ def test_python_code_parses(page: Path) -> None:
     for language, code in CODE.findall(page.read_text(encoding="utf-8")):
         if language == "python":
             ast.parse(code)
+
+
+def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_text_model(tmp_path / "models" / "SmolLM2-135M-Instruct")
+    blocks = [code for language, code in CODE.findall(PAGES[0].read_text()) if language == "python"]
+    assert len(blocks) == 1
+    exec(compile(blocks[0], "README.md", "exec"), {})
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
