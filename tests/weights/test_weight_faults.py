@@ -172,7 +172,8 @@ def test_an_update_keeps_the_corpus_and_drops_the_prefix_cache(engine, policies,
     assert again.stats.cached_tokens > 0
     corpus_tokens = engine.worker.counters()["corpus/live_tokens"]
     assert corpus_tokens > 0
-    running = engine.submit(PROMPTS[0], PARAMS)
+    # More tokens than one step can draft, so that it runs whatever the corpus proposes.
+    running = engine.submit(PROMPTS[0], replace(PARAMS, max_new_tokens=100))
     engine.step()
     engine.update_weights_from_tensor(new.tensors.items(), flush_cache=flush_cache)
     assert engine.worker.counters()["corpus/live_tokens"] >= corpus_tokens
