@@ -90,8 +90,8 @@ def force_draft(drafter: NeuralDrafter, recording: Recording, hit_rate: float) -
     inputs, children = proposer._inputs, guesser.children
 
     def with_said(wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
-        """What is said of all depths is sent along: on a GPU levels are launched without a read
-        between."""
+        """Sends the recorded tokens of all depths along: on a GPU levels are launched without a
+        read between."""
         entries = [wanted.batch.entries[b] for b in wanted.entries_G]
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         said_GL = np.zeros((len(entries) + padding, proposer._num_steps), dtype=np.int64)

@@ -32,7 +32,7 @@ class DType(enum.StrEnum):
 
 
 class LoadFormat(enum.StrEnum):
-    """Where an engine's first weights come from. Names follow vLLM and SGLang."""
+    """The source of an engine's first weights. Names follow vLLM and SGLang."""
 
     safetensors = "safetensors"  # the model folder
     dummy = "dummy"  # nothing is read: a trainer sends all weights before the first token
@@ -40,7 +40,7 @@ class LoadFormat(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Which model runs, in which dtype, and where."""
+    """The model to run, its dtype and its device."""
 
     path: str  # a folder with config.json and safetensors
     load_format: LoadFormat = LoadFormat.safetensors  # dummy needs only config.json

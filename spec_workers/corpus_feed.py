@@ -19,7 +19,7 @@ class _Followed:
 
 
 class CorpusFeed:
-    """Which requests the corpus follows, and how far.
+    """The requests that the corpus follows, and the number of tokens it knows of each.
 
     It goes by what the requests hold, not by what a step emitted, so a step that fails changes
     nothing and steps may go by unfed.

@@ -86,7 +86,7 @@ class StepTimer:
 
     @contextmanager
     def booking(self) -> Iterator[None]:
-        """Whatever else the host does between the launches and the end of the step."""
+        """Count the host's other work between the launches and the end of the step as launching."""
         started = time.perf_counter()
         yield
         self._launch_ms += _ms_since(started)

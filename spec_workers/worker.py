@@ -200,7 +200,8 @@ class SpecWorker:
         return verified
 
     def _steady_phases(self) -> SteadyPhases:
-        """Of the step that was launched last."""
+        """Whether the phases of the step launched last were steady-state, with nothing compiled or
+        captured."""
         graphs = self.target.graphs
         return SteadyPhases(
             forward=graphs is None or graphs.is_warm, drafting=self.drafting_is_steady

@@ -347,7 +347,8 @@ class RolloutCluster:
         self.weights.abandon_if_dead()
 
     def _try_again(self, flight: InFlightRequest, reason: str) -> None:
-        """Whatever killed the replica, this request may have done it.
+        """Queue the request for another replica, or fail it once its deaths reach the limit: it may
+        have killed them.
 
         Once it has seen so many deaths that one more would be its end, it runs alone, so that it
         answers for nobody else.

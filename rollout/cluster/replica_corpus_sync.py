@@ -48,7 +48,7 @@ class ClusterCorpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorporaOfAll:
-    """What a replica must have before it joins, as of one moment."""
+    """The external corpora that every replica has at one moment: one that joins needs the same."""
 
     file: str | None  # loaded on all
     corpora: Mapping[str, ClusterCorpus]  # none that failed

@@ -1,4 +1,4 @@
-"""What the replicas report, and one engine's numbers made of it."""
+"""The latest report of every replica, and the sums that look like one engine's metrics."""
 
 from __future__ import annotations
 

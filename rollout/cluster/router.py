@@ -1,4 +1,4 @@
-"""Which replica runs which request.
+"""The router chooses the replica that runs each request.
 
 Requests queue here, by the replica that is their group's home, and are handed out as there is
 room, so that little is lost when a replica dies and nothing waits at one while another idles.
@@ -197,7 +197,8 @@ class Router:
         self._home(group).push(group, deque([request_id]), first=first)
 
     def _home(self, group: int) -> _ReplicaQueue:
-        """Where it is while any of it is unfinished, else where its hash leads.
+        """The queue of the replica that a group is bound to; one it is not bound to yet is sent by
+        its hash.
 
         Each try is as good as random, and the first that is alive is it: so the groups of one that
         died are spread over the others, and nobody else's move.

@@ -104,7 +104,7 @@ class CorpusDelta:
 
 
 class ExternalState(enum.StrEnum):
-    """What has become of an external corpus."""
+    """The state of an external corpus, from loading to drafting."""
 
     LOADING = "loading"  # or waiting for its turn
     READY = "ready"  # built; drafted from when it is published, between two steps

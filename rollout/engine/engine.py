@@ -305,7 +305,7 @@ class RolloutEngine:
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
-        """What `release_memory` gave back and `resume_memory` did not take again."""
+        """The memory that `release_memory` released and `resume_memory` has not resumed."""
         return self.lifecycle.released_tags
 
     @property

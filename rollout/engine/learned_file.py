@@ -17,7 +17,7 @@ _MAX_DEPTH = 12  # objects and lists inside each other: of a cost curve of anoth
 
 
 def learned_file(corpus_path: str | os.PathLike[str]) -> Path:
-    """Where the learned costs lie that belong to a corpus's file."""
+    """The file beside a corpus's file that holds its learned costs."""
     return Path(f"{os.fspath(corpus_path)}.learned.json")
 
 

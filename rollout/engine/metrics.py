@@ -148,7 +148,8 @@ class MetricsRecorder:
         self.last = step
 
     def _book_gain(self, step: StepMetrics, forecast: StepForecast, *, decodes_alone: bool) -> None:
-        """What drafts saved in this step, by the pace of the plain steps beside it."""
+        """Book the milliseconds that drafts saved in this step, by the pace of the plain steps
+        beside it."""
         pace = self._pace
         step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
         step.predicted_gain_ms = forecast.predicted_gain_ms

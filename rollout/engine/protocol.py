@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Ranks(enum.Enum):
-    """Which ranks of one model make a call that is made on rank 0."""
+    """The ranks of one model that make a call which is made on rank 0."""
 
     EVERY = enum.auto()
     """It changes what all ranks share, or waits in their collectives."""
@@ -47,11 +47,12 @@ class Ranks(enum.Enum):
     """It looks at what is alike on all, and waits for nobody."""
 
     NONE = enum.auto()
-    """What it is given cannot travel: it is refused, to be made on each rank."""
+    """An argument cannot be sent to other ranks: the call is refused on rank 0, and is made on each
+    rank."""
 
 
 class Replicas(enum.Enum):
-    """Which replicas of a cluster make a call; the cluster does nothing beside."""
+    """The replicas of a cluster that make a call; the cluster does nothing of its own in it."""
 
     EVERY = enum.auto()  # nothing is returned
     ONE = enum.auto()  # whichever; its answer is returned

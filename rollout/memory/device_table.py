@@ -18,7 +18,7 @@ A = TypeVar("A")
 
 @dataclass(kw_only=True)
 class TableWrites(Generic[A]):
-    """What is written where in the table, in arrays or tensors. Filled by `DeviceTable.changes`."""
+    """Slots and the places in the table they are written to. Filled by `DeviceTable.changes`."""
 
     indices_C: A  # int64, in the flat table
     slots_C: A  # int32

@@ -14,7 +14,8 @@ import torch
 from rollout.errors import InvalidInputError
 
 NO_STATE = 0
-"""As a source: the state of no tokens, all zeros. As a target: do not store. Never allocated."""
+"""The slot of no state. A row that continues it starts from zeros; a row that targets it stores
+nothing. Never allocated."""
 
 
 class StateRow(NamedTuple):

@@ -110,7 +110,7 @@ class RecurrentStates:
 
 @dataclass(kw_only=True)
 class StateInputs(Generic[A]):
-    """What a `StatePlan` has besides ``q_offsets_B1``, int32. Filled by `state_inputs`."""
+    """The int32 fields of a `StatePlan` besides ``q_offsets_B1``. Filled by `state_inputs`."""
 
     sources_B: A
     parents_T: A

@@ -126,7 +126,7 @@ class StepArrays(Generic[A]):
 
     @property
     def ends_B(self: StepArrays[NDArray]) -> NDArray[np.int32]:
-        """Where each run ends."""
+        """The position behind the last row of each run."""
         return self.starts_B + self.run_lens_B
 
     def padded(

@@ -1,4 +1,4 @@
-"""Which of a worker's memory is there, and giving it back to whoever shares the machine."""
+"""Release and resume of a worker's memory: weights, KV cache and graphs."""
 
 from __future__ import annotations
 

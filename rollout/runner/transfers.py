@@ -30,7 +30,7 @@ _DTYPES: dict[np.dtype, torch.dtype] = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
 }
-"""Those that travel."""
+"""The dtypes that can cross to the device, with torch's name for each."""
 
 _NUMPY_DTYPES = {dtype: own for own, dtype in _DTYPES.items()}
 

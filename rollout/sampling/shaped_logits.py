@@ -100,7 +100,7 @@ class ShapedLogits:
         return ids_WK, token_logprobs(logits_WV, temperature_W, ids_WK)
 
     def entropies(self, rows_W: torch.Tensor) -> torch.Tensor:
-        """Of the distributions that `logprobs` are taken from."""
+        """Entropies in nats [W] of the distributions that `logprobs` are taken from."""
         logits_WV = self._of("logits_RV", rows_W)
         return entropy(logits_WV, _taken(self._plain.temperature_R, rows_W))
 

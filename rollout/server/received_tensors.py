@@ -74,7 +74,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Which of them weights may have is for the transaction to say."""
+"""The dtypes that can be received. The transaction says which of them a weight may have."""
 
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 _PICKLES = (b"\x80", b"PK\x03\x04")  # of any protocol since 2; torch.save's archive

@@ -122,7 +122,7 @@ class ParameterSource(ABC):
         return weights_of(self.model, self.refs())
 
     def manifest(self) -> Manifest:
-        """What a pass that begins now will yield."""
+        """The names, shapes and dtypes that a pass which begins now will yield."""
         return self.manifest_of(self.weights())
 
     def manifest_of(self, weights: Iterable[Weight]) -> Manifest:

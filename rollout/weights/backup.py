@@ -17,7 +17,7 @@ from rollout.models.layers.weight_loader import WeightLoader
 from rollout.weights.parts import WeightParts
 
 _FILE_BYTES = 256 << 20
-"""Of one file, and so of the copy held in memory while it is written."""
+"""The most bytes of one file, and so of the copy that is in memory while it is written."""
 
 
 class WeightBackup:

@@ -77,7 +77,7 @@ class DistributedSource:
             self._layouts = _one_by_one(manifest)
 
     def manifest(self) -> Manifest:
-        """What `expect` was told."""
+        """The manifest that `expect` was given."""
         return self._manifest
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

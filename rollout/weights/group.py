@@ -75,7 +75,7 @@ class BroadcastGroup(ABC):
         self.rank = checked_int(rank, "rank", maximum=world_size - 1)
         self.backend = _checked_backend(backend)
         self.device = _device(self.backend, device)
-        """Where tensors that are broadcast must be."""
+        """The device that broadcast tensors must be on."""
         self.timeout = checked_seconds(timeout, "timeout")
         self._address = master_address
         self._port = checked_int(master_port, "master_port", minimum=1, maximum=65535)

@@ -139,7 +139,8 @@ class WeightParts(Mapping[str, WeightPart]):
         return self._readers[first](folder, parts)
 
     def weight_loaders(self, parts: frozenset[str]) -> dict[str, WeightLoader]:
-        """Where an update of these parts goes. What they borrow from others may come, unchanged."""
+        """The loaders that an update of these parts writes to. Tensors they borrow from other parts
+        may come too, unchanged."""
         found: dict[str, WeightLoader] = {}
         for part, model in self._parts.items():
             if part not in parts:

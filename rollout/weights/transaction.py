@@ -48,7 +48,7 @@ TARGET = "target"
 
 
 class WeightState(enum.Enum):
-    """What an update may be doing to the weights; see the diagram above."""
+    """The states of the weights during an update; see the diagram above."""
 
     WHOLE = "whole"
     OPEN = "open"

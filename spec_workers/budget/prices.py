@@ -18,7 +18,7 @@ _PRICE_EVERY = 16
 """Steps of an unchanged batch that are priced alike."""
 
 _BATCHES = 4
-"""Whose prices are remembered: parts of a batch may take turns."""
+"""Batches whose prices are remembered at once: with overlap, parts of a batch alternate."""
 
 
 @dataclass(slots=True)

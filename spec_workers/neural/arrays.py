@@ -1,4 +1,4 @@
-"""What numpy and torch call by different names, for code that runs on the arrays of both.
+"""One name for operations that numpy and torch name differently, for code that runs on both.
 
 On the CPU arrays are numpy's, whose calls take a microsecond where torch's take several; on a
 device they are torch's. Operators, indexing by arrays, ``reshape``, ``sum``, ``cumsum``, ``clip``,

@@ -88,7 +88,7 @@ class Guesser:
         self._open: deque[Proposed] = deque(maxlen=_STEPS_AT_ONCE)
 
     def tables(self) -> dict[str, NDArray]:
-        """What was learned, as `children` reads it."""
+        """The learned tables that `children` reads."""
         return {
             "weights": self._mixture.weights(),
             **self._reliability.tables(),

@@ -106,8 +106,8 @@ class Reliability:
         self._true_XP = np.zeros_like(self._expected_XP)
 
     def tables(self) -> dict[str, NDArray[np.float64]]:
-        """What `corrected` reads. ``ratios`` [X, P]: what came true over what was expected, at each
-        of the ``knots`` [P]."""
+        """The tables that `corrected` reads: how often guesses came true over how often they were
+        expected to, ``ratios`` [X, P], at each of the ``knots`` [P]."""
         ratios_XP = (self._true_XP + _INERTIA) / (self._expected_XP + _INERTIA)
         return {"knots": KNOTS_P, "ratios": ratios_XP}
 

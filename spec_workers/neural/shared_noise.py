@@ -40,10 +40,10 @@ Tensors = dict[str, torch.Tensor]
 WIDTHS = (1.0, 0.25, 0.08, 0.025, 0.008)
 SHARPNESS = (1.0, 1.6, 2.5, 4.0, 8.0)
 CANDIDATES = 32
-"""Of a row's tokens; those beyond are hardly ever worth a node."""
+"""The number of a row's tokens that are considered; those beyond are hardly ever worth a node."""
 
 OPTIONAL_INPUTS = ("temperature", "is_greedy", "top_k", "top_p", "min_p")
-"""Those that launches depend on the presence of."""
+"""Inputs that may be absent. The kernels that are launched depend on which are present."""
 
 COMPONENTS = len(WIDTHS) + 1
 """The last one believes in none of the candidates."""

@@ -13,7 +13,7 @@ _TICKS = 10
 
 
 class Pulsed(Protocol):
-    """What can be asked for its pulse."""
+    """A replica that can be asked how long its engine has been busy."""
 
     def pulse(self) -> Future[float]:
         """Seconds that its engine's step or call under way has taken; 0.0 while nothing is."""

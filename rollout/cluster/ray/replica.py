@@ -28,7 +28,7 @@ _FETCH_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLocation:
-    """Where an actor lives, or lived."""
+    """The process, node and log files of an actor that is alive or has died."""
 
     pid: int
     node: str  # Ray's id of it
@@ -162,5 +162,5 @@ class ReplicaActor(ReplicaHost):
     """The replica's side, in a process of Ray's."""
 
     async def location(self) -> ActorLocation:
-        """Where this actor lives, before it has an engine."""
+        """The location of this actor. Can be asked before it has an engine."""
         return ActorLocation.of_this_process()

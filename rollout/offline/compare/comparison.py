@@ -36,7 +36,7 @@ class Work:
 
 @dataclass(slots=True)
 class Compared:
-    """What came of plain and speculative decoding of the same work."""
+    """Results of decoding the same requests plainly and speculatively."""
 
     times: PairedTimes = field(default_factory=PairedTimes)
     rollouts: int = 0

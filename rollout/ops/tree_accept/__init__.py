@@ -1,4 +1,4 @@
-"""Which draft nodes the target's samples confirm, on the device.
+"""Acceptance on the device: the draft nodes that the target's samples confirm.
 
 Legend: B entries, N draft nodes, R sampled rows, D places of a path, at most 63.
 """

@@ -12,7 +12,7 @@ _MAX_OF_DRIVER = 32 << 20
 
 
 class Captured(Protocol):
-    """What was captured, to be run again."""
+    """A captured piece of device work that can be replayed."""
 
     @property
     def num_bytes(self) -> int:

@@ -18,7 +18,7 @@ from rollout.runner.graphs.capture import Capture
 from rollout.runner.graphs.captured_runs import CapturedRuns, Tensors
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
+"""The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
 
 Forward = Callable[[StepArrays[torch.Tensor], int], Results]
 """From a step's inputs and the longest run."""
@@ -86,7 +86,8 @@ class ForwardGraphs:
         return hidden_TE, features_TF, routes_TC
 
     def _where(self, variant: Hashable, like: Tensors) -> Tensors:
-        """Where all graphs of a variant leave what they compute; ``like``: such results."""
+        """The first rows of the tensors that all graphs of a variant write to; made like ``like``
+        at first."""
         if variant not in self._kept:
             most = self.buckets.rows[-1]
             self._kept[variant] = {

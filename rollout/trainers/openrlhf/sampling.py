@@ -58,7 +58,7 @@ def engine_params(params: Any) -> SamplingParams:
 
 
 def _given(params: Any) -> dict[str, Any]:
-    """What is not at its default: vLLM gets new parameters with every release."""
+    """The parameters that differ from their defaults: vLLM gets new ones with every release."""
     names = getattr(params, "__struct_fields__", None)  # vLLM's own class is a msgspec.Struct
     if names is None:
         names = [field.name for field in fields(params)]

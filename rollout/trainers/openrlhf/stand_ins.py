@@ -31,7 +31,7 @@ TIMEOUT_VARIABLE = "SPECROLLOUT_SYNC_TIMEOUT"
 
 @dataclass(frozen=True, slots=True)
 class StatelessProcessGroup:
-    """Where ``world_size`` processes are going to meet; rank 0 is the trainer."""
+    """The address at which ``world_size`` processes will meet; rank 0 is the trainer."""
 
     host: str
     port: int

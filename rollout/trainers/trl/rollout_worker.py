@@ -169,8 +169,8 @@ class _Shared:
 
 
 class _Heartbeat:
-    """Where TRL's loop puts the time of day whenever it is alive. Its age goes by a clock that
-    nobody sets."""
+    """The time since TRL's loop last said that it is alive. TRL writes the time of day; ``age``
+    goes by a clock that nobody sets."""
 
     def __init__(self) -> None:
         self._beat = time.monotonic()

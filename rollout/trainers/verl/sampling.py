@@ -23,7 +23,8 @@ class ResponseLimits:
     response_length: int
 
     def default(self, prompt_len: int) -> int:
-        """Where a request names no limit: what is left of both lengths, by several turns too."""
+        """The limit for a request that names none: what is left of both lengths, after several
+        turns too."""
         return min(self.response_length, self.prompt_length + self.response_length - prompt_len)
 
 
