@@ -16,8 +16,8 @@ from rollout.engine.worker import WorkerFactory
 
 
 class ReplicaHost:
-    """Called on one event loop. Those calls that must begin in the order they were made in are
-    numbered from 0: what carries them may hand them over in another."""
+    """A replica's engine on a thread, called from one event loop. Calls that must begin in the
+    order they were made are numbered from 0, since they may arrive in another."""
 
     def __init__(self) -> None:
         self._turns = _Turns()

@@ -77,7 +77,7 @@ class Router:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """``names``: of all replicas there are to be; those that `join` take requests."""
+        """``names``: all replicas there will ever be; they take requests once they `join`."""
         self._names = list(names)
         self._replicas: dict[str, _ReplicaQueue] = {}
         self._groups: dict[int, _Group] = {}
@@ -132,7 +132,8 @@ class Router:
             self._unassigned.append(request_id)
 
     def remove(self, request_id: int) -> str | None:
-        """It ended, or is wanted no more; which replica has it, if one does."""
+        """Forget a request that has ended or is wanted no more. Returns the replica that has it, if
+        any."""
         group, name = self._requests[request_id]
         if name is not None:
             del self._replicas[name].running[request_id]

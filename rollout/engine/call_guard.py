@@ -18,7 +18,8 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 _PATIENCE_SECONDS = 1.0
-"""Short calls of other threads, and finalizers that run in them, are waited for."""
+"""Seconds to wait for another thread's call: enough for a short one, and for the finalizers in
+it."""
 
 
 class CallGuard:

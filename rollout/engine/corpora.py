@@ -45,7 +45,8 @@ class Corpora:
     """
 
     def __init__(self, worker: Worker, encoder: PromptEncoder, steps: StepRunner) -> None:
-        """Goes on from what is beside the file the corpus was made from, if it was."""
+        """Restores what was learned beside the file the corpus was made from, if it was made from
+        one."""
         self._worker = worker
         self._encoder = encoder
         self._steps = steps
@@ -252,7 +253,7 @@ class Corpora:
         return {"budget": self._worker.learned()}
 
     def _begin(self, learned: dict[str, Any], file: Path | None) -> None:
-        """Go on from what ``file`` held, as far as it is of this machine and model."""
+        """Start from what ``file`` held, as far as it is of this machine and model."""
         if "lengths" in learned:
             try:
                 self._lengths.restore(learned["lengths"])

@@ -86,7 +86,8 @@ class ListedDocuments(CorpusDocuments):
 
 
 class FileDocuments(CorpusDocuments):
-    """JSONL, per line a JSON string or an object with ``text``. Blank lines are no documents.
+    """Documents of a JSONL file: each line a JSON string or an object with ``text``. Blank lines
+    are none.
 
     A line may have 64 MiB.
     """

@@ -90,7 +90,7 @@ class CorpusDelta:
 
     @property
     def num_tokens(self) -> int:
-        """Emitted ones; those of contexts are not counted."""
+        """Emitted tokens of all spans, without their contexts."""
         return self.tokens_N.size
 
     @property
@@ -150,7 +150,7 @@ class DraftCorpus(Protocol):
 
     @property
     def initial_path(self) -> str | None:
-        """The file it was made from, if it was."""
+        """The file the corpus was made from; None without one."""
         ...
 
     def add_external(
@@ -173,7 +173,7 @@ class DraftCorpus(Protocol):
     def external_corpora(self) -> list[ExternalCorpus]: ...
 
     def wait(self, name: str, timeout: float | None) -> None:
-        """Return when it loads no more, or after ``timeout`` seconds."""
+        """Return when ``name`` is no longer loading, or after ``timeout`` seconds."""
         ...
 
     def publish(self) -> None:
@@ -201,11 +201,12 @@ class DraftCorpus(Protocol):
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Whole or not at all. Raises OSError."""
+        """Write the corpus to a file, whole or not at all. Raises OSError."""
         ...
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """In place of what is held. Raises InvalidInputError or OSError; nothing changed then."""
+        """Replace the contents by a saved file's. Raises InvalidInputError or OSError; nothing
+        changed then."""
         ...
 
     def close(self) -> None:

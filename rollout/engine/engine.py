@@ -85,7 +85,8 @@ class RolloutEngine:
     def from_config(
         cls, config: EngineConfig, factory: WorkerFactory, progress: Progress | None = None
     ) -> RolloutEngine:
-        """``progress`` is told how far the model's weights are read."""
+        """Build the worker by its factory. ``progress`` is told how far the model's weights are
+        read."""
         return cls(config, factory(config, progress))
 
     @classmethod
@@ -146,7 +147,7 @@ class RolloutEngine:
 
     @property
     def lockstep(self) -> bool:
-        """Other ranks wait in its forwards: see `step`."""
+        """Whether other ranks wait in this engine's forwards: see `step`."""
         return self.worker.lockstep
 
     # Requests that return when all is done
@@ -353,7 +354,8 @@ class RolloutEngine:
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
+        """Weight version by part: ``target``, and each draft, which counts its updates unless they
+        were numbered."""
         return self.weights.weight_versions
 
     begin_weight_update = _call("weights", WeightUpdates.begin_weight_update)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=Engine)
 OnTokens = Callable[[Request, int], None]
-"""Told of a request that has new tokens, and how many it had emitted when it was told last."""
+"""Called with a request that has new tokens, and the number it had emitted at the last call."""
 
 
 class RequestHandle:
@@ -31,10 +31,11 @@ class RequestHandle:
 
     def __init__(self, abort: Callable[[RequestHandle], None]) -> None:
         self.future: Future[Rollout] = Future()
-        """Settled on the loop's thread, so its callbacks must be short. ``asyncio.wrap_future`` it
-        to await it; cancelling either aborts the request."""
+        """The request's rollout. It is set on the loop's thread, so its callbacks must be short.
+        ``asyncio.wrap_future`` it to await it; cancelling either aborts the request."""
         self.request_id: int | None = None
-        """The engine's; None until the loop queued it, and for one that was refused."""
+        """The engine's id of the request; None until the loop has queued it, and if it was
+        refused."""
         self._abort = abort
 
     def abort(self) -> None:
@@ -47,7 +48,7 @@ class RequestHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Something to do between two steps."""
+    """A function to run between two steps."""
 
     run: Callable[[], None]
     future: Future[Any] | None = None  # of a `call`: told where the loop breaks before it ran
@@ -221,7 +222,7 @@ class EngineLoop(Generic[E]):
     # Any thread
 
     def _post(self, command: _Command) -> None:
-        """With the lock held."""
+        """Queue a command. The caller holds the lock."""
         self._commands.append(command)
         self._changed.notify()
 
@@ -251,7 +252,8 @@ class EngineLoop(Generic[E]):
 
     @property
     def _can_step(self) -> bool:
-        """Nothing changes it but this thread, so sleeping on it loses no wake-up."""
+        """Whether a step can run. Only this thread changes that, so sleeping on it loses no
+        wake-up."""
         return self._engine.can_run and self._engine.has_unfinished
 
     def _run_commands(self) -> None:

@@ -41,10 +41,10 @@ class Ranks(enum.Enum):
     """The ranks of one model that make a call which is made on rank 0."""
 
     EVERY = enum.auto()
-    """It changes what all ranks share, or waits in their collectives."""
+    """The call changes what all ranks share, or waits in their collectives."""
 
     FIRST = enum.auto()
-    """It looks at what is alike on all, and waits for nobody."""
+    """The call reads what is alike on all ranks, and waits for none."""
 
     NONE = enum.auto()
     """An argument cannot be sent to other ranks: the call is refused on rank 0, and is made on each
@@ -59,7 +59,8 @@ class Replicas(enum.Enum):
 
 
 def called_on(*where: Ranks | Replicas) -> Callable[[M], M]:
-    """Marks a method of `Engine`. Without a mark for replicas the cluster has its own way."""
+    """Mark a method of `Engine` with the ranks and replicas that make the call. A cluster
+    implements a method without a mark for replicas itself."""
 
     def mark(method: M) -> M:
         method.__dict__["called_on"] = where

@@ -57,7 +57,8 @@ class WeightUpdates:
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
+        """Weight version by part: ``target``, and each draft, which counts its updates unless they
+        were numbered."""
         return self._worker.weights.versions
 
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
