@@ -44,7 +44,7 @@ class DraftSpec:
 
     @property
     def hidden_size(self) -> int:
-        """E."""
+        """The size E of the draft's hidden states."""
         return self.decoder.hidden_size
 
     @property

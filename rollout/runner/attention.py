@@ -120,7 +120,8 @@ class StateInputs(Generic[A]):
 def state_inputs(
     batch: Batch, trees: DraftTrees, q_offsets_B1: NDArray[np.int32], rows: int
 ) -> StateInputs[NDArray[np.int32]]:
-    """``q_offsets_B1`` and ``rows`` may count padding in. Each entry has its states."""
+    """Lay out the states of a step, each of whose entries has some. ``q_offsets_B1`` and ``rows``
+    may count padding in."""
     entries, states = batch.entries, []
     for entry in entries:
         assert entry.states is not None, "scheduled without states"

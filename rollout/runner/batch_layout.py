@@ -201,7 +201,7 @@ def _merged(
 
 
 def padded(array: NDArray, length: int, value: int = 0) -> NDArray:
-    """At least so long."""
+    """The array, filled up with ``value`` to at least this length."""
     size = array.size
     if size >= length:
         return array

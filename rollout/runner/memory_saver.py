@@ -17,7 +17,7 @@ from rollout.weights.transaction import WeightTransaction
 log = logging.getLogger(__name__)
 
 _NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
-"""To run. Without graphs steps are launched kernel by kernel."""
+"""The memory without which nothing runs. Without graphs steps are launched kernel by kernel."""
 
 
 class MemoryPool(Protocol):
@@ -28,7 +28,7 @@ class MemoryPool(Protocol):
         ...
 
     def allocate(self) -> None:
-        """It holds nothing then."""
+        """Allocate the memory again. Nothing of what it held remains."""
         ...
 
 

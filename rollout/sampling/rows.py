@@ -51,7 +51,7 @@ class SampleRows:
         return self.of_rows(seeds_O)
 
     def of_rows(self, values_O: NDArray) -> NDArray:
-        """For each row what its owner has."""
+        """The owner's value of each row: [O] to [R]."""
         return np.repeat(values_O, self.counts_O)
 
 

@@ -84,7 +84,7 @@ class ShapedLogits:
         return token_logprobs(logits_WV, ones_W, _taken(tokens_R, rows_W))
 
     def sampling_logprobs(self, tokens_R: torch.Tensor, rows_W: torch.Tensor) -> torch.Tensor:
-        """Renormalised over what could be drawn."""
+        """Logprobs [W] of tokens, renormalised over those that could be drawn."""
         kept_WV = self._of("drawn_from_RV", rows_W)
         if self._plain.threshold_R is not None:
             threshold_W1 = self._of("threshold_R", rows_W)[:, None]
@@ -171,7 +171,8 @@ def _changed(
 
 
 def _edited(logits_E: torch.Tensor, edits_3E: torch.Tensor) -> torch.Tensor:
-    """Finite values stay finite, however large a penalty: a row with +inf is no distribution."""
+    """Logits with penalties, costs and biases applied. Finite values stay finite, however large a
+    penalty: a row with +inf is no distribution."""
     penalties_E, costs_E, biases_E = edits_3E
     largest = torch.finfo(torch.float32).max
     is_finite_E = logits_E.abs() <= largest

@@ -79,7 +79,7 @@ class ServerConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Only programs of this machine can reach it."""
+        """Whether only programs of this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:

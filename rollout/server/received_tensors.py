@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def too_many(count: int) -> str:
-    """Why so many are refused; empty: they are not."""
+    """The reason why one call may not name so many tensors; empty where it may."""
     if count <= MAX_TENSORS:
         return ""
     return f"one call names at most {MAX_TENSORS} tensors, not {count}: make it several calls"
@@ -41,7 +41,8 @@ def _checked(value: Any) -> Any:
 
 
 def _checked_handles(value: Any) -> Any:
-    """Counts the entries of their layouts, where those are well formed."""
+    """The handles, if their layouts together name few enough tensors. Malformed ones pass: the call
+    refuses them."""
     if isinstance(value, list):
         layouts = [each.get("layout") for each in value if isinstance(each, dict)]
         entries = [each.get("entries") for each in layouts if isinstance(each, dict)]
@@ -99,7 +100,7 @@ class ReceivedFile:
             self._close = weakref.finalize(self, _remove, self._descriptor, self.path)
 
     def close(self) -> None:
-        """Views of its tensors stay valid. A second call does nothing."""
+        """Free the file; views of its tensors stay valid. A second call does nothing."""
         self._close()
 
     def write(self, data: bytes) -> None:

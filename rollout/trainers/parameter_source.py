@@ -91,7 +91,7 @@ class ParameterSource(ABC):
         self.weights()  # refuses here what could not be streamed later
 
     ranks = Ranks()
-    """Who must iterate together."""
+    """The trainer's ranks, which must iterate together."""
 
     holds_weights_after_optimizer = True
     """Whether the model has its new weights when the optimizer's ``step`` returns."""

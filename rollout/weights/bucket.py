@@ -32,7 +32,8 @@ from rollout.weights.manifest import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBucket:
-    """No object of torch's is in it, so none is unpickled where it arrives."""
+    """A bucket as numpy's array and plain containers, so that receivers unpickle nothing of
+    torch."""
 
     flat: NDArray[np.uint8]  # (num_bytes,)
     layout: Mapping[str, Any]  # BucketLayout.to_json()
@@ -171,7 +172,7 @@ def unflattened(stream: Iterable[FlattenedBucket]) -> NamedTensors:
 
 
 class _Buckets(StoredWeights):
-    """Buckets that are all there."""
+    """A weight source of buckets that all exist at once."""
 
     def __init__(self, stream: Collection[FlattenedBucket]) -> None:
         self._buckets = stream

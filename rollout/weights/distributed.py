@@ -211,7 +211,7 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def outcome(number: int, error: BaseException | None) -> dict[str, Any]:
-    """The note that says how something of an update went."""
+    """The note that tells the group whether a stage of an update succeeded."""
     return {
         "number": number,
         "error": None if error is None else str(error) or type(error).__name__,

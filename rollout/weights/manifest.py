@@ -53,7 +53,7 @@ class TensorSpec(NamedTuple):
 
 
 Manifest = Mapping[str, TensorSpec]
-"""Checkpoint names and what comes under them."""
+"""Shapes and dtypes by checkpoint name."""
 
 
 @runtime_checkable

@@ -117,7 +117,8 @@ class WeightTransaction:
 
     @property
     def versions(self) -> dict[str, int]:
-        """By part. Each counts the updates that reached it, or was given a number by its last."""
+        """Weight version by part. Each counts the updates that reached the part, or is the number
+        its last one gave."""
         return {part: self._versions.get(part, 0) for part in self.parts}
 
     @property
@@ -211,7 +212,8 @@ class WeightTransaction:
 
     @contextmanager
     def broadcast_failures(self) -> Iterator[None]:
-        """Around a call that begins an update: what fails before that is heard by all ranks."""
+        """A context for a call that begins an update: a failure before that is broadcast to all
+        ranks."""
         number = self._number
         try:
             yield
@@ -322,7 +324,7 @@ class WeightTransaction:
         return following | dict.fromkeys({TARGET} & parts or parts, given)
 
     def _update_state(self) -> None:
-        """Torn while a part is, else whole."""
+        """Set the state to torn while any part is torn, else to whole."""
         if not self._torn:
             self.state, self.reason = WeightState.WHOLE, ""
             return

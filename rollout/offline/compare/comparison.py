@@ -110,7 +110,7 @@ class Comparison:
     def _decode(
         self, work: Work, stretch: list[_Key], *, plainly: bool
     ) -> tuple[float, dict[_Key, Rollout]]:
-        """Seconds, and the rollouts."""
+        """Decode some samples; returns the seconds it took, and the rollouts."""
         engine = self._engine
         engine.flush_cache()
         with engine.without_speculation() if plainly else nullcontext():

@@ -21,7 +21,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
 
 Forward = Callable[[StepArrays[torch.Tensor], int], Results]
-"""From a step's inputs and the longest run."""
+"""A forward: takes a step's inputs and its longest run."""
 
 _RESULTS = ("hidden_TE", "features_TF", "routes_TC")
 
@@ -39,7 +39,7 @@ class Placed:
 
 
 class ForwardGraphs:
-    """Whoever runs a forward places its inputs here and runs it through here."""
+    """Graphs of forwards. Callers place a forward's inputs here and run it through here."""
 
     def __init__(
         self, buckets: Buckets, *, max_bytes: int, capture: Capture, device: torch.device

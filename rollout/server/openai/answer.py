@@ -100,8 +100,8 @@ def finish(rollout: Rollout) -> dict[str, Any]:
 
 
 WritePart = Callable[[str, Delta], dict[str, Any] | None]
-"""A choice's next part, of the text that may be shown now and the new tokens; None: it says
-nothing."""
+"""Makes a choice's next part from the text that may be shown and the new tokens; None if it would
+say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ class _Choice:
         self._begun = False
 
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
-        """None where it would say nothing."""
+        """The next part of a stream; None if it would say nothing."""
         part = self.part(text, ScoredTokens.of(delta), delta.rollout)
         says_something = part["text"] or part["logprobs"] or part["finish_reason"]
         return part if says_something or self._answer.body.return_token_ids else None

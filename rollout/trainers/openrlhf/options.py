@@ -34,7 +34,7 @@ _GIVEN_BY_OPENRLHF = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnOptions:
-    """Checked when made; nothing is loaded for it."""
+    """The launcher's own options, checked when made without loading anything."""
 
     spec: str = "ngram"  # a name in conf/spec
     spec_options: dict[str, Any] = field(default_factory=dict)  # over that file's own

@@ -14,7 +14,8 @@ from rollout.types import FinishReason, Rollout, SamplingParams
 
 @dataclass(kw_only=True, slots=True)
 class VllmSamplingParams:
-    """Stands in for ``vllm.SamplingParams`` where vllm is not installed. Its names and defaults."""
+    """A stand-in for ``vllm.SamplingParams``, with its names and defaults, where vllm is not
+    installed."""
 
     n: int = 1
     temperature: float = 1.0

@@ -36,7 +36,7 @@ class WeightSync:
         self._silence: asyncio.Task[None] | None = None
 
     def join(self, group: Communicator) -> None:
-        """Updates come through this group from now on."""
+        """Receive updates through this group from now on."""
         self._group = group
 
     async def receive(

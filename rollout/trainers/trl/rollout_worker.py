@@ -205,7 +205,7 @@ class _GenerationLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # trl is untype
         self._num_begun: Counter[int] = Counter()  # conversations, by group
 
     def stop(self) -> None:
-        """From any thread."""
+        """End the loop. May be called from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop_event.set)
 
@@ -251,7 +251,7 @@ class _GenerationLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # trl is untype
         return rollout.token_ids, rollout.logprobs
 
     def _rate(self, name: str, numerator: float, denominator: float) -> None:
-        """Goes out with the next metrics, summed over rollouts."""
+        """Add to a rate that goes out with the next metrics, summed over rollouts."""
         sums = self._rates[name]
         sums[0] += numerator
         sums[1] += denominator

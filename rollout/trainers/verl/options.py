@@ -124,7 +124,7 @@ class ServerOptions:
 def server_options(
     rollout: Any, model: Any, own: Mapping[str, Any], *, standalone: bool
 ) -> ServerOptions:
-    """From verl's RolloutConfig and HFModelConfig.
+    """The server's options from verl's RolloutConfig and HFModelConfig.
 
     ``own``: ``engine_kwargs.specrollout`` as plain containers. Raises InvalidInputError naming the
     field for whatever cannot be honoured.

@@ -107,7 +107,7 @@ class RequestSeeds:
         self._num_cut = 0
 
     def start(self, key: int, num_tokens: int, step: int) -> RequestStart:
-        """For a request of ``num_tokens`` tokens.
+        """The start of a request of ``num_tokens`` tokens: a cut request's own, else a new one.
 
         ``key``: of those tokens, `rollout.engine.tokenizer.prompt_group`. ``step``: the trainer
         step of the weights the request begins under.
