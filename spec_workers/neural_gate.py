@@ -59,7 +59,7 @@ class NeuralGate:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around what the draft does for a step."""
+        """Count the time of the context as the draft's time in this step."""
         started = time.perf_counter()
         try:
             yield
@@ -69,7 +69,8 @@ class NeuralGate:
     def judge(
         self, step: Observation, copied: DraftTrees, num_asked: int, *, is_steady: bool = True
     ) -> None:
-        """At the end of a step, in which the draft ran if the gate was open.
+        """Compare the draft with the corpus alone, at the end of a step, in which the draft ran if
+        the gate was open.
 
         Args:
             copied: what the corpus proposed.

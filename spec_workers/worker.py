@@ -73,7 +73,7 @@ class SpecWorker:
 
     @property
     def memory(self) -> CacheMemory:
-        """Who owns which KV slot."""
+        """Ownership of KV slots; the target's."""
         return self.target.memory
 
     @property
@@ -118,8 +118,8 @@ class SpecWorker:
 
     @property
     def overlaps(self) -> bool:
-        """Not with features of a forward that are read when it is finished, nor with ranks that
-        wait for each other."""
+        """Whether two-batch overlap is possible: not with features or routes, which are read when a
+        forward is finished, nor with ranks that wait for each other."""
         return (
             self.supports_overlap
             and self.recorder is None

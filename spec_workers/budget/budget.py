@@ -58,11 +58,11 @@ class DraftBudget(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """It ended."""
+        """Drop what is known about a request that has ended."""
         ...
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned costs and values as JSON, for `restore` and for people to look at."""
         ...
 
     def restore(self, learned: Mapping[str, Any]) -> None:

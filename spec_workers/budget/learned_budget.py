@@ -41,7 +41,7 @@ _FIRST_PLAIN = (4, 8, 16, 32)
 against those. It costs a 64th of what is saved."""
 
 _BELIEVED = 2.0
-"""Times what drafting usually takes: the most that one step's is believed to have taken."""
+"""The time of one step's drafting counts as at most this multiple of the usual time."""
 
 
 class LearnedBudget:
@@ -244,8 +244,8 @@ class LearnedBudget:
     def _observe_gain(
         self, prices: Prices, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
-        """By what things usually take and not by the clock: one slow step would outweigh fifty good
-        ones."""
+        """Tell the gate what drafts gained, by usual times and not by the clock: one slow step
+        would outweigh fifty good ones."""
         if verified.proposed is None:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_VALUE = 1e12
-"""Milliseconds, or times something was seen. More is damage, and what is made of it overflows."""
+"""The largest value that is believed, in milliseconds or times seen. A larger one is damage, and
+sums of it would overflow."""
 
 
 def mapping(learned: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ class NodeValues:
 
     @property
     def highest_ratio(self) -> float:
-        """By so much an estimate may be raised."""
+        """The largest factor by which any estimate is corrected."""
         return float(self._ratio_SD.max())
 
     def corrected(
@@ -83,7 +83,8 @@ class NodeValues:
         self._update_ratios()
 
     def fade(self) -> None:
-        """Time passed: what sank so low that nobody verifies it any more gets another chance."""
+        """Let old observations count for less, so that nodes whose value sank until nobody verified
+        them get another chance."""
         self._expected_SD *= _FADE
         self._accepted_SD *= _FADE
         self._update_ratios()

@@ -84,7 +84,7 @@ class StepCost:
     """
 
     def __init__(self, device: str, curve: CostCurve) -> None:
-        """``device``: whatever must be the same for times to compare, in words."""
+        """``device``: a text that names everything that must be the same for times to compare."""
         self.device = device
         self.curve = curve
         self._sampling = LinearCost()  # by rows sampled from
@@ -100,7 +100,7 @@ class StepCost:
     def of_rows(
         self, rows: NDArray[np.int64], sampled: NDArray[np.int64], longest_context: int
     ) -> NDArray[np.float64]:
-        """Forward and sampling.
+        """Milliseconds of forward and sampling, for each number of ``rows``.
 
         ``sampled``: how many of each number of ``rows`` are sampled from, ascending.
         """

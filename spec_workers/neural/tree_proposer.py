@@ -216,8 +216,8 @@ def padded_count(count: int) -> int:
 
 
 def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> CapturedRuns | None:
-    """None where nothing is to be captured. The target's graphs have what they need of the bound,
-    drafts what that leaves. When memory is given back theirs go too."""
+    """Graphs of proposals; None where nothing is to be captured. They may use what the target's
+    graphs leave of the bound, and are dropped when memory is released."""
     device = target.model.device
     if device.type != "cuda" or not config.graph_bytes or target.ranks.all.size > 1:
         return None
