@@ -91,7 +91,7 @@ def test_drafts_cannot_be_seen(drafts, dtype_name, plain, name, graph_bytes) -> 
 
 @contextmanager
 def waits(monkeypatch) -> Iterator[list[str]]:
-    """What reads a device's tensors, or would wait for them, by name."""
+    """The names of operations within that read a device's tensors, or would wait for them."""
     seen: list[str] = []
     names = ("cpu", "numpy", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero",
              "masked_select", "unique", "__index__")  # fmt: skip

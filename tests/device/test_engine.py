@@ -91,7 +91,7 @@ def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, na
 
 
 def test_halves_that_take_turns_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
-    """What a captured forward computed is overwritten by the other half's before it is read."""
+    """The captured forward's results are read before the other half's forward overwrites them."""
     seen = []
     for overlap in ("never", "always"):
         capture = ReplayingCapture() if INTERPRETED else None

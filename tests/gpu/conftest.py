@@ -1,4 +1,4 @@
-"""What only a GPU can tell. Skips where there is none."""
+"""Tests that need a GPU, and skip without one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _FOLDED = re.compile(
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)(\w+), (#\w+)>")
 
 _BY_DTYPE = {"_bins_kernel", "_threshold_kernel"}
-"""What they add up says which tokens of a row are kept, and a row's own parameters alone say
+"""Kernels whose sums decide which tokens of a row are kept. A row's own parameters alone say
 whether its logits are float32."""
 
 
@@ -37,8 +37,8 @@ class Addition(NamedTuple):
 
 
 def additions(ttgir: str) -> set[Addition]:
-    """Of floating-point numbers. Integers need no order, and what a tensor core adds up is decided
-    by its instruction: see tests/ops/test_triton_compiles.py."""
+    """The additions of floating-point numbers. Integers need no order, and a tensor core's
+    instruction fixes its own: see tests/ops/test_triton_compiles.py."""
     layouts = dict(_ALIAS.findall(ttgir))
     found = set()
     for operation, axis, body, operands in _FOLDED.findall(ttgir):

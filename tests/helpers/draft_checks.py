@@ -1,4 +1,4 @@
-"""What every neural draft must bear, whatever networks it runs."""
+"""Checks that every neural draft must pass, whatever its networks."""
 
 from __future__ import annotations
 

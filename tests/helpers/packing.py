@@ -1,4 +1,4 @@
-"""Which weights this processor's oneDNN keeps in a layout of its own."""
+"""The dtypes of weights that this processor's oneDNN keeps in a layout of its own."""
 
 import torch
 

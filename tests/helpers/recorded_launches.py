@@ -1,4 +1,4 @@
-"""What a program would launch on Hopper; nothing is launched, and outputs stay what they were.
+"""The kernels a program would launch on Hopper; nothing is launched, and outputs stay as they were.
 
 A kernel's variant is what Triton would compile it for: dtypes, alignment, integers that are 1 or
 multiples of 16, constants and options.

@@ -58,7 +58,7 @@ def arrivals(seed: int) -> dict[int, list[tuple[list[int], SamplingParams]]]:
 
 
 def driven(engine: RolloutEngine, seed: int, update: dict | None) -> tuple[list, int]:
-    """What each request got, and how many steps this rank had nothing to do in."""
+    """Each request's rollout, and the number of steps in which this rank had no work."""
     script, submitted, idle, step = arrivals(seed), [], 0, 0
     while True:
         for prompt, params in script.pop(step, ()):

@@ -66,7 +66,8 @@ def long_chain(folder: str, draft: str) -> dict:
 
 
 def error_of(call, *args, **options) -> str:
-    """What it raises, by name; its message where that is ours."""
+    """The name of the error that a call raises, with its message if it is ours; empty without
+    one."""
     try:
         call(*args, **options)
     except RolloutError as error:

@@ -78,7 +78,7 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 
 def ttgir(source: ASTSource, options: Mapping[str, Any]) -> str:
-    """What a kernel is once its tensors have layouts, long before machine code."""
+    """A kernel in Triton's GPU dialect, where tensors have layouts, long before machine code."""
     backend = make_backend(HOPPER)
     parsed = backend.parse_options(dict(options) | source.parse_options())
     context = ir.context()

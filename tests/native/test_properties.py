@@ -1,4 +1,4 @@
-"""What must hold of any n-gram corpus, whatever it estimates and however it finds: nine promises.
+"""Nine properties of any n-gram corpus, whatever it estimates and however it finds.
 
 Nothing here knows the estimate; test_against_reference.py does.
 """

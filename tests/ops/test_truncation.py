@@ -13,7 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def kept_by_a_sort(logits_V, temperature, top_k, top_p, min_p) -> torch.Tensor:
-    """Which tokens stay, read off the definition."""
+    """A mask of the tokens that stay, straight from the definition."""
     logits = logits_V.double()
     least = logits.new_full((), -torch.inf)
     if 0 < top_k < len(logits):
@@ -60,7 +60,8 @@ def test_thresholds_are_those_of_a_sort(device, monkeypatch, vocab: int, most: i
 
 
 def test_thresholds_far_below_the_top(device, is_gpu) -> None:
-    """Where no bin tells tokens apart. The CPU drops tokens of no probability also for top-k."""
+    """Thresholds are right where no bin tells tokens apart. The CPU drops tokens of no probability
+    also for top-k."""
     if not is_gpu:
         pytest.skip("a GPU's bins")
     torch.manual_seed(0)

@@ -147,7 +147,7 @@ def as_on_a_device(drafter, capture, **options) -> TreeProposer:
 
 
 def poison_scratch(drafter) -> None:
-    """What another proposal left there: each writes what it reads."""
+    """Write NaN to the scratch slots: a proposal writes all that it reads."""
     for runner in drafter.runners:
         pool = runner.kv.pool
         for each in pool.keys + pool.values:

@@ -1,4 +1,4 @@
-"""What a draft reads belongs to the request: every row is computed again from whole sequences."""
+"""A draft reads only its request's own rows: each is computed again from whole sequences."""
 
 from __future__ import annotations
 

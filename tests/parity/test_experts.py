@@ -1,5 +1,5 @@
-"""Which experts routers chose, and forwards that are captured. That neither tokens nor choices
-depend on company, drafts or chunks is in the matrix."""
+"""Recorded routes and captured forwards of sparse models. The matrix tests that neither tokens nor
+routes depend on company, drafts or chunks."""
 
 from __future__ import annotations
 

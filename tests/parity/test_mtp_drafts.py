@@ -1,4 +1,4 @@
-"""What each step of a chain reads belongs to the request: every row is computed again."""
+"""Each step of a chain reads only its request's own rows: every row is computed again."""
 
 from __future__ import annotations
 

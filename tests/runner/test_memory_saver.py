@@ -38,7 +38,7 @@ def engine(tiny_model_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where copies of weights are put."""
+    """The temporary folder, where copies of weights are put."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 

@@ -42,7 +42,7 @@ class WatchedWorker(HybridWorker):
         return trees
 
     def corpus_trees(self, batch, floor):
-        """What the corpus proposes alone: asked again it proposes the same."""
+        """The trees that the corpus proposes alone: asked again it proposes the same."""
         return super(HybridWorker, self).propose(batch, floor)
 
     def _num_verified(self, step):

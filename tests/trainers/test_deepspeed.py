@@ -14,7 +14,7 @@ FLOAT32_BYTES = {"untied": 179_520, "tied": 160_896}
 
 @pytest.fixture(scope="module", params=[1, 2])
 def by_rank(request, tmp_path_factory):
-    """What each rank measured."""
+    """Each rank's measurements."""
     folder = tmp_path_factory.mktemp("deepspeed")
     return launch("tests.trainers.deepspeed_ranks", folder, ranks=request.param)
 

@@ -14,7 +14,7 @@ UNIT_BYTES = 71_040  # a decoder layer
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory):
-    """What each rank measured."""
+    """Each rank's measurements."""
     folder = tmp_path_factory.mktemp("fsdp")
     return launch("tests.trainers.fsdp_ranks", folder, ranks=2)
 

@@ -49,7 +49,7 @@ RESPONSE_TEMPLATE = {
 
 
 class TreeAttention:
-    """What the trainer's GPU kernel computes, where there is no GPU."""
+    """A substitute for the trainer's GPU kernel where there is no GPU."""
 
     @staticmethod
     def flash_attn_varlen_func(

@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class NoTruth(dict):
-    """Of no rollout anything is known: every tree is random."""
+    """Recorded rollouts of an oracle that knows none: every tree is random."""
 
     def __missing__(self, key: object) -> list[int]:
         return []

@@ -90,7 +90,7 @@ def forbid_in_capture(seen: Seen, what: str) -> None:
 
 
 def cuda_functions(seen: Seen, free_bytes: int) -> dict[str, Any]:
-    """What replaces ``torch.cuda.<name>``."""
+    """Replacements for functions of ``torch.cuda`` by name."""
     default = FakeStream(seen, "default stream")
     thread = SimpleNamespace(stream=default)
 

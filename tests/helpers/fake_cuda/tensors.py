@@ -136,7 +136,7 @@ class WatchedFunctions(TorchFunctionMode):
 
 
 class WatchedOps(TorchDispatchMode):
-    """What torch asks of the device."""
+    """Records torch's operations on the device."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()

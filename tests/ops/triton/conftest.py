@@ -1,4 +1,4 @@
-"""What only the Triton ops have: compiled where there is a GPU, and otherwise interpreted.
+"""Tests of the Triton ops alone: compiled where there is a GPU, and otherwise interpreted.
 
 Triton reads TRITON_INTERPRET when it is imported, so tests/ops/test_interpreter.py runs this folder
 in a process of its own; in any other without a GPU these tests skip.
