@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from rollout.engine.protocol import Engine
@@ -206,12 +205,7 @@ class EngineLoop(Generic[E]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except TimeoutError as late:

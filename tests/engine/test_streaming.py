@@ -1,5 +1,4 @@
 """A stream after a failed step, or one that its reader leaves. Order: test_stream_order.py."""
-tests/engine/test_stream_order.py."""
 
 from __future__ import annotations
 
