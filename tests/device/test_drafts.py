@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from rollout import RolloutEngine, SamplingParams
 from spec_workers.neural import arrays, tree_proposer
+from tests.helpers.compared import numbers
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
@@ -52,10 +53,6 @@ def make_engine(path, spec: str, dtype_name: str, spec_options=None, **overrides
     options = {"dtype": dtype_name, "kv_bytes": 1 << 20, "max_running": 6, "graph_bytes": 0}
     options |= {"device": "cpu" if INTERPRETED else "cuda"} | overrides
     return RolloutEngine.from_pretrained(str(path), spec=spec, spec_options=spec_options, **options)
-
-
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
 
 
 def run(engine) -> list:

@@ -11,6 +11,7 @@ import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError, OutOfMemoryError, WeightUpdateError
+from tests.helpers.compared import outcome
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=3, n=2, ignore_eos=True)
@@ -19,10 +20,6 @@ PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=3, n=2, ignore_
 @pytest.fixture
 def engine(tiny_model_path):
     return RolloutEngine.from_pretrained(tiny_model_path, max_running=4)
-
-
-def outcome(rollouts):
-    return [(r.token_ids, r.logprobs) for r in rollouts]
 
 
 def random_weights(engine, seed):

@@ -70,6 +70,15 @@ def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def assert_follows(result: Mapping[str, Any], rank: int) -> None:
+    """The trainer's weights moved and were left alone; rank 0's engine has them."""
+    assert result["moved"] > 0.1
+    assert result["untouched"]
+    if rank == 0:
+        assert result["gap"] < 1e-5
+        assert result["same_digest"]
+
+
 class FailingEngine:
     """Takes ``takes`` tensors and then fails; all of them and then fails, where there are fewer."""
 

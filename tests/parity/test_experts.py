@@ -12,6 +12,7 @@ import torch
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from rollout.errors import InvalidInputError
+from tests.helpers.compared import numbers
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
@@ -70,13 +71,6 @@ def engine_of(folder, dtype, spec="none", **options) -> RolloutEngine:
 def plain(folder, dtype):
     engine = engine_of(folder, dtype, max_running=1, prefix_cache=False)
     return engine.generate(prompts(), PARAMS)
-
-
-def numbers(rollouts):
-    return [
-        (r.prompt_index, r.sample_index, r.token_ids, r.logprobs, r.finish_reason, r.extras)
-        for r in rollouts
-    ]
 
 
 def compare(engine, plain):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutEngine
 from rollout.config import engine_config
-from tests.helpers.draft_checks import numbers
+from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.pairwise import PairwiseDesign, Row
 from tests.helpers.parity_events import EVENTS, Case

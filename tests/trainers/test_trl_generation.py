@@ -29,7 +29,6 @@ from rollout.trainers.trl import specrollout_generation
 from rollout.trainers.trl.engine_options import model_folder
 from rollout.trainers.trl.generation import SpecGeneration
 from rollout.types import MemoryTag
-from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import (
     WordReward,
     assert_same_run,
@@ -43,11 +42,6 @@ from tests.helpers.trl_runs import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_text_model(tmp_path_factory.mktemp("model"))
 
 
 def test_trl_is_as_it_was_outside(model: Path, tmp_path: Path) -> None:
