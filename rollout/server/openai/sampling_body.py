@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import our_fields
+from rollout.sampling.parameter_names import our_fields
 from rollout.server.body_fields import Biases, Listed, biases_by_id, refuse_unknown
 from rollout.types import SamplingParams
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import our_fields
+from rollout.sampling.parameter_names import our_fields
 from rollout.server.body_fields import Biases, KnownIds, Listed, biases_by_id, refuse_unknown
 from rollout.server.serving import Serving
 from rollout.server.streams import SampleRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.engine.requests import cut_at_stop
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import our_fields, refuse_unhonoured
+from rollout.sampling.parameter_names import our_fields, refuse_unhonoured
 from rollout.types import FinishReason, Rollout, SamplingParams
 
 

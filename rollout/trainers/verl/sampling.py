@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
-from rollout.sampling_names import our_fields, refuse_unhonoured
+from rollout.sampling.parameter_names import our_fields, refuse_unhonoured
 from rollout.types import SamplingParams
 
 _LIMITS = ("max_tokens", "max_new_tokens")
