@@ -108,7 +108,7 @@ class Overlap(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig:
-    """Defaults suit the device: see `StepLimits`."""
+    """Limits of a step and of the requests in it. Defaults suit the device: see `StepLimits`."""
 
     max_running: int | None = None  # requests decoded together: 32 on a CPU, up to 256 on a GPU
     # Query tokens of one step, draft nodes not counted: 512 on a CPU, up to 2,048 on a GPU, and at

@@ -335,6 +335,7 @@ class DraftTrees:
 
     @property
     def num_nodes(self) -> int:
+        """Draft nodes of all entries, N."""
         return int(self.offsets_B1[-1])
 
 

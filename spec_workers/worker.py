@@ -295,7 +295,8 @@ class SpecWorker:
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able: what steps cost and how far drafts came true, for `begin` and for reports."""
+        """The learned costs and values of drafts as a JSON-able object, for `begin` and for
+        reports."""
         self._learning.catch_up()
         return self.budget.learned()
 

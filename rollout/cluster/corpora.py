@@ -89,7 +89,8 @@ class ClusterCorpora:
             raise InvalidInputError("name", name, f"could not be loaded: {corpus.seen.error}")
 
     def remove_external_corpus(self, name: str) -> None:
-        """When it returns no replica drafts from it. Raises InvalidInputError if unknown."""
+        """Remove a corpus: when this returns no replica drafts from it. Raises InvalidInputError if
+        unknown."""
         self._begin_configured()
         self._take_refusals()
         if name not in self._corpora or not self._corpora[name].has_failed:

@@ -27,8 +27,13 @@ class Replica(Protocol):
         """Why the engine cannot run a step, as of its last answer; empty when it can."""
         ...
 
-    def submit(self, submissions: Sequence[Submission]) -> None: ...
-    def abort(self, request_ids: Sequence[int]) -> None: ...
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Queue requests on the replica. Returns at once, like every method here."""
+        ...
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Abort requests of the replica."""
+        ...
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call ``getattr(engine, method)(*args, **kwargs)``; the future has its value or its
@@ -39,7 +44,9 @@ class Replica(Protocol):
         """Report at once; that report and later ones carry ``serial``."""
         ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End the process without waiting for what it does."""
+        ...
 
 
 def then(answer: Future[Any], function: Callable[[Future[Any]], object]) -> Future[None]:

@@ -74,7 +74,7 @@ class ReplicaCorpusSync:
 
     def __init__(self, members: ReplicaManager, of_all: Callable[[], CorporaOfAll]) -> None:
         self.configured: Mapping[str, str] = {}
-        """Name -> file, the same on each replica."""
+        """The files of configured corpora by name, the same on each replica."""
         self._of_all = of_all
         self._brought: dict[str, _Brought] = {}  # by the name of the replica
         self._refusals: queue.SimpleQueue[tuple[ClusterCorpus, str]] = queue.SimpleQueue()

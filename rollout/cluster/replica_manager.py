@@ -34,8 +34,13 @@ class Listener(Protocol):
     """The cluster's side of what happens to replicas, called on the caller's thread inside calls of
     `ReplicaManager`."""
 
-    def joined(self, name: str, facts: ReplicaFacts) -> None: ...
-    def reported(self, name: str, report: Report) -> None: ...
+    def joined(self, name: str, facts: ReplicaFacts) -> None:
+        """A replica has been brought up to date, and takes requests from now on."""
+        ...
+
+    def reported(self, name: str, report: Report) -> None:
+        """A replica that has joined has sent a report."""
+        ...
 
     def died(self, name: str, reason: str) -> None:
         """A replica that had joined has died."""

@@ -75,7 +75,8 @@ class CallGuard:
         self._run_deferred()
 
     def begin_step(self) -> None:
-        """Inside a call: nothing else may call until `end_step`, nor does Ctrl-C take effect."""
+        """Begin a step inside a call: until `end_step` no other call begins, and Ctrl-C takes no
+        effect."""
         if (
             self._may_hold_interrupts
             and not self._holds_interrupts
@@ -120,7 +121,7 @@ class CallGuard:
                 signal.signal(signal.SIGINT, previous)
 
     def _run_deferred(self) -> None:
-        """Whoever holds the lock meanwhile comes here after it was released."""
+        """Run deferred functions, unless a call is under way: that one runs them when it ends."""
         while self._deferred and self._lock.acquire(blocking=False):
             try:
                 if self._depth:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Corpora:
-    """Changes what is drafted from: never a rollout, only how fast rollouts come.
+    """The corpora that drafts are made from. They never change a rollout, only how fast it comes.
 
     External corpora are texts to draft from beside the rollouts themselves: code, documents,
     reference answers. They load in the background while generation goes on, and each becomes

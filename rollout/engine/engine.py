@@ -336,7 +336,7 @@ class RolloutEngine:
 
     @exclusive
     def close(self) -> None:
-        """Let go of what others have a share in; it generates as before.
+        """Release what is shared with other processes. The engine generates as before.
 
         External corpora that load are cancelled, for good; weight groups are left; the memory of
         senders on this host is unmapped. Of several ranks none can run any more.

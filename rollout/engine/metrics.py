@@ -50,7 +50,7 @@ class StepMetrics:
 
 @dataclass(kw_only=True, slots=True)
 class EngineMetrics:
-    """Everything since the engine was made, or since `reset`."""
+    """Totals since the engine was made, or since `reset`."""
 
     steps: int = 0
     target_forwards: int = 0  # per request: steps in which it was sampled from

@@ -63,7 +63,7 @@ def completed_stop(stops: Sequence[str], token_ids: Sequence[int], decode: Decod
 
 
 def _window(stops: Sequence[str]) -> int:
-    """So many of the last tokens hold any of the stop strings, and the token before it."""
+    """The number of last tokens that surely hold any stop string, and the token before it."""
     return _TOKENS_PER_CHARACTER * (max(map(len, stops), default=0) + 1)
 
 

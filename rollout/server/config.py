@@ -15,7 +15,7 @@ _MIB = 2**20
 
 
 class LogLevel(enum.StrEnum):
-    """Members are lower case because configuration files name members."""
+    """Log levels. Members are lower case because configuration files name members."""
 
     debug = "debug"
     info = "info"

@@ -20,7 +20,9 @@ class WeightReceiver(Protocol):
     """The protocol of an engine, or of a handle to one elsewhere, that receives weights."""
 
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int:
+        """The version of the weights in use."""
+        ...
 
     def update_weights_from_tensor(
         self,

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ServedEngine:
-    """Called on one event loop; the engine runs on a thread of its own.
+    """An engine on a thread of its own, called from one event loop.
 
     After an update that failed half-way every request gets the reason, one that waits too.
     """

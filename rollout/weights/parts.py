@@ -21,8 +21,8 @@ class WeightPart(Protocol):
     """A model that weights are written to."""
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """Checkpoint names to where their tensors go. Ask anew for each update: tied names
-        remember which of them was written."""
+        """Loaders by checkpoint name. Ask anew for each update: tied names remember which of them
+        was written."""
         ...
 
     def finish_loading(self) -> None:
@@ -37,7 +37,7 @@ class WeightPart(Protocol):
         ...
 
     def allocate(self) -> None:
-        """Memory for every tensor again, to be written to; the values are undefined."""
+        """Allocate the memory of every tensor again; the values are undefined until written."""
         ...
 
 

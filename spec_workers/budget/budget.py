@@ -27,7 +27,8 @@ class Verified:
 
 
 class DraftBudget(Protocol):
-    """Asked by `SpecWorker.step`: before it drafts, before it verifies, and when it has."""
+    """Chooses how many draft nodes are verified. `SpecWorker.step` asks before it drafts and before
+    it verifies, and tells what came of it."""
 
     @property
     def is_open(self) -> bool:
@@ -62,7 +63,8 @@ class DraftBudget(Protocol):
         ...
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs and values as JSON, for `restore` and for people to look at."""
+        """The learned costs and values as a JSON-able object, for `restore` and for people to look
+        at."""
         ...
 
     def restore(self, learned: Mapping[str, Any]) -> None:

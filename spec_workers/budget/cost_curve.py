@@ -128,7 +128,7 @@ class CostCurve:
         return np.exp(times) * beyond
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned curve as a JSON-able object, for `restore` and for people to look at."""
         shape = (len(self.contexts), self.rows_H.size)
         return {
             "rows": self.rows_H.tolist(),

@@ -90,7 +90,7 @@ class NodeValues:
         self._update_ratios()
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned values as a JSON-able object, for `restore` and for people to look at."""
         count, expected, accepted = self._by_tenth.round(3).tolist()
         return {
             "values": {

@@ -60,7 +60,7 @@ class LinearCost:
         return max(0.0, float(self._weights[1]))
 
     def learned(self) -> dict[str, float]:
-        """JSON-able, for `restore`."""
+        """The learned costs as a JSON-able object, for `restore`."""
         step, each = self._weights.round(6).tolist()
         return {"step": step, "each": each}
 
@@ -143,7 +143,7 @@ class StepCost:
             (self._drafting if proposed else self._following).observe(width, times.draft)
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned costs as a JSON-able object, for `restore` and for people to look at."""
         here = {
             "cost": self.curve.learned(),
             "request_ms": {

@@ -17,6 +17,8 @@ _FEWEST = 6
 
 
 class Verdict(enum.StrEnum):
+    """The answers to whether speculation pays."""
+
     PAYS = "pays"
     COSTS = "does not pay"
     UNCLEAR = "unclear"

@@ -30,7 +30,8 @@ class StreamOptions(BaseModel):
 
 
 class OpenAISamplingBody(BaseModel):
-    """Null means the default everywhere. Others than these fields: see `refuse_unknown`."""
+    """OpenAI's sampling fields and vLLM's. Null means the default; for other fields see
+    `refuse_unknown`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

@@ -85,6 +85,8 @@ def success(message: str = "", **answer: Any) -> JsonAnswer:
 
 
 class AbortBody(BaseModel):
+    """``rid``: the request to end. ``abort_all``: all of them instead, with the admin key."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     rid: str | None = None
@@ -92,10 +94,14 @@ class AbortBody(BaseModel):
 
 
 class PauseBody(Body):
+    """``mode``: the treatment of requests in flight."""
+
     mode: PauseMode = PauseMode.ABORT
 
 
 class FlushFields(Body):
+    """``timeout``: seconds to wait until the engine is idle."""
+
     timeout: float = Field(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False)
 
 

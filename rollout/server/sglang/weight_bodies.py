@@ -15,7 +15,7 @@ Version = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class UpdateFields(Body):
-    """The fields of `UpdateOptions`; None: as it says."""
+    """The fields of `UpdateOptions`; None stands for its default."""
 
     selector: str | None = None
     flush_cache: bool | None = None
@@ -47,6 +47,8 @@ class TensorBody(TensorFields):
 
 
 class DiskBody(UpdateFields):
+    """``model_path``: a safetensors folder that the server can read."""
+
     model_path: str
     load_format: str | None = None  # or auto, safetensors
     # Taken and not looked at:
@@ -56,6 +58,8 @@ class DiskBody(UpdateFields):
 
 
 class DistributedBody(UpdateFields):
+    """The tensors that a group's sender broadcasts, in its order."""
+
     names: PerTensor[Listed[str]]
     dtypes: PerTensor[Listed[str]]
     shapes: PerTensor[Listed[Listed[int]]]
@@ -70,6 +74,8 @@ class IpcBody(UpdateFields):
 
 
 class AnnouncedTensor(Body):
+    """The dtype and shape of a tensor to come."""
+
     dtype: str
     shape: list[int]
 
@@ -100,6 +106,8 @@ class GroupBody(Body):
 
 
 class InitGroupBody(GroupBody):
+    """A group to join, at rank ``rank_offset``. Rank 0 sends."""
+
     master_address: str
     master_port: int
     rank_offset: int
@@ -110,6 +118,8 @@ class InitGroupBody(GroupBody):
 
 
 class TensorByName(Body):
+    """``truncate_size``: the most values to answer with."""
+
     name: str
     truncate_size: int = Field(100, ge=1, le=10**6)
 

@@ -18,7 +18,9 @@ class Communicator(Protocol):
 
     device: torch.device
 
-    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None: ...
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        """Receive into ``tensor``, which is on the communicator's device."""
+        ...
 
 
 class WeightSync:

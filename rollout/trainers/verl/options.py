@@ -49,7 +49,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Nothing, an empty mapping, or a section whose switch is off."""
+    """Whether a value is nothing, an empty mapping, or a section whose switch is off."""
     if not value:
         return True
     read = value.get if isinstance(value, Mapping) else lambda name: getattr(value, name, None)
