@@ -161,7 +161,7 @@ class ParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
-    """Everything an engine is built from."""
+    """The parts of an engine's configuration."""
 
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -184,7 +184,8 @@ def _check_counts(part: Any, section: str, **least: int) -> None:
 
 
 def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
-    """Each override goes to the part that has a field of its name; names are unique across parts.
+    """The configuration for a model's folder. Each override sets a part's field of that name; names
+    are unique across parts.
 
     ``parallel`` is a ParallelConfig, or a mapping of its fields.
 

@@ -124,7 +124,7 @@ class NeuralGate:
         self._gate.change_policy()
 
     def learned(self) -> dict[str, Any]:
-        """For people to look at."""
+        """The gate's state, for people to look at."""
         return self._gate.learned()
 
 
@@ -182,6 +182,6 @@ def accepted_in_hindsight(
 
 
 def _bits(trees: DraftTrees, entries_N: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Each node's own bit in the masks of its entry."""
+    """The bit of each node in the masks of its entry."""
     numbers_N = np.arange(trees.num_nodes) - trees.offsets_B1[entries_N] + 1
     return np.left_shift(np.uint64(1), numbers_N.astype(np.uint64))

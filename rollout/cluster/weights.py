@@ -152,7 +152,8 @@ class ClusterWeights:
         load_format: str | None = None,
         **options: Any,
     ) -> None:
-        """Each bucket is copied once into memory that all replicas of a host share."""
+        """Update from tensors: each bucket is copied once, into memory that all replicas of a host
+        share."""
         pairs = offered_tensors(named_tensors, load_format)
         with self._transaction(lambda: manifest_of(pairs), options) as update:
             if update.options.check_finite and isinstance(pairs, Collection | StoredWeights):

@@ -23,7 +23,7 @@ it."""
 
 
 class CallGuard:
-    """Held while an engine's public call runs. Two threads never hold it together.
+    """The lock of an engine's public calls: two threads never hold it together.
 
     An engine belongs to no thread: any may call while no other one is in a call, and the thread
     that is may call again from inside (a generator of weights asks for the version), but not from

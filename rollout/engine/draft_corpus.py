@@ -113,7 +113,7 @@ class ExternalState(enum.StrEnum):
 
 
 class Publishing(enum.StrEnum):
-    """When drafts begin to be made from an external corpus that has been loaded."""
+    """The time from which drafts are made from an external corpus that has been loaded."""
 
     WHEN_READY = "when_ready"  # the next step, or look at it
     ON_REQUEST = "on_request"  # `publish_external_corpus`: at one point on several engines
@@ -132,7 +132,7 @@ class ExternalCorpus:
 
 
 class DraftCorpus(Protocol):
-    """Called on the engine's thread, between two steps.
+    """The corpus that a worker drafts from. Called on the engine's thread, between two steps.
 
     ``name`` is one of `external_corpora`, except for `add_external`: there only a failed or
     published one's.

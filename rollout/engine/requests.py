@@ -1,4 +1,5 @@
-"""From checked prompts and parameters to requests, where they stop, and rollouts of ended ones."""
+"""Requests from checked prompts and parameters, their stop conditions, and rollouts of ended
+ones."""
 
 from __future__ import annotations
 

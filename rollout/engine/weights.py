@@ -267,7 +267,7 @@ class WeightUpdates:
         return dict(parts.source(Path(checked_path(model_path, "model_path")), selector).manifest())
 
     def read_weights(self, names: Sequence[str]) -> PackedBucket:
-        """These tensors, whole, for another engine's `update_weights_from_bucket`.
+        """Whole copies of these tensors, for another engine's `update_weights_from_bucket`.
 
         Raises InvalidInputError for an unknown name, WeightUpdateError while the weights are not
         those of one version, EngineStateError while they are released.

@@ -28,7 +28,8 @@ class StateRow(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StatePlan:
-    """Made by the runner for one step, read by every recurrent layer, never written to.
+    """The layout of one step's recurrent states, made by the runner and read by every recurrent
+    layer. Never written to.
 
     Tensors are int32, contiguous, on one device. Entry b owns query rows
     [q_offsets[b], q_offsets[b + 1]), laid out as in AttentionPlan: its causal run, then its draft

@@ -1,4 +1,4 @@
-"""Between host and device: many small arrays as one copy.
+"""Transfers between host and device: many small arrays as one copy.
 
 A copy costs about as much to start as a kernel, so what a step sends and what it reads back travel
 packed, as words of four bytes. On the CPU, where tensors are views of arrays, nothing is packed.

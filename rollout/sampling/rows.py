@@ -40,8 +40,8 @@ class SampleRows:
 
     @cached_property
     def drafted(self) -> Paths:
-        """For each row the draft tokens between the committed ones and its position: its own path,
-        which is what penalties must see."""
+        """The draft tokens on each row's own path, between the committed tokens and its position:
+        penalties must see them."""
         return self.find_paths()
 
     @property

@@ -1,4 +1,5 @@
-"""From errors to HTTP: a status, and a body of OpenAI's shape that every dialect's clients read."""
+"""HTTP answers to errors: a status, and a body of OpenAI's shape that every dialect's clients
+read."""
 
 from __future__ import annotations
 

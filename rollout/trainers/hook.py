@@ -146,7 +146,7 @@ class RolloutHook:
         return self.sync() if self.num_steps % self.every == 0 else None
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """For ``optimizer.register_step_post_hook(hook.after_step)``; not with DeepSpeed."""
+        """A hook for ``optimizer.register_step_post_hook(hook.after_step)``; not with DeepSpeed."""
         if not self.source.holds_weights_after_optimizer:
             raise InvalidInputError(
                 "optimizer", type(optimizer).__name__,

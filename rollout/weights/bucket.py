@@ -55,8 +55,8 @@ class PackedBucket:
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 CACHED_BUCKET_BYTES = 32 * 2**20
-"""For buckets on the CPU: larger ones cost up to twice the time, for memory touched anew each time
-and missed by the caches, and leave sender and receiver less to do at once."""
+"""The default size of buckets on the CPU. Larger ones cost up to twice the time, for memory touched
+anew each time and missed by the caches, and leave sender and receiver less to do at once."""
 
 
 @dataclass(frozen=True, slots=True)

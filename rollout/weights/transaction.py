@@ -130,7 +130,8 @@ class WeightTransaction:
 
     @property
     def is_under_way(self) -> bool:
-        """Between begin and commit. Finds out on the way that a sender has gone silent."""
+        """Whether an update is between begin and commit. Finds out on the way that a sender has
+        gone silent."""
         self._abandon_if_silent()
         return self._update is not None
 

@@ -90,7 +90,7 @@ class CostCurve:
 
     @property
     def is_known(self) -> bool:
-        """Whether it rests on any time measured, now or in an earlier run."""
+        """Whether any forward was timed, now or in an earlier run."""
         return bool(self.observations_K.any())
 
     def observe(
@@ -239,6 +239,7 @@ def _row_knots(last: int, buckets: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _context_knots(max_context_len: int) -> tuple[int, ...]:
-    """Each the end of its bucket; the last one takes all that is longer."""
+    """The context lengths that end the curve's buckets; the last bucket takes all that is
+    longer."""
     octaves = max(0, math.ceil(max_context_len / _SMALLEST_CONTEXT) - 1).bit_length()
     return tuple(_SMALLEST_CONTEXT << k for k in range(octaves + 1))

@@ -117,7 +117,8 @@ def choose_nodes(
 
 
 def falling(values_N: NDArray[np.floating], offsets_B1: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each value lowered to the least one before it within its entry. Values are in [0, 1]."""
+    """The values, each lowered to the least one before it within its entry. Values are in [0,
+    1]."""
     sizes_B = np.diff(offsets_B1)
     # Entry b lives in [-2b, -2b + 1]: what an entry before it left is above all of its own.
     shift_N = 2.0 * np.repeat(np.arange(sizes_B.size), sizes_B)

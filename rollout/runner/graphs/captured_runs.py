@@ -76,7 +76,7 @@ class CapturedRuns:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is captured now, and no inputs are taken."""
+        """Whether nothing is captured now, and no inputs are taken."""
         return self.is_paused or bool(self.failure)
 
     @property

@@ -144,7 +144,7 @@ class Answer(ABC, Generic[BodyType]):
         return self.texts.whole(self.body, self.samples[index].params.stop, rollout)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """Everything at once."""
+        """The whole answer, as one object."""
         choices = [self.choice(index, rollout) for index, rollout in enumerate(rollouts)]
         usage = self.usage(rollouts)
         return self.heading.over(choices, _versions(rollouts), usage=usage, **self.answer_fields())

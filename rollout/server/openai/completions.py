@@ -48,7 +48,7 @@ class CompletionBody(OpenAISamplingBody):
 
     @property
     def only_scores(self) -> bool:
-        """Nothing is generated; the prompt's own logprobs are asked for."""
+        """Whether only the prompt's own logprobs are asked for, and nothing is generated."""
         return self.max_tokens == 0 and bool(self.echo)
 
     def check_fields(self) -> None:

@@ -41,7 +41,8 @@ class TensorFields(UpdateFields):
 
 
 class TensorBody(TensorFields):
-    """Each text is one safetensors file in base64. Equal ones, as for several ranks, count once."""
+    """Tensors as texts, each one safetensors file in base64. Equal texts, as for several ranks,
+    count once."""
 
     serialized_named_tensors: Listed[str] = Field(min_length=1)
 

@@ -59,7 +59,8 @@ class OwnOptions:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
-    """Ours, and the rest for OpenRLHF. ``--specrollout.a 1`` and ``--specrollout.a=1`` are one.
+    """The launcher's own options, and the other arguments for OpenRLHF. ``--specrollout.a 1`` and
+    ``--specrollout.a=1`` are one.
 
     A name of the engine's configuration goes there, ``spec``, ``sync_timeout`` and ``keep_kv`` to
     `OwnOptions`, any other to the worker that ``spec`` names. Values are read as YAML scalars.

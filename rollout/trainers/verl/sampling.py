@@ -1,4 +1,4 @@
-"""From the requests a verl agent loop sends to the engine's: their parameters and their seeds."""
+"""Parameters and seeds of the engine's requests, from those a verl agent loop sends."""
 
 from __future__ import annotations
 
