@@ -14,15 +14,6 @@ import torch
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = os.path.dirname(__file__)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if INTERPRETED:
-        return
-    for item in items:
-        if str(item.path).startswith(HERE):
-            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
