@@ -52,7 +52,7 @@ class ReplicaHost:
             self._news.abort(request_ids)
 
     async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Answer:
-        """The engine's method, between two steps."""
+        """Call a method of the engine between two steps."""
 
         def run(engine: RolloutEngine) -> Answer:
             value, error = None, None

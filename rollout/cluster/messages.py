@@ -62,7 +62,7 @@ class ClusterMetrics(EngineMetrics):
 
     @classmethod
     def of(cls, metrics: EngineMetrics) -> Self:
-        """A copy, of this process's engine."""
+        """A copy of an engine's metrics, with the peak memory of its process, which is this one."""
         counters = {each.name: getattr(metrics, each.name) for each in fields(EngineMetrics)}
         return cls(**counters, memory_bytes=metrics.peak_memory_bytes)
 

@@ -82,7 +82,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A report has come."""
+    """A replica has sent a report."""
 
     replica: Replica
     report: Report

@@ -268,7 +268,7 @@ class RolloutEngine:
         return self.steps.metrics.total
 
     def reset_metrics(self) -> None:
-        """Count from zero."""
+        """Set all totals of the metrics to zero."""
         self.steps.metrics.reset()
 
     @property

@@ -16,7 +16,7 @@ from rollout.types import Batch, Rollout, StepForecast, StepResult
 
 @dataclass(kw_only=True, slots=True)
 class StepMetrics:
-    """One step."""
+    """The numbers of one step."""
 
     step: int = 0
     running: int = 0
@@ -107,7 +107,7 @@ class MetricsRecorder:
         self._pace = PlainPace()
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Set all totals to zero."""
         self.total = EngineMetrics(kv_slots=self.total.kv_slots)
         self._pace = PlainPace()
 

@@ -113,7 +113,7 @@ class RequestFactory:
         seed: int | None = None,
         field: str = "prompt",
     ) -> Request:
-        """One sample of one prompt.
+        """The request for one sample of one prompt.
 
         Raises InvalidInputError or OutOfMemoryError, naming ``field`` where it is the prompt.
         """

@@ -38,7 +38,7 @@ class Graphs(Protocol):
     is_paused: bool
 
     def drop(self) -> int:
-        """The bytes that come back."""
+        """Drop every graph; returns the bytes freed."""
         ...
 
 

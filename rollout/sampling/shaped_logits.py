@@ -78,7 +78,7 @@ class ShapedLogits:
         return logprobs_R
 
     def raw_logprobs(self, tokens_R: torch.Tensor, rows_W: torch.Tensor) -> torch.Tensor:
-        """The model's own, at temperature 1."""
+        """Logprobs [W] of the model itself, at temperature 1."""
         logits_WV = _taken(self._plain.logits_RV, rows_W)
         ones_W = torch.ones(len(rows_W), device=logits_WV.device)
         return token_logprobs(logits_WV, ones_W, _taken(tokens_R, rows_W))

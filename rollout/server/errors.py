@@ -48,7 +48,7 @@ class TooLargeError(HTTPException):
 
 
 class EncodedError(HTTPException):
-    """A body that is compressed."""
+    """A request's body is compressed."""
 
     def __init__(self, coding: str) -> None:
         super().__init__(

@@ -221,7 +221,7 @@ class Serving:
         return self.loop.num_unfinished + self._scoring
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """``function(engine)`` between two steps; see `EngineLoop.call`."""
+        """Run ``function(engine)`` between two steps; see `EngineLoop.call`."""
         return await asyncio.wrap_future(self.loop.call(function))
 
     def _submit(

@@ -159,7 +159,7 @@ class TextStreams:
             self._detokenizers = {skips: Detokenizer(tokenizer, skips) for skips in (True, False)}
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
-        """None without a tokenizer."""
+        """The tokenizer's detokenizer; None without a tokenizer."""
         return self._detokenizers.get(skip_special_tokens)
 
     def open(self, skip_special_tokens: bool, stop: Sequence[str]) -> TextStream:

@@ -113,7 +113,7 @@ class RolloutHook:
         return self.last
 
     def _next_version(self) -> int:
-        """The same on every rank."""
+        """The next weight version, the same on every rank."""
         ranks = self.source.ranks
         try:
             version = -1 if self.engine is None else self.engine.weight_version

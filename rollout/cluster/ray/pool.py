@@ -52,7 +52,7 @@ class _NamedReplica:
 
 
 class RayPool:
-    """See `rollout.cluster.replica.Pool`.
+    """See `rollout.cluster.replica.ReplicaPool`.
 
     Of each actor one answer is always awaited: where it lives, then `ReplicaActor.open`'s, then a
     report's. An error in its place is the actor's death. One that answers nothing any more is

@@ -51,7 +51,7 @@ class Compared:
 
     @property
     def tokens_per_second(self) -> float:
-        """With drafts."""
+        """Tokens per second with drafts."""
         return self.tokens / sum(self.times.speculative_P) if self.tokens else 0.0
 
     def __str__(self) -> str:

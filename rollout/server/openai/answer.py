@@ -120,11 +120,11 @@ class Answer(ABC, Generic[BodyType]):
 
     @abstractmethod
     def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
-        """A whole choice."""
+        """A choice of a whole answer."""
 
     @abstractmethod
     def part_writers(self) -> list[WritePart]:
-        """One for each choice."""
+        """The writers of parts, one for each choice."""
 
     @property
     def part_heading(self) -> Heading:

@@ -68,7 +68,7 @@ class CompletionBody(OpenAISamplingBody):
             )
 
     def params(self, seed: int) -> SamplingParams:
-        """Raises InvalidInputError naming the field."""
+        """The engine's sampling parameters. Raises InvalidInputError naming the field."""
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling_params(
             max_tokens=1 if self.only_scores else max_tokens,

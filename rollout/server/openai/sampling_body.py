@@ -84,7 +84,7 @@ class OpenAISamplingBody(BaseModel):
             raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
 
     def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
-        """Raises InvalidInputError naming the body's field."""
+        """The engine's sampling parameters. Raises InvalidInputError naming the body's field."""
         given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
         given["logit_bias"] = biases_by_id(self.logit_bias, "logit_bias")
         given.setdefault("seed", seed)

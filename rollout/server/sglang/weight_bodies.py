@@ -11,7 +11,7 @@ from rollout.server.received_tensors import Handles, PerTensor
 from rollout.weights.manifest import Manifest, TensorSpec, UpdateOptions, named_dtype
 
 Version = Annotated[int, Field(ge=0, lt=2**63)]
-"""sglang's are texts: digits are taken."""
+"""A weight version. sglang's are texts: digits are taken."""
 
 
 class UpdateFields(Body):

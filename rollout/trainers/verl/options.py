@@ -106,7 +106,7 @@ class ServerOptions:
     keeps_weights: bool  # over sleep, in a copy
 
     def engine_config(self) -> EngineConfig:
-        """Raises InvalidInputError."""
+        """The configuration of the server's engine. Raises InvalidInputError."""
         try:
             return engine_config(self.model_path, dict(self.engine))
         except InvalidInputError as error:
@@ -117,7 +117,7 @@ class ServerOptions:
             raise InvalidInputError(f"{OWN}.{name}", error.value, remedy) from None
 
     def worker_factory(self) -> WorkerFactory:
-        """Raises InvalidInputError."""
+        """The factory of the engine's worker. Raises InvalidInputError."""
         return worker_factory(self.spec, **self.spec_options)
 
 

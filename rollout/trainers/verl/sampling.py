@@ -80,7 +80,7 @@ _COUNTED_STEPS = 8  # trainer steps of which samples are counted; replicas are a
 
 @dataclass(frozen=True, slots=True)
 class RequestStart:
-    """How a request begins."""
+    """The seed that a request begins with, and the length of its prompt."""
 
     seed: int  # the request seed
     prompt_len: int  # so many tokens are the prompt; what follows was generated before a cut

@@ -240,7 +240,7 @@ class Server:
             await self._engine.resume(tags)
 
     async def clear_kv_cache(self) -> None:
-        """The corpus stays."""
+        """Drop the prefix cache. The corpus stays."""
         await self._engine.call(lambda engine: engine.flush_cache())
 
     # Profiling is refused at start; verl calls these all the same.
