@@ -21,9 +21,9 @@ from harness.traces import Trace
 from numpy.typing import NDArray
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.memory.transfers import upload
 from rollout.ops.uniforms.reference import noise
 from rollout.runner.model_runner import Forwarded
-from rollout.runner.transfers import upload
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.neural.arrays import Arrays
 from spec_workers.neural.drafter import NeuralDrafter

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollout.memory.cache import CacheMemory
+from rollout.memory.transfers import A
 from rollout.ops import gpu
 from rollout.ops.ragged import ranges
-
-A = TypeVar("A")
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.runner.transfers import A
+from rollout.memory.transfers import A
 from rollout.sampling.rows import SampleRows
 from rollout.types import DraftTrees, Request, SamplingParams
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.runner.transfers import download
+from rollout.memory.transfers import download
 
 Array = Any
 """A numpy array on the host, or a tensor on a device."""

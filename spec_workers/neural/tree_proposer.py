@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import MemoryConfig
+from rollout.memory.transfers import upload
 from rollout.runner.graphs.capture import CudaCapture
 from rollout.runner.graphs.captured_runs import CapturedRuns
-from rollout.runner.transfers import upload
 from rollout.types import Batch
 from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.draft_levels import DraftLevels

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from rollout.memory.transfers import DeviceBuffer
 from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError
-from rollout.runner.transfers import DeviceBuffer
 
 log = logging.getLogger(__name__)
 
