@@ -23,7 +23,7 @@ from rollout.parallel.time_limit import answered
 T = TypeVar("T")
 
 _SCATTERED = 1 << 15
-"""The number of elements from which each of more than two ranks adds up a part of the sum."""
+"""From this many elements on, each of more than two ranks adds up a part of the sum."""
 
 
 class ProcessRanks:

@@ -28,7 +28,7 @@ SECTIONS = ("accept_length", "tail", "cost", "calibration", "time", "lengths", "
 
 @pytest.fixture(scope="module")
 def log(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log of a job on the tiny model, with what a longer one would have learned."""
+    """Of a job on the tiny model, with what a longer one would have learned."""
     folder = tmp_path_factory.mktemp("run")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": [5 + i, 6, 7]}) + "\n" for i in range(6)))
@@ -61,7 +61,7 @@ def page(log: Path) -> Path:
 
 
 def chromium(address: str, folder: Path, *arguments: str) -> str:
-    """The standard output of Chromium at an address. It may report nothing wrong with the page."""
+    """What it prints. Nothing of the page may be said to be wrong."""
     if CHROMIUM is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
     command = [

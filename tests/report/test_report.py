@@ -270,8 +270,8 @@ def test_every_plot_of_a_whole_run_is_drawn(tmp_path: Path) -> None:
 
 
 def test_points_reach_the_cost_plot(tmp_path: Path) -> None:
-    """Points are the forwards of decoding steps, as the curve is. Steps with prefill, which has
-    more rows than roots and nodes, and steps without a forward's time are left out."""
+    """Of steps the forward alone, as the curve is; with prefill, which has more rows than roots
+    and nodes, or with no forward told they are none of its points."""
     from matplotlib.figure import Figure
 
     decode = step_line(1, query_tokens=9, sampling=3, drafted=6, total_ms=20.0, schedule_ms=1.0,
