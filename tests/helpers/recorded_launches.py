@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within it CPU tensors go the way of a GPU's."""
+    """A context in which CPU tensors go the way of a GPU's and launches are recorded."""
     found: list[Launch] = []
 
     @cache
@@ -67,7 +67,7 @@ class RecordedOps(TorchDispatchMode):
 
 
 def num_variants(launches: Sequence[Launch]) -> Counter[str]:
-    """By kernel."""
+    """The number of variants of each kernel."""
     return Counter(name for name, _ in {(launch.name, launch.variant) for launch in launches})
 
 

@@ -42,7 +42,8 @@ def engine_of(case: dict, size: int) -> RolloutEngine:
 
 
 def arrivals(seed: int) -> dict[int, list[tuple[list[int], SamplingParams]]]:
-    """By step. The first seed leaves all ranks but the last idle, others some for a while."""
+    """This rank's requests by the step they come in. The first seed leaves all ranks but the last
+    idle, others some for a while."""
     rng = random.Random(f"{seed} {RANK}")
     if seed == 0 and RANK < SIZE - 1:
         return {}

@@ -52,7 +52,7 @@ def chain(folder: str, dtype: str = "float32") -> dict:
 
 
 def long_chain(folder: str, draft: str) -> dict:
-    """Likewise, in more ways."""
+    """Compare what `chain` does, and scores and drafts too."""
     found = chain(folder)
     wanted, same = found["rollouts"], found["same"]
     scored = [engine_of(folder).score(*wanted[index][:2], PARAMS) for index in (0, 1)]
@@ -183,7 +183,7 @@ def different_calls(folder: str) -> str:
 
 
 def failed_step(folder: str) -> dict:
-    """On rank 1 alone, after all that ranks exchange in it but its times."""
+    """Fail a step on rank 1 alone, when ranks have exchanged everything but their times."""
     engine = engine_of(folder)
     engine.submit(PROMPTS[0], PARAMS)
     engine.step()
@@ -199,7 +199,7 @@ def failed_step(folder: str) -> dict:
 
 
 def lost(folder: str) -> dict:
-    """Rank 1 is gone without a word."""
+    """End rank 1 without a word."""
     engine = engine_of(folder)
     if RANK:
         return {}

@@ -55,7 +55,7 @@ def compile_for_hopper(
 
 
 def compiled(source: ASTSource, options: Mapping[str, Any]) -> Compiled:
-    """By Triton and ptxas. Raises what they raise."""
+    """The kernel compiled by Triton and ptxas. Raises what they raise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", _CACHE.name)
         kernel = compile(source, target=HOPPER, options=dict(options))

@@ -64,7 +64,8 @@ class NoTruth(dict):
 
 
 def make_engine(folder: Path, name: str, *, nodes: int = 0, **options: Any) -> RolloutEngine:
-    """On the pretended GPU, its weights sent by an update. ``nodes``: of the largest draft tree."""
+    """An engine on the pretended GPU, its weights sent by an update. ``nodes``: of the largest
+    draft tree."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     config = engine_config(str(folder), {"device": "cuda", "load_format": "dummy"} | options)

@@ -70,7 +70,7 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """Replaying computes nothing: tensors of a pretended device hold nothing."""
+    """A graph whose replay computes nothing: tensors of a pretended device hold nothing."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen

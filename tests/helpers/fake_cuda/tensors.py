@@ -247,7 +247,7 @@ def _assign(seen: Seen, tensor: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def modes(seen: Seen, memory: Memory) -> Iterator[Any]:
-    """To be entered in this order."""
+    """The modes of a pretended GPU, in the order in which to enter them."""
     yield FakeDevice(allow_non_fake_inputs=True)
     yield WatchedOps(seen)
     yield WatchedFunctions(seen, memory)
