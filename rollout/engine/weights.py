@@ -314,8 +314,9 @@ class WeightUpdates:
             return
         expired = weights.expired
         try:
-            self.begin_weight_update(manifest_of(named_tensors), **options)
-            weights.load(named_tensors, direct=direct)
+            manifest = manifest_of(named_tensors)
+            self.begin_weight_update(manifest, **options)
+            weights.load(named_tensors, manifest=manifest, direct=direct)
             self.end_weight_update()
         except RolloutError as error:
             if expired and not options:

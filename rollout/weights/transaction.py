@@ -224,19 +224,23 @@ class WeightTransaction:
                 self._post("begin", error)
             raise
 
-    def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
+    def load(
+        self, named_tensors: NamedTensors, *, manifest: Manifest | None = None, direct: bool = False
+    ) -> None:
         """Write tensors of the open update; called as often as they come.
 
         What is known of ``named_tensors`` beforehand is checked before the first is written: all of
         a collection or of `StoredWeights`, the manifest of any other `WeightSource`; what streams
-        is checked as it comes. ``direct``: nothing is converted, the dtype must be the model's. Any
-        failure ends the update. Raises InvalidInputError, and what ``named_tensors`` raises.
+        is checked as it comes. ``manifest``: that of ``named_tensors``, if the caller has it.
+        ``direct``: nothing is converted, the dtype must be the model's. Any failure ends the
+        update. Raises InvalidInputError, and what ``named_tensors`` raises.
         """
         update = self._under_way()
         streams = not isinstance(named_tensors, Collection | StoredWeights)
         check_finite = update.options.check_finite and streams
         try:
-            manifest = checks.manifest_of(named_tensors)
+            if manifest is None:
+                manifest = checks.manifest_of(named_tensors)
             if manifest is not None:
                 _check_incoming(update, update.taken(manifest), direct)
             if not streams:

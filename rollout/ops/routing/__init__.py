@@ -15,7 +15,7 @@ def route(
 
     The largest first; of equal ones the lower index first. Probabilities are the float32 softmax
     over all N; with ``normalizes`` the chosen ones are scaled to add up to 1. A row's choice
-    depends on that row alone. Rows with NaN get valid but arbitrary experts.
+    depends on that row alone. Rows with NaN get experts that exist.
     """
     if gpu.supports(logits_TN):
         from rollout.ops.routing import triton

@@ -37,19 +37,21 @@ def _route_kernel(
     ).to(tl.float32)
     exponentials = tl.exp(logits - tl.max(logits, axis=0))
     probabilities = exponentials / tl.sum(exponentials, axis=0)
+    # Integers in the order of the floats (-0.0 is 0.0): below all of them there is room for -1.
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    keys = tl.where(index < num_experts, keys, -1)
     rank = tl.arange(0, RANKS)
     experts = tl.zeros((RANKS,), dtype=tl.int32)
     weights = tl.zeros((RANKS,), dtype=tl.float32)
     total = 0.0
     for chosen in tl.static_range(CHOSEN):
-        # Of rows with NaN the index may be that of a lane which stands for no expert.
-        best = tl.argmax(logits, axis=0, tie_break_left=True).to(tl.int32)
-        expert = tl.minimum(best, num_experts - 1)
+        expert = tl.argmax(keys, axis=0, tie_break_left=True).to(tl.int32)
         weight = tl.sum(tl.where(index == expert, probabilities, 0.0), axis=0)
         experts = tl.where(rank == chosen, expert, experts)
         weights = tl.where(rank == chosen, weight, weights)
         total += weight
-        logits = tl.where(index == expert, float("-inf"), logits)
+        keys = tl.where(index == expert, -1, keys)
     if NORMALIZES:
         weights /= total
     tl.store(experts_ptr + row * CHOSEN + rank, experts, mask=rank < CHOSEN)

@@ -56,7 +56,8 @@ def _threshold_in_prefix(
     probs_RC = torch.where(by_k_RC, (log_ratio_RC + best_logprob_R[:, None]).exp(), 0.0)
     mass_RC = probs_RC.cumsum(dim=1)
     whole_R = torch.where(top_k_R > 0, mass_RC[:, -1], 1.0)
-    wanted_R1 = (top_p_R.double() * whole_R)[:, None]
+    # No share of the mass stands for all of it: tokens too unlikely to add to the sum stay too.
+    wanted_R1 = torch.where(top_p_R < 1, top_p_R.double() * whole_R, torch.inf)[:, None]
     # A token stays if what is likelier than it has not reached p yet: the first always stays, also
     # where NaN makes all others seem to go.
     kept_RC = by_k_RC & ((mass_RC - probs_RC) < wanted_R1)

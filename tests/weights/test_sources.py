@@ -1,7 +1,8 @@
-"""An update that fails closes its source at once, behind however many streams that lies.
+"""An update asks its source for one manifest, and closes it at once where it fails.
 
-A sharded source has other ranks waiting in its collectives. Everything here is still named by the
-test when the update has failed, so that no reference count does the work.
+A sharded source has other ranks waiting in its collectives, behind however many streams it lies.
+Everything here is still named by the test when the update has failed, so that no reference count
+does the work.
 """
 
 from __future__ import annotations
@@ -87,3 +88,21 @@ def test_a_sender_whose_group_closes(engine, policies):
         error = sent.exception(HANG_SECONDS)
         assert isinstance(error, WeightUpdateError)
         assert stream.closed
+
+
+def test_one_update_makes_one_manifest(engine, policies):
+    class Counting(TensorSource):
+        asked = 0
+
+        def manifest(self):
+            self.asked += 1
+            return super().manifest()
+
+    source = Counting(policies[1].tensors)
+    engine.update_weights_from_tensor(source)
+    assert source.asked == 1
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(source)
+    engine.end_weight_update()
+    assert source.asked == 2
+    assert engine.weights_digest() == policies[1].digest

@@ -1,0 +1,137 @@
+"""README.md and docs/*.md: links lead somewhere, commands and keys exist, Python code parses."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+from rollout.cli import SUBCOMMANDS, _with_model_path
+from rollout.engine.worker import factory_of
+from rollout.offline.composition import register_run_schema
+from rollout.offline.config import RunConfig
+from rollout.server.command import register_serve_schema
+from rollout.server.config import ServeConfig
+from spec_workers.draft_training.arguments import train_draft_parser
+from tests.helpers.text_model import save_text_model
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose_of(page: Path) -> str:
+    """The page without its blocks of code."""
+    return CODE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub makes them."""
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        number = sum(words == re.sub(r"-\d+$", "", each) for each in anchors)
+        anchors.add(f"{words}-{number}" if number else words)
+    return anchors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{target}: there is no such file"
+        assert not anchor or anchor in anchors_of(file), f"{target}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_code_parses(page: Path) -> None:
+    for language, code in CODE.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            ast.parse(code)
+
+
+def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_text_model(tmp_path / "models" / "SmolLM2-135M-Instruct")
+    blocks = [code for language, code in CODE.findall(PAGES[0].read_text()) if language == "python"]
+    assert len(blocks) == 1
+    exec(compile(blocks[0], "README.md", "exec"), {})
+
+
+def commands() -> Iterator[Any]:
+    """The arguments of every `specrollout` in the blocks of code."""
+    for page in PAGES:
+        for language, code in CODE.findall(page.read_text(encoding="utf-8")):
+            if language == "python":
+                continue
+            for line in code.replace("\\\n", " ").splitlines():
+                if found := re.search(r"(?:^|\s)specrollout (.+)", line):
+                    given = shlex.split(re.sub(r"\$\(\(.*?\)\)", "1", found[1]), comments=True)
+                    yield pytest.param(given, id=f"{name_of(page)}: {' '.join(given)}")
+
+
+@pytest.fixture
+def composing() -> Iterator[None]:
+    register_run_schema()
+    register_serve_schema()
+    with initialize_config_module("rollout.conf", version_base="1.3"):
+        yield
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.usefixtures("composing")
+@pytest.mark.parametrize("given", list(commands()))
+def test_commands_are_understood(given: list[str]) -> None:
+    """As far as they are before a file is looked at."""
+    if given[0] == "train-draft" and given[1:] != ["--help"]:
+        train_draft_parser().parse_args(given[1:])
+        return
+    assert "=" in given[0] or given[0] in {*SUBCOMMANDS, "-m", "--help", "--cfg"}
+    config_name = "serve" if given[0] == "serve" else "config"
+    overrides = [_with_model_path(each) for each in given if re.match(r"\+?[\w.]+=", each)]
+    if given[0] in {"-m", "compare"}:  # one value of each list, and options that all kinds have
+        lists = [each for each in overrides if "," in each]
+        if any(each.startswith("spec=") for each in lists):
+            overrides = [each for each in overrides if not each.startswith("spec.")]
+        overrides = [each.partition(",")[0] if each in lists else each for each in overrides]
+    if overrides:
+        factory_of(compose(config_name, overrides=overrides).spec)
+
+
+def keys_of(section: str, config: Any) -> Iterator[str]:
+    for field in fields(config):
+        kind = get_type_hints(config)[field.name]
+        yield f"{section}{field.name}"
+        if is_dataclass(kind):
+            yield from keys_of(f"{section}{field.name}.", kind)
+
+
+@pytest.mark.usefixtures("composing")
+def test_keys_in_the_text_exist() -> None:
+    known = {*keys_of("", RunConfig), *keys_of("", ServeConfig)}
+    specs = [path.stem for path in (ROOT / "conf" / "spec").glob("*.yaml")]
+    known |= {
+        f"spec.{key}"
+        for spec in specs
+        for key in compose("config", overrides=[f"spec={spec}"]).spec
+    }
+    sections = "|".join({key.partition(".")[0] for key in known if "." in key})
+    pattern = re.compile(rf"`\+?((?:{sections})\.[a-z_]+)[`=]")
+    for page in PAGES:
+        named = {key for key in pattern.findall(prose_of(page)) if not key.endswith(".py")}
+        assert named <= known, f"{name_of(page)}: there are no keys {named - known}"
