@@ -198,8 +198,8 @@ class Router:
         self._home(group).push(group, deque([request_id]), first=first)
 
     def _home(self, group: int) -> _ReplicaQueue:
-        """The queue of the replica that a group is bound to; one it is not bound to yet is sent by
-        its hash.
+        """The queue of a group's home: the replica that has some of it unfinished, else the one its
+        hash leads to.
 
         Each try is as good as random, and the first that is alive is it: so the groups of one that
         died are spread over the others, and nobody else's move.
