@@ -33,7 +33,7 @@ class ClusterCorpora:
     So while any replica drafts from a corpus, all that run requests have it in memory, and each
     begins between two of its steps. One that a replica cannot load or publish is removed from all,
     and listed as failed. A replica that starts has published all those that are before it joins.
-    What the calls mean says `Corpora`.
+    `Corpora` documents the calls.
     """
 
     def __init__(self, members: ReplicaManager) -> None:
@@ -56,9 +56,8 @@ class ClusterCorpora:
         publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str:
-        """Have each replica load a corpus; a file under the same path. Documents are kept for
-        replicas that start later, until the corpus is removed. If one replica refuses it, none
-        keeps it."""
+        """Have each replica load a corpus; a file under the same path. Replicas that start later
+        load it too, until it is removed. If one replica refuses it, none keeps it."""
         if name is None:
             name = uuid.uuid4().hex
         check_name("name", name)
@@ -89,7 +88,7 @@ class ClusterCorpora:
             raise InvalidInputError("name", name, f"could not be loaded: {corpus.seen.error}")
 
     def remove_external_corpus(self, name: str) -> None:
-        """Remove a corpus: when this returns no replica drafts from it. Raises InvalidInputError if
+        """Remove a corpus: no replica drafts from it any more. Raises InvalidInputError if
         unknown."""
         self._begin_configured()
         self._take_refusals()
@@ -115,8 +114,7 @@ class ClusterCorpora:
             raise InvalidInputError("name", name, f"has failed: {corpus.seen.error}")
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        """All corpora by name, each with the state all replicas have reached and the slowest one's
-        progress."""
+        """All corpora by name, each with the least state of all replicas and the least progress."""
         self._begin_configured()
         by_replica = self._members.on_all("external_corpora")
         self._advance(by_replica)
@@ -132,8 +130,7 @@ class ClusterCorpora:
         return [found[name] for name in sorted(found)]
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
-        """Load a file on every replica, under the same path; replicas that start later load it
-        too."""
+        """Load a file on every replica, also on those that start later, under the same path."""
         self._members.on_all("load_corpus", os.fspath(path))
         self._file = os.fspath(path)
         self._corpora = {  # what was published is gone, or is the file's now
@@ -266,7 +263,7 @@ class ClusterCorpora:
         self._change()
 
     def _fail_those_of_some(self, by_replica: Mapping[str, Sequence[ExternalCorpus]]) -> None:
-        """A file's are on all, unless one that started later could not load it."""
+        """Fail a file's corpora that a replica which started later could not load."""
         names = {replica: {each.name for each in on} for replica, on in by_replica.items()}
         for name in set().union(*names.values()) - (self._corpora.keys() | self._removed):
             without = [replica for replica, there in names.items() if name not in there]
