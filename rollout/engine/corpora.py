@@ -124,8 +124,8 @@ class Corpora:
     def external_corpora(self) -> list[ExternalCorpus]:
         """All of them by name; those to be published when they are ready are published now.
 
-        Of tensor-parallel ranks each makes this call, as all others about corpora: what is loaded
-        on all of them is published on all at once, there or in the next step.
+        Every tensor-parallel rank makes this call, as all others about corpora: corpora that all
+        ranks have loaded are published on all at once, in this call or in the next step.
         """
         corpus = self._external()
         corpus.publish()

@@ -96,7 +96,7 @@ class EngineLoop(Generic[E]):
         self._busy_since: float | None = None  # written by the loop alone, read by anyone
         # The loop's thread alone:
         self._queued: dict[int, RequestHandle] = {}  # by request id, until the engine hands it out
-        self._listeners: dict[int, _Listener] = {}  # likewise
+        self._listeners: dict[int, _Listener] = {}  # by request id, as long
         self._stopping = False
         self._step_seconds = 0.0  # of the last one
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)

@@ -38,7 +38,7 @@ class WeightUpdates:
     """Brings weights to the worker's models, between two steps.
 
     An update names every tensor by its checkpoint name (``partial=True``: some), and reaches every
-    model its selector names or none. What ``**options`` are says `UpdateOptions`. A call between
+    model its selector names or none. `UpdateOptions` documents ``**options``. A call between
     `begin_weight_update` and `end_weight_update` is a part of that update and takes no options; any
     other is an update of its own. A failure before the first byte leaves the old weights serving;
     a later one leaves the engine refusing to run, saying why, until a full update succeeds.

@@ -43,7 +43,7 @@ class ServerConfig:
     max_connections: int = 4096  # of all clients, those that are idle included
     drain_seconds: float = 30.0  # that running requests have to finish after SIGTERM
     weights_root: str | None = None  # weights are read from files below this folder; default: none
-    corpora_root: str | None = None  # likewise corpora
+    corpora_root: str | None = None  # corpora are read from files below it; default: none
     log_level: LogLevel = LogLevel.info
     access_log: bool = False  # a line per request
 

@@ -177,7 +177,7 @@ class WeightParts(Mapping[str, WeightPart]):
     def digest(self, selector: str) -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal.
 
-        Of ``all`` every part has a share, frozen ones too.
+        With ``all`` every part is included, frozen ones too.
         """
         digest = hashlib.sha256()
         parts = self.selected(selector)

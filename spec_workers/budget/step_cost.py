@@ -89,7 +89,7 @@ class StepCost:
         self.curve = curve
         self._sampling = LinearCost()  # by rows sampled from
         self._drafting = LinearCost()  # by requests
-        self._following = LinearCost()  # likewise, where nothing is proposed
+        self._following = LinearCost()  # by requests, where nothing is proposed
         self._elsewhere: dict[str, Any] = {}  # device -> what was learned there
 
     @property

@@ -76,7 +76,7 @@ class DraftKv:
         self.lens_Q = np.zeros(rows, dtype=np.int64)  # slots in each row of the table
         self._reached_Q = np.zeros(rows, dtype=np.int64)  # positions they were chosen from
         self._last_Q = np.zeros(rows, dtype=np.int64)  # position of the last of them
-        self._versions_Q = np.full(rows, -1, dtype=np.int64)  # of the target's row, likewise
+        self._versions_Q = np.full(rows, -1, dtype=np.int64)  # of the target's row then
         self.unchanged_Q = np.zeros(rows, dtype=np.int64)  # columns, since `DraftTable` sent them
 
     def slots_of(

@@ -65,8 +65,8 @@ def noise_inputs(
 ) -> dict[str, NDArray]:
     """The inputs of samples beside logits, for `drawn_from`, of trees and padding behind them.
 
-    Of `OPTIONAL_INPUTS` those are there that any request asks for. ``ends_G``: tokens of the
-    sequences. ``num_levels``: so many positions from there on are drawn for.
+    Those of `OPTIONAL_INPUTS` are present that any request asks for. ``ends_G``: tokens of the
+    sequences. ``num_levels``: positions from there on that are drawn for.
     """
     params = [request.params for request in requests]
     seeds_G = np.array([request.seed for request in requests], dtype=np.uint64)

@@ -54,7 +54,7 @@ class _NamedReplica:
 class RayPool:
     """See `rollout.cluster.replica.ReplicaPool`.
 
-    Of each actor one answer is always awaited: where it lives, then `ReplicaActor.open`'s, then a
+    One answer of each actor is always awaited: its location, then `ReplicaActor.open`'s, then a
     report's. An error in its place is the actor's death. One that answers nothing any more is
     killed, wherever the cluster waits meanwhile.
     """

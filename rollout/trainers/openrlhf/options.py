@@ -64,7 +64,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
 
     A name of the engine's configuration goes there, ``spec``, ``sync_timeout`` and ``keep_kv`` to
     `OwnOptions`, any other to the worker that ``spec`` names. Values are read as YAML scalars.
-    Of one given twice the last counts. Raises InvalidInputError for an unknown name or a missing
+    If a name is given twice the last counts. Raises InvalidInputError for an unknown name or a missing
     value.
     """
     given: dict[str, Any] = {}
