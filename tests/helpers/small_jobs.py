@@ -24,7 +24,7 @@ from rollout.offline import DataConfig, JobResult, OutputConfig, RunConfig, run_
 def small_job(
     model: Path, folder: Path, prompts: list[dict[str, Any]], params: SamplingParams
 ) -> RunConfig:
-    """A job from ``folder``/prompts.jsonl, written here, to ``folder``/rollouts.jsonl."""
+    """From ``folder``/prompts.jsonl, written here, to ``folder``/rollouts.jsonl."""
     return RunConfig(
         model=ModelConfig(path=str(model), dtype=DType.float32),
         data=DataConfig(path=write_rows(folder / "prompts.jsonl", prompts)),
@@ -46,7 +46,7 @@ def run(config: RunConfig, spec: str = "none", **options: Any) -> JobResult:
 
 
 def output_rows(config: RunConfig) -> list[dict[str, Any]]:
-    """The rows of the output in order of prompt and sample."""
+    """In order of prompt and sample."""
     path = Path(config.output.path or "")
     if path.suffix == ".parquet":
         rows = pq.read_table(path).to_pylist()

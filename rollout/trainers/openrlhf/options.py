@@ -64,8 +64,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
 
     A name of the engine's configuration goes there, ``spec``, ``sync_timeout`` and ``keep_kv`` to
     `OwnOptions`, any other to the worker that ``spec`` names. Values are read as YAML scalars.
-    If a name is given twice the last counts. Raises InvalidInputError for an unknown name or a missing
-    value.
+    If a name is given twice the last counts. Raises InvalidInputError for an unknown name or a
+    missing value.
     """
     given: dict[str, Any] = {}
     rest: list[str] = []
