@@ -289,7 +289,8 @@ class SpecWorker:
         self.budget.change_policy()
 
     def begin(self, learned: Mapping[str, Any]) -> None:
-        """Go on from what an earlier engine learned. Raises ValueError for what is none of it."""
+        """Continue from what an earlier engine learned. Raises ValueError for a malformed
+        object."""
         self._learning.catch_up()
         self.budget.restore(learned)
         calibrate(self.target, self.budget, self._calibration_seconds)

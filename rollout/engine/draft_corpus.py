@@ -52,7 +52,8 @@ class CorpusDelta:
     tokens_N: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError, naming the array, for what no `share_corpus` would make."""
+        """Raises InvalidInputError, naming the array, for a delta that no `share_corpus`
+        returns."""
 
         def require(name: str, ok: bool, remedy: str) -> None:
             if not ok:

@@ -68,7 +68,7 @@ class DraftBudget(Protocol):
         ...
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        """Raises ValueError for what no budget of this kind has learned."""
+        """Continue from an earlier run's `learned`. Raises ValueError for a malformed object."""
         ...
 
 

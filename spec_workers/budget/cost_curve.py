@@ -221,7 +221,7 @@ def checked_curve(learned: Mapping[str, Any]) -> tuple[NDArray[np.float64], ...]
 
 
 def _loaded_knots(learned: Mapping[str, Any], name: str) -> NDArray[np.float64]:
-    """Ascending numbers >= 1. Raises ValueError for what is none."""
+    """The knots of this name, ascending numbers >= 1. Raises ValueError for anything else."""
     listed = learned.get(name)
     if not isinstance(listed, list) or not 0 < len(listed) <= _MAX_KNOTS:
         raise ValueError(f"{name}: must be a list of 1 to {_MAX_KNOTS} numbers")

@@ -103,7 +103,7 @@ class NodeValues:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on from an earlier run's ``values``. Raises ValueError for what cannot be any."""
+        """Continue from an earlier run's ``values``. Raises ValueError for a malformed object."""
         if values.get("sources") != list(self.sources) or values.get("depths") != list(DEPTHS):
             raise ValueError("sources, depths: not those of this worker")
         shape = self._expected_SD.shape

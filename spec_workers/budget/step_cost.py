@@ -65,7 +65,7 @@ class LinearCost:
         return {"step": step, "each": each}
 
     def restore(self, learned: Mapping[str, float]) -> None:
-        """Raises ValueError for what is no such cost."""
+        """Continue from learned costs. Raises ValueError for a malformed object."""
         if set(learned) != {"step", "each"}:
             raise ValueError("must give milliseconds for step and each")
         self._weights = np.array(
@@ -155,7 +155,7 @@ class StepCost:
         return {"device": self.device, **here, "elsewhere": self._elsewhere}
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        """Go on from an earlier run on this device. Raises ValueError for what cannot be one's."""
+        """Continue from an earlier run on this device. Raises ValueError for a malformed object."""
         found = dict(mapping(learned, "elsewhere")) if "elsewhere" in learned else {}
         if "cost" in learned:
             device = learned.get("device")
