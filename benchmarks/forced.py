@@ -21,9 +21,9 @@ from harness.traces import Trace
 from numpy.typing import NDArray
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.memory.transfers import upload
 from rollout.ops.uniforms.reference import noise
 from rollout.runner.model_runner import Forwarded
-from rollout.runner.transfers import upload
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.neural.arrays import Arrays
 from spec_workers.neural.drafter import NeuralDrafter
@@ -90,8 +90,8 @@ def force_draft(drafter: NeuralDrafter, recording: Recording, hit_rate: float) -
     inputs, children = proposer._inputs, guesser.children
 
     def with_said(wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
-        """What is said of all depths is sent along: on a GPU levels are launched without a read
-        between."""
+        """Sends the recorded tokens of all depths along: on a GPU levels are launched without a
+        read between."""
         entries = [wanted.batch.entries[b] for b in wanted.entries_G]
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         said_GL = np.zeros((len(entries) + padding, proposer._num_steps), dtype=np.int64)

@@ -154,7 +154,7 @@ def _command(stage: Stage, output: Path, report: Path, floors: Path | None) -> l
 
 
 def _environment() -> dict[str, str]:
-    """Whatever libraries leave behind goes to ``build/``."""
+    """The environment of a stage. Files that libraries leave behind go to ``build/``."""
     temporary = BUILD / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     modules = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]

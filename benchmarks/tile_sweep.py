@@ -1,4 +1,4 @@
-"""Which tiles of the row-invariant matrix product are the fastest: those in use, and others.
+"""Times tiles of the row-invariant matrix product, those in use and others, to find the fastest.
 
 Every shape is timed at the row counts of decoding, of verification and of prefills, with each tile
 that fits a multiprocessor. What is printed of a shape is the best, and the time of the one that

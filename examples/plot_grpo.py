@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What one log says; of a run that was cut short, what there is."""
+    """One run's log. A run that was cut short has the records up to there."""
 
     settings: Record
     steps: list[Record]

@@ -43,7 +43,7 @@ class SumsTask:
         return float(bool(numbers) and self._score(numbers[-1], problem) == 1)
 
     def majority_reward(self, problems: Sequence[Problem]) -> float:
-        """What it would earn always to give the answer most common in training."""
+        """The mean reward for always giving the answer that is most common in training."""
         return fmean(self.reward(self._most_common, problem) for problem in problems)
 
     def _score(self, answer: str, problem: Problem) -> float:

@@ -32,7 +32,7 @@ class DType(enum.StrEnum):
 
 
 class LoadFormat(enum.StrEnum):
-    """Where an engine's first weights come from. Names follow vLLM and SGLang."""
+    """The source of an engine's first weights. Names follow vLLM and SGLang."""
 
     safetensors = "safetensors"  # the model folder
     dummy = "dummy"  # nothing is read: a trainer sends all weights before the first token
@@ -40,7 +40,7 @@ class LoadFormat(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Which model runs, in which dtype, and where."""
+    """The model to run, its dtype and its device."""
 
     path: str  # a folder with config.json and safetensors
     load_format: LoadFormat = LoadFormat.safetensors  # dummy needs only config.json
@@ -108,7 +108,7 @@ class Overlap(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig:
-    """Defaults suit the device: see `StepLimits`."""
+    """Limits of a step and of the requests in it. Defaults suit the device: see `StepLimits`."""
 
     max_running: int | None = None  # requests decoded together: 32 on a CPU, up to 256 on a GPU
     # Query tokens of one step, draft nodes not counted: 512 on a CPU, up to 2,048 on a GPU, and at
@@ -161,7 +161,7 @@ class ParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
-    """Everything an engine is built from."""
+    """The parts of an engine's configuration."""
 
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -184,7 +184,8 @@ def _check_counts(part: Any, section: str, **least: int) -> None:
 
 
 def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
-    """Each override goes to the part that has a field of its name; names are unique across parts.
+    """The configuration for a model's folder. Each override sets a part's field of that name; names
+    are unique across parts.
 
     ``parallel`` is a ParallelConfig, or a mapping of its fields.
 

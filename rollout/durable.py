@@ -16,7 +16,7 @@ def scratch_file(path: Path) -> Path:
 
 
 SHARED_SCRATCH = ".saving."
-"""Follows the file's name, and a random number it, in the names of shared scratch files."""
+"""The text between a file's name and a random number in the names of shared scratch files."""
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class FinishReason(enum.StrEnum):
 
 
 class PauseMode(enum.StrEnum):
-    """What happens to requests in flight while generation is paused."""
+    """The treatment of requests in flight while generation is paused."""
 
     ABORT = "abort"  # they end with the tokens they have
     RETRACT = "retract"  # running ones return to the waiting queue and recompute their KV
@@ -335,6 +335,7 @@ class DraftTrees:
 
     @property
     def num_nodes(self) -> int:
+        """Draft nodes of all entries, N."""
         return int(self.offsets_B1[-1])
 
 

@@ -19,7 +19,7 @@ class _Followed:
 
 
 class CorpusFeed:
-    """Which requests the corpus follows, and how far.
+    """The requests that the corpus follows, and the number of tokens it knows of each.
 
     It goes by what the requests hold, not by what a step emitted, so a step that fails changes
     nothing and steps may go by unfed.
@@ -35,7 +35,8 @@ class CorpusFeed:
         return request.request_id in self._followed
 
     def catch_up(self, requests: Iterable[Request]) -> None:
-        """Everything these hold. Those that the corpus has no room for are left out."""
+        """Tell the corpus all tokens these requests hold. A request that the corpus has no room for
+        is left out."""
         behind = []
         for request in requests:
             followed = self._followed.get(request.request_id) or self._open(request)
@@ -44,18 +45,19 @@ class CorpusFeed:
         self._extend(behind)
 
     def catch_up_all(self) -> None:
-        """Everything that the requests followed hold."""
+        """Tell the corpus all tokens that followed requests hold."""
         self._extend([each for each in self._followed.values()
                       if each.fed < len(each.request.tokens)])  # fmt: skip
 
     def note_verified(self, request: Request, num_nodes: int) -> None:
-        """So many first nodes of what was proposed for it, if anything was, were verified."""
+        """The first ``num_nodes`` nodes of the latest proposal for the request, if there was one,
+        were verified."""
         followed = self._followed.get(request.request_id)
         if followed is not None:
             followed.verified = num_nodes
 
     def leave(self, request: Request) -> None:
-        """It ended: its tokens stay, unless it emitted none and was never followed."""
+        """The request has ended: its tokens stay, unless it emitted none and was never followed."""
         if not self.follows(request) and len(request.tokens) > request.prompt_len:
             self._open(request)
         followed = self._followed.pop(request.request_id, None)
@@ -66,7 +68,8 @@ class CorpusFeed:
         self._corpus.close(request.request_id)
 
     def _open(self, request: Request) -> _Followed | None:
-        """With its prompt alone: of an output too, what a sibling emitted before would be lost."""
+        """Open a sequence with the prompt alone: with an output, too, what a sibling emitted before
+        would be lost."""
         if len(self._followed) >= self.max_followed:
             return None
         prompt = np.array(request.tokens[: request.prompt_len], dtype=np.int32)

@@ -86,7 +86,8 @@ class CorpusInbox:
             self._lose(key)
 
     def feed(self, version: int, max_tokens: int) -> None:
-        """Between two steps: the corpus learns what waits, at most about so many tokens.
+        """Let the corpus learn waiting tokens, at most about ``max_tokens``. Called between two
+        steps.
 
         ``version``: of the weights in use.
         """
@@ -129,7 +130,7 @@ class CorpusInbox:
         )
 
     def _learn(self, key: _Key, foreign: _Foreign) -> int:
-        """All that waits of it; how many tokens."""
+        """Let the corpus learn all waiting tokens of a rollout; returns their number."""
         count = 0
         while foreign.waiting:
             version, tokens = foreign.waiting.popleft()
@@ -168,7 +169,8 @@ class CorpusInbox:
             self._num_open -= 1
 
     def _age(self, version: int) -> int:
-        """Changes of policy since; 0 also of one that this engine has yet to get."""
+        """The number of changes of policy since this version; 0 also for one that this engine has
+        yet to get."""
         for age, known in enumerate(reversed(self._versions)):
             if known == version:
                 return age

@@ -74,14 +74,14 @@ class CorpusOutbox:
         self.dropped_rollouts = 0
 
     def follow(self, requests: Iterable[Request]) -> None:
-        """From now on what these emit is handed out."""
+        """Hand out what these requests emit, from now on."""
         for request in requests:
             request_id = request.request_id
             if request_id not in self._rollouts and request_id not in self._dropped:
                 self._rollouts[request_id] = _Sent(request)
 
     def leave(self, request: Request) -> None:
-        """It ended; what it holds is handed out yet."""
+        """The request has ended; its tokens are still handed out."""
         request_id = request.request_id
         self._dropped.discard(request_id)
         sent = self._rollouts.get(request_id)
@@ -95,7 +95,7 @@ class CorpusOutbox:
             self._make_room()
 
     def take(self) -> CorpusDelta:
-        """All that waits; no chunks where nothing does."""
+        """Everything that waits to be handed out; without chunks if nothing does."""
         self._make_room()
         delta = _delta(self.sender, self._num_taken, self._rollouts.values())
         self._num_taken += 1

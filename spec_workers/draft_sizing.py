@@ -34,7 +34,7 @@ def draft_bytes(
     num_pools: int = 1,
     slots_per_request: int,
 ) -> DraftBytes:
-    """A draft has the target's dtype.
+    """The bytes of a draft's KV, whose dtype is the target's.
 
     ``slots_per_request``: beside those at the target's slots, of all pools together.
     """

@@ -59,7 +59,7 @@ class NeuralGate:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around what the draft does for a step."""
+        """Count the time of the context as the draft's time in this step."""
         started = time.perf_counter()
         try:
             yield
@@ -69,7 +69,8 @@ class NeuralGate:
     def judge(
         self, step: Observation, copied: DraftTrees, num_asked: int, *, is_steady: bool = True
     ) -> None:
-        """At the end of a step, in which the draft ran if the gate was open.
+        """Compare the draft with the corpus alone, at the end of a step, in which the draft ran if
+        the gate was open.
 
         Args:
             copied: what the corpus proposed.
@@ -123,7 +124,7 @@ class NeuralGate:
         self._gate.change_policy()
 
     def learned(self) -> dict[str, Any]:
-        """For people to look at."""
+        """The gate's state, for people to look at."""
         return self._gate.learned()
 
 
@@ -181,6 +182,6 @@ def accepted_in_hindsight(
 
 
 def _bits(trees: DraftTrees, entries_N: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Each node's own bit in the masks of its entry."""
+    """The bit of each node in the masks of its entry."""
     numbers_N = np.arange(trees.num_nodes) - trees.offsets_B1[entries_N] + 1
     return np.left_shift(np.uint64(1), numbers_N.astype(np.uint64))

@@ -80,7 +80,7 @@ class NgramCorpus:
             raise InvalidInputError(_OPTION_OF[parameter], value, reason) from None
         self.feed = CorpusFeed(self.corpus)
         self.outbox: CorpusOutbox | None = None  # while it is shared
-        self.inbox: CorpusInbox | None = None  # likewise
+        self.inbox: CorpusInbox | None = None  # while it is shared
         self._vocab_size = vocab_size
         self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
         self._ranks: RankLoads | None = None  # where others must draft alike

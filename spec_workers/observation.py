@@ -10,7 +10,7 @@ from rollout.types import Batch, DraftTrees, EntryResult, Scheduled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Handed to `observe` when accepted nodes' slots are in ``req_to_token``.
+    """A finished step as `observe` sees it, when accepted nodes' slots are in ``req_to_token``.
 
     The requests of the batch do not hold the emitted tokens yet: the scheduler appends them after.
     """

@@ -17,7 +17,7 @@ from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
 
 
 def agreed_times(group: RankGroup, times: StepTimes) -> StepTimes:
-    """Rank 0's."""
+    """Rank 0's times, on every rank."""
     if group.size == 1:
         return times
     draft, forward, sample = group.first([times.draft, times.forward, times.sample])

@@ -14,7 +14,7 @@ _ABSENT = "absent"
 
 
 class RankLoads:
-    """Publishes on all ranks in one step what has been loaded on all; what fails on one, fails.
+    """Publishes a corpus on all ranks in one step, once all have loaded it; if one fails, all do.
 
     Each rank loads its own, on its own threads, in its own time.
     """
@@ -26,7 +26,7 @@ class RankLoads:
         self.failures: dict[str, str] = {}  # name -> why, where it was not this rank's own failure
 
     def add(self, name: str) -> None:
-        """It was begun."""
+        """Follow a load that has begun on this rank."""
         self._names.add(name)
         self.failures.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""What is learned from a finished step: by the budget, and in each request's stats."""
+"""A finished step teaches the budget its costs, and each request's stats their times."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ class StepTimer:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Propose, or observe."""
+        """Count the context as drafting: it proposes, or observes."""
         started = time.perf_counter()
         yield
         self._draft_ms += _ms_since(started)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Launch the forward; it may not be done at the end."""
+        """Count the context as launching the forward, which may end later."""
         started = time.perf_counter()
         self._mark(0)
         yield
@@ -71,7 +71,7 @@ class StepTimer:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Launch sampling; it may not be done at the end."""
+        """Count the context as launching sampling, which may end later."""
         started = time.perf_counter()
         yield
         self._mark(2)
@@ -79,14 +79,14 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the device."""
+        """Count the context as waiting for the device."""
         started = time.perf_counter()
         yield
         self._waited_ms += _ms_since(started)
 
     @contextmanager
     def booking(self) -> Iterator[None]:
-        """Whatever else the host does between the launches and the end of the step."""
+        """Count the context, other work of the host before the step's end, as launching."""
         started = time.perf_counter()
         yield
         self._launch_ms += _ms_since(started)

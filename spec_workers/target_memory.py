@@ -137,7 +137,7 @@ def bytes_of_steps(
 def _states(
     config: EngineConfig, max_running: int, spec: ModelSpec, dtype: torch.dtype, budget: int
 ) -> tuple[StateSizes | None, int]:
-    """How many state slots, and their bytes."""
+    """The sizes of the state slots and their bytes; None and 0 without recurrent layers."""
     if spec.linear_attention is None:
         return None, 0
     each = StatePool.bytes_per_slot(spec.linear_attention, dtype)
@@ -160,8 +160,8 @@ def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
 def forward_graphs(
     config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None = None
 ) -> ForwardGraphs | None:
-    """None where nothing is to be captured. What layers launch depends on the shapes of a bucket
-    alone, also in recurrent ones and in sparse ones, wherever their rows go.
+    """Graphs of the target's forward; None where nothing is to be captured. Launches depend on the
+    shapes of a bucket alone, in recurrent and sparse layers too.
 
     ``capture``: how; default: as CUDA graphs on a GPU, else not at all.
     """

@@ -173,7 +173,7 @@ def _entries(trees: DraftTrees) -> NDArray[np.int64]:
 
 
 def _parents(trees: DraftTrees, entries_N: NDArray, numbers_N: NDArray) -> NDArray[np.int64]:
-    """Each node's parent by its number; a root's is that of its entry."""
+    """Each node's parent by its number; a root is numbered by its entry."""
     before_N = trees.offsets_B1[entries_N] + trees.parents_N - 1
     # Where the parent is the root, ``before_N`` is another entry's node or none: not looked at.
     return np.where(trees.parents_N == 0, entries_N, numbers_N[np.maximum(before_N, 0)])

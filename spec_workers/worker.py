@@ -73,7 +73,7 @@ class SpecWorker:
 
     @property
     def memory(self) -> CacheMemory:
-        """Who owns which KV slot."""
+        """Ownership of KV slots; the target's."""
         return self.target.memory
 
     @property
@@ -118,8 +118,8 @@ class SpecWorker:
 
     @property
     def overlaps(self) -> bool:
-        """Not with features of a forward that are read when it is finished, nor with ranks that
-        wait for each other."""
+        """Whether two-batch overlap is possible: not with features or routes, which are read when a
+        forward is finished, nor with ranks that wait for each other."""
         return (
             self.supports_overlap
             and self.recorder is None
@@ -200,7 +200,8 @@ class SpecWorker:
         return verified
 
     def _steady_phases(self) -> SteadyPhases:
-        """Of the step that was launched last."""
+        """Whether the phases of the step launched last were steady-state, with nothing compiled or
+        captured."""
         graphs = self.target.graphs
         return SteadyPhases(
             forward=graphs is None or graphs.is_warm, drafting=self.drafting_is_steady
@@ -288,13 +289,15 @@ class SpecWorker:
         self.budget.change_policy()
 
     def begin(self, learned: Mapping[str, Any]) -> None:
-        """Go on from what an earlier engine learned. Raises ValueError for what is none of it."""
+        """Continue from what an earlier engine learned. Raises ValueError for a malformed
+        object."""
         self._learning.catch_up()
         self.budget.restore(learned)
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able: what steps cost and how far drafts came true, for `begin` and for reports."""
+        """The learned costs and values of drafts as a JSON-able object, for `begin` and for
+        reports."""
         self._learning.catch_up()
         return self.budget.learned()
 

@@ -1,7 +1,8 @@
-"""Fixtures shared by all tests: the demo model's folder, tiny random models, balanced books."""
+"""Shared by all tests: the demo model's folder, tiny random models, balanced books, GPU marks."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,18 @@ from rollout import RolloutEngine
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_model import save_tiny_llama
 
-DEMO_MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
+HERE = Path(__file__).parent
+DEMO_MODEL = HERE.parent / "models" / "SmolLM2-135M-Instruct"
+GPU_FOLDERS = tuple(f"{HERE / name}{os.sep}" for name in ("device", "gpu", "ops/triton"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need a GPU, unless Triton's interpreter stands in for one."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    for item in items:
+        if str(item.path).startswith(GPU_FOLDERS):
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ def composing() -> Iterator[None]:
 @pytest.mark.usefixtures("composing")
 @pytest.mark.parametrize("given", list(commands()))
 def test_commands_are_understood(given: list[str]) -> None:
-    """As far as they are before a file is looked at."""
+    """Commands parse, and their keys compose: all that can be told before a file is read."""
     if given[0] == "train-draft" and given[1:] != ["--help"]:
         train_draft_parser().parse_args(given[1:])
         return

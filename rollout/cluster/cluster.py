@@ -110,7 +110,7 @@ class RolloutCluster:
 
     @property
     def lockstep(self) -> bool:
-        """Never: replicas do not wait for one another."""
+        """Always False: replicas do not wait for one another."""
         return False
 
     # Requests
@@ -143,7 +143,8 @@ class RolloutCluster:
         """Nothing to do: a cluster does not refuse other threads."""
 
     def watch(self, request_id: int) -> None:
-        """Its tokens come every ``cluster.report_seconds``, those of others every second or so."""
+        """Have the request's tokens reported every ``cluster.report_seconds``, not about once a
+        second."""
         self._flights[request_id].is_watched = True
 
     @property
@@ -199,7 +200,7 @@ class RolloutCluster:
         self._ended.append(self._requests.rollout(flight.request))
 
     def _abort_all(self) -> None:
-        """They end with all tokens there are."""
+        """Abort every request, once all tokens that replicas have emitted are known here."""
         self.reports.sync()
         for request_id in list(self._flights):
             self.abort(request_id)
@@ -321,12 +322,12 @@ class RolloutCluster:
             self.members.joined[name].submit(submissions)
 
     def joined(self, name: str, facts: ReplicaFacts) -> None:
-        """`Listener`'s."""
+        """A replica that is up to date takes requests from now on. See `Listener`."""
         self.facts.setdefault(name, facts)
         self._router.join(name, facts.limits.max_running)
 
     def reported(self, name: str, report: Report) -> None:
-        """`Listener`'s."""
+        """Book the tokens and ended requests of a replica's report. See `Listener`."""
         self.reports.note(name, report)
         for growth in report.grown:
             flight = self._flights.get(growth.request_id)
@@ -340,14 +341,16 @@ class RolloutCluster:
                 self._end(flight)
 
     def died(self, name: str, reason: str) -> None:
-        """`Listener`'s. Its requests come first among those that wait, in their order."""
+        """Queue a dead replica's requests again, before those that wait and in their order. See
+        `Listener`."""
         self.reports.bury(name)
         for request_id in reversed(self._router.leave(name)):
             self._try_again(self._flights[request_id], reason)
         self.weights.abandon_if_dead()
 
     def _try_again(self, flight: InFlightRequest, reason: str) -> None:
-        """Whatever killed the replica, this request may have done it.
+        """Queue the request for another replica, or fail it once its deaths reach the limit: it may
+        have killed them.
 
         Once it has seen so many deaths that one more would be its end, it runs alone, so that it
         answers for nobody else.

@@ -9,7 +9,7 @@ from rollout.errors import InvalidInputError
 
 
 class ClusterKind(enum.StrEnum):
-    """Members are lower case because configuration files name members."""
+    """The kinds of clusters. Members are lower case because configuration files name members."""
 
     none = "none"  # one engine, in this process
     ray = "ray"  # replicas, each a Ray actor

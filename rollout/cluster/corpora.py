@@ -27,12 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class ClusterCorpora:
-    """Each replica loads at its own pace; published is what is ready on all that have joined.
+    """External corpora of a cluster: each replica loads at its own pace, and one is published when
+    all replicas that have joined are ready.
 
     So while any replica drafts from a corpus, all that run requests have it in memory, and each
     begins between two of its steps. One that a replica cannot load or publish is removed from all,
     and listed as failed. A replica that starts has published all those that are before it joins.
-    What the calls mean says `Corpora`.
+    `Corpora` documents the calls.
     """
 
     def __init__(self, members: ReplicaManager) -> None:
@@ -55,8 +56,8 @@ class ClusterCorpora:
         publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str:
-        """Each replica loads it; a file under the same path. Documents are kept for those that
-        start later, until it is removed. Where one replica refuses it, it is on none."""
+        """Have each replica load a corpus; a file under the same path. Replicas that start later
+        load it too, until it is removed. If one replica refuses it, none keeps it."""
         if name is None:
             name = uuid.uuid4().hex
         check_name("name", name)
@@ -74,7 +75,7 @@ class ClusterCorpora:
         return name
 
     def wait(self, name: str) -> None:
-        """Until it is published, or ready where that is on request.
+        """Wait until a corpus is published, or ready if it is published on request.
 
         Raises InvalidInputError where it could not be loaded; its name is free again.
         """
@@ -87,7 +88,8 @@ class ClusterCorpora:
             raise InvalidInputError("name", name, f"could not be loaded: {corpus.seen.error}")
 
     def remove_external_corpus(self, name: str) -> None:
-        """When it returns no replica drafts from it. Raises InvalidInputError if unknown."""
+        """Remove a corpus: no replica drafts from it any more. Raises InvalidInputError if
+        unknown."""
         self._begin_configured()
         self._take_refusals()
         if name not in self._corpora or not self._corpora[name].has_failed:
@@ -112,7 +114,7 @@ class ClusterCorpora:
             raise InvalidInputError("name", name, f"has failed: {corpus.seen.error}")
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        """Ready or published where it is on all replicas; its progress is the slowest one's."""
+        """All corpora by name, each with the least state of all replicas and the least progress."""
         self._begin_configured()
         by_replica = self._members.on_all("external_corpora")
         self._advance(by_replica)
@@ -121,14 +123,14 @@ class ClusterCorpora:
         return self.known(by_replica)
 
     def known(self, by_replica: Mapping[str, Sequence[ExternalCorpus]]) -> list[ExternalCorpus]:
-        """All of them by name, as last looked at; ``by_replica`` tells of those of files."""
+        """All corpora by name, as last looked at; ``by_replica`` tells of those from files."""
         found = {each.name: each for on in by_replica.values() for each in on}
         found = {name: each for name, each in found.items() if name not in self._removed}
         found |= {name: each.seen for name, each in self._corpora.items()}
         return [found[name] for name in sorted(found)]
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
-        """On every replica, under the same path; those that start later load it too."""
+        """Load a file on every replica, also on those that start later, under the same path."""
         self._members.on_all("load_corpus", os.fspath(path))
         self._file = os.fspath(path)
         self._corpora = {  # what was published is gone, or is the file's now
@@ -206,7 +208,7 @@ class ClusterCorpora:
         self._change()
 
     def _advance(self, by_replica: Mapping[str, Sequence[ExternalCorpus]]) -> None:
-        """By what each replica that has joined says of its own."""
+        """Update each corpus by what the replicas that have joined report of it."""
         self._take_refusals()
         for name, corpus in list(self._corpora.items()):
             if corpus.has_failed:
@@ -227,7 +229,7 @@ class ClusterCorpora:
                     self._publish(corpus)
 
     def _publish(self, corpus: ClusterCorpus) -> None:
-        """From now on who joins has published it before."""
+        """Publish on all replicas. A replica that joins later has published it before it joins."""
         corpus.publish_calls = self._members.call_all("publish_external_corpus", corpus.name)
         self._members.repeat_joins()
 
@@ -238,7 +240,7 @@ class ClusterCorpora:
             self._note_published()
 
     def _note_published(self) -> None:
-        """Published: when all that were asked, and live, have answered."""
+        """Mark corpora as published once every live replica that was asked has answered."""
         for corpus in list(self._corpora.values()):
             publish_calls = corpus.publish_calls
             if publish_calls is None or corpus.is_final:
@@ -261,7 +263,7 @@ class ClusterCorpora:
         self._change()
 
     def _fail_those_of_some(self, by_replica: Mapping[str, Sequence[ExternalCorpus]]) -> None:
-        """A file's are on all, unless one that started later could not load it."""
+        """Fail a file's corpora that a replica which started later could not load."""
         names = {replica: {each.name for each in on} for replica, on in by_replica.items()}
         for name in set().union(*names.values()) - (self._corpora.keys() | self._removed):
             without = [replica for replica, there in names.items() if name not in there]
@@ -273,7 +275,7 @@ class ClusterCorpora:
                 self._fail(corpus, f"{without[0]} could not load the file that holds it")
 
     def _change(self) -> None:
-        """Note a change: corpora that are being looked at, or brought, are out of date."""
+        """Begin looks and joins anew: what they know of the corpora is out of date."""
         self._looking = {}
         self._members.repeat_joins()
 

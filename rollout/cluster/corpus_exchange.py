@@ -75,5 +75,5 @@ class CorpusExchange:
 
 
 def _value(future: Future[CorpusDelta]) -> CorpusDelta | None:
-    """None of a replica that died."""
+    """The replica's answer; None if it died."""
     return future.result() if future.exception() is None else None

@@ -16,8 +16,8 @@ from rollout.engine.worker import WorkerFactory
 
 
 class ReplicaHost:
-    """Called on one event loop. Those calls that must begin in the order they were made in are
-    numbered from 0: what carries them may hand them over in another."""
+    """A replica's engine on a thread, called from one event loop. Calls that must begin in the
+    order they were made are numbered from 0, since they may arrive in another."""
 
     def __init__(self) -> None:
         self._turns = _Turns()
@@ -52,7 +52,7 @@ class ReplicaHost:
             self._news.abort(request_ids)
 
     async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Answer:
-        """The engine's method, between two steps."""
+        """Call a method of the engine between two steps."""
 
         def run(engine: RolloutEngine) -> Answer:
             value, error = None, None

@@ -13,7 +13,7 @@ from rollout.types import MemoryTag, PauseMode
 
 
 class ClusterLifecycle:
-    """Pauses and puts to sleep all replicas; what its calls mean says `Lifecycle`.
+    """Pause and sleep of all replicas. `Lifecycle` documents the calls.
 
     Args:
         abort_all: ends every request of the cluster with the tokens there are.

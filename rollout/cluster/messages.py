@@ -62,14 +62,14 @@ class ClusterMetrics(EngineMetrics):
 
     @classmethod
     def of(cls, metrics: EngineMetrics) -> Self:
-        """A copy, of this process's engine."""
+        """A copy of an engine's metrics, with the peak memory of its process, which is this one."""
         counters = {each.name: getattr(metrics, each.name) for each in fields(EngineMetrics)}
         return cls(**counters, memory_bytes=metrics.peak_memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """From a replica, every few milliseconds while it has something to say."""
+    """A replica's report, sent every few milliseconds while it has something to say."""
 
     grown: list[Growth]
     ended: list[Ended]
@@ -81,7 +81,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """To a call of one of the engine's methods."""
+    """The answer to a call of one of the engine's methods."""
 
     value: Any
     error: Exception | None
@@ -90,7 +90,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """Facts that never change in a replica's life and are the same on all."""
+    """Facts about a replica that never change and are the same on all."""
 
     vocab_size: int
     limits: StepLimits
@@ -110,7 +110,7 @@ class InFlightRequest:
     is_alone: bool = False  # its replica is given nothing else
 
     def submission(self) -> Submission:
-        """All that is left to do: it goes on after the tokens that are known here."""
+        """The rest of the request, which continues after the tokens that are known here."""
         request = self.request
         prompt_len = request.prompt_len - request.partial_len
         return Submission(

@@ -26,7 +26,7 @@ def open_pretrained(
     cluster_options: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Engine:
-    """`RolloutEngine.from_pretrained`, or replicas of what it gives.
+    """Open `RolloutEngine.from_pretrained`, or a cluster of such engines.
 
     Args:
         cluster: ``none`` or ``ray``.
@@ -46,7 +46,7 @@ def open_engine(
     cluster: ClusterConfig,
     progress: Progress | None = None,
 ) -> Engine:
-    """Ready to generate.
+    """Open one engine or a cluster, ready to generate.
 
     Args:
         spec: ``_target_`` names the function that builds the worker; the other keys are its

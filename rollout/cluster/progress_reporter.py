@@ -134,7 +134,7 @@ class ProgressReporter:
         return report
 
     def _seconds_to_report(self) -> float | None:
-        """None: when something happens."""
+        """Seconds until the next report is due; None while there is nothing to report."""
         if self._is_urgent:
             return 0.0
         since = time.monotonic() - self._reported_at

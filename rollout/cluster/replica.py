@@ -19,7 +19,7 @@ class Replica(Protocol):
 
     @property
     def name(self) -> str:
-        """Its replacement has the same."""
+        """The replica's name, which its replacement inherits."""
         ...
 
     @property
@@ -27,22 +27,30 @@ class Replica(Protocol):
         """Why the engine cannot run a step, as of its last answer; empty when it can."""
         ...
 
-    def submit(self, submissions: Sequence[Submission]) -> None: ...
-    def abort(self, request_ids: Sequence[int]) -> None: ...
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Queue requests on the replica. Returns at once, like every method here."""
+        ...
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Abort requests of the replica."""
+        ...
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """``getattr(engine, method)(*args, **kwargs)``; what it raises is the future's."""
+        """Call ``getattr(engine, method)(*args, **kwargs)``; the future has its value or its
+        exception."""
         ...
 
     def sync(self, serial: int) -> None:
         """Report at once; that report and later ones carry ``serial``."""
         ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End the process without waiting for what it does."""
+        ...
 
 
 def then(answer: Future[Any], function: Callable[[Future[Any]], object]) -> Future[None]:
-    """Done when ``function(answer)`` has returned, after the answer; fails with what it raises.
+    """A future that is done when ``function(answer)`` has returned, and fails with what it raises.
 
     It is called on the thread that answers come on, so it must be short.
     """
@@ -61,12 +69,12 @@ def then(answer: Future[Any], function: Callable[[Future[Any]], object]) -> Futu
 
 
 class ReplicaDiedError(Exception):
-    """Before it answered. The cluster hears of the death by itself."""
+    """The replica died before it answered. The cluster hears of the death by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """It has an engine, and was given nothing so far."""
+    """A replica has an engine, and has been given nothing so far."""
 
     replica: Replica
     facts: ReplicaFacts
@@ -74,7 +82,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A report has come."""
+    """A replica has sent a report."""
 
     replica: Replica
     report: Report
@@ -82,7 +90,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """Nothing more will come of it. Another of its name is being started."""
+    """A replica has died: no event of it follows. Another of its name is being started."""
 
     replica: Replica
     reason: str

@@ -19,7 +19,7 @@ from rollout.errors import InvalidInputError
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-"""Between two looks at what loads."""
+"""Seconds between two looks at corpora that load."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +35,13 @@ class ClusterCorpus:
 
     @property
     def has_failed(self) -> bool:
-        """It was removed from all replicas, and is listed with the reason."""
+        """Whether it has failed: it was removed from all replicas, and is listed with the
+        reason."""
         return self.seen.state is ExternalState.FAILED
 
     @property
     def is_final(self) -> bool:
-        """Nothing happens to it unasked any more."""
+        """Whether its state changes no more by itself."""
         waits = self.publishing is Publishing.ON_REQUEST and self.seen.state is ExternalState.READY
         is_at_rest = self.seen.state in (ExternalState.PUBLISHED, ExternalState.FAILED)
         return is_at_rest or (waits and self.publish_calls is None)
@@ -48,7 +49,7 @@ class ClusterCorpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorporaOfAll:
-    """What a replica must have before it joins, as of one moment."""
+    """The external corpora that every replica has at one moment: one that joins needs the same."""
 
     file: str | None  # loaded on all
     corpora: Mapping[str, ClusterCorpus]  # none that failed
@@ -73,7 +74,7 @@ class ReplicaCorpusSync:
 
     def __init__(self, members: ReplicaManager, of_all: Callable[[], CorporaOfAll]) -> None:
         self.configured: Mapping[str, str] = {}
-        """Name -> file, the same on each replica."""
+        """The files of configured corpora by name, the same on each replica."""
         self._of_all = of_all
         self._brought: dict[str, _Brought] = {}  # by the name of the replica
         self._refusals: queue.SimpleQueue[tuple[ClusterCorpus, str]] = queue.SimpleQueue()

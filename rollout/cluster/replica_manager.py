@@ -31,13 +31,19 @@ Joiner = Callable[[Replica], "Future[Any] | None"]
 
 
 class Listener(Protocol):
-    """Told on the caller's thread, inside calls of `ReplicaManager`."""
+    """The cluster's side of what happens to replicas, called on the caller's thread inside calls of
+    `ReplicaManager`."""
 
-    def joined(self, name: str, facts: ReplicaFacts) -> None: ...
-    def reported(self, name: str, report: Report) -> None: ...
+    def joined(self, name: str, facts: ReplicaFacts) -> None:
+        """A replica has been brought up to date, and takes requests from now on."""
+        ...
+
+    def reported(self, name: str, report: Report) -> None:
+        """A replica that has joined has sent a report."""
+        ...
 
     def died(self, name: str, reason: str) -> None:
-        """It had joined."""
+        """A replica that had joined has died."""
         ...
 
 
@@ -169,7 +175,8 @@ class ReplicaManager:
         return done, failed
 
     def wait_until_gone(self, replica: Replica) -> None:
-        """It died; the pool hears of it too. What it last said of itself counts no more then."""
+        """Wait until the pool has reported a replica's death. What it last said counts no more
+        then."""
         while self._joined.get(replica.name) is replica:
             self.poll(WAIT_SECONDS)
 

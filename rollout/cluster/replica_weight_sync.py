@@ -52,16 +52,16 @@ class ReplicaWeightSync:
         self.try_again()
 
     def note_commit(self) -> None:
-        """It begins: from now on the checkpoint's weights may not be those in use."""
+        """A commit begins: from now on the weights in use may not be the checkpoint's."""
         self._updated = True
 
     def note_update(self, options: UpdateOptions) -> None:
-        """It was committed, and lives."""
+        """The update is committed on every live replica."""
         if not options.partial and options.selector in ("all", "target"):
             self.why_lost = ""
 
     def bring(self, replica: Replica) -> Future[None] | None:
-        """A joiner; see `ReplicaManager.on_join`."""
+        """Bring a joiner to the weights in use; see `ReplicaManager.on_join`."""
         if self._is_held:
             future: Future[None] = Future()
             self._wait(future)

@@ -1,4 +1,4 @@
-"""What the replicas report, and one engine's numbers made of it."""
+"""The latest report of every replica, and the sums that look like one engine's metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class ReplicaReports:
 
     def __init__(self, members: ReplicaManager) -> None:
         self.statuses: dict[str, EngineStatus] = {}
-        """By name, of dead ones too, whose replacements are given what they had."""
+        """Latest status by name, of dead replicas too: their replacements are given what they
+        had."""
         self._members = members
         self._reports: dict[str, Report] = {}  # of each that lives
         self._past = ClusterMetrics()  # of lives that ended
@@ -111,7 +112,8 @@ def sum_of_metrics(each: Iterable[ClusterMetrics]) -> ClusterMetrics:
 
 
 def sum_of_steps(step: int, each: Iterable[StepMetrics]) -> StepMetrics:
-    """Replicas step side by side: what they did is added up, of times and versions the largest."""
+    """One step out of each replica's: counts are summed, times and versions are the largest, since
+    replicas step side by side."""
     total = StepMetrics(step=step)
     for metrics in each:
         for name in _STEP_COUNTS:

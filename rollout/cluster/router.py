@@ -1,4 +1,4 @@
-"""Which replica runs which request.
+"""The router chooses the replica that runs each request.
 
 Requests queue here, by the replica that is their group's home, and are handed out as there is
 room, so that little is lost when a replica dies and nothing waits at one while another idles.
@@ -77,7 +77,7 @@ class Router:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """``names``: of all replicas there are to be; those that `join` take requests."""
+        """``names``: all replicas there will ever be; they take requests once they `join`."""
         self._names = list(names)
         self._replicas: dict[str, _ReplicaQueue] = {}
         self._groups: dict[int, _Group] = {}
@@ -132,7 +132,8 @@ class Router:
             self._unassigned.append(request_id)
 
     def remove(self, request_id: int) -> str | None:
-        """It ended, or is wanted no more; which replica has it, if one does."""
+        """Forget a request that has ended or is wanted no more. Returns the replica that has it, if
+        any."""
         group, name = self._requests[request_id]
         if name is not None:
             del self._replicas[name].running[request_id]
@@ -197,7 +198,8 @@ class Router:
         self._home(group).push(group, deque([request_id]), first=first)
 
     def _home(self, group: int) -> _ReplicaQueue:
-        """Where it is while any of it is unfinished, else where its hash leads.
+        """The queue of a group's home: the replica that has some of it unfinished, else the one its
+        hash leads to.
 
         Each try is as good as random, and the first that is alive is it: so the groups of one that
         died are spread over the others, and nobody else's move.

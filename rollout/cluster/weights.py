@@ -45,7 +45,7 @@ class _Update:
 
 
 class ClusterWeights:
-    """Weight updates of a cluster; what its calls mean says `WeightUpdates`.
+    """Weight updates of a cluster. `WeightUpdates` documents the calls.
 
     Begin on all, load on all, then commit on all. What one refuses is abandoned on all: as they
     were if no byte has moved anywhere, else torn, all of them. Once one has committed, one that
@@ -152,7 +152,8 @@ class ClusterWeights:
         load_format: str | None = None,
         **options: Any,
     ) -> None:
-        """Each bucket is copied once into memory that all replicas of a host share."""
+        """Update from tensors: each bucket is copied once, into memory that all replicas of a host
+        share."""
         pairs = offered_tensors(named_tensors, load_format)
         with self._transaction(lambda: manifest_of(pairs), options) as update:
             if update.options.check_finite and isinstance(pairs, Collection | StoredWeights):
@@ -322,7 +323,7 @@ class ClusterWeights:
             self.abandon_weight_update("every replica died")
 
     def _wait_for_newcomers(self) -> None:
-        """Until somebody can be updated, and nobody is being brought the weights there are."""
+        """Wait until a replica can be updated, and none is being brought the current weights."""
         while not self._members.joined or self.sync.is_busy:
             self._members.poll(WAIT_SECONDS)
 
@@ -359,7 +360,7 @@ class ClusterWeights:
         )
 
     def _living(self) -> list[Replica]:
-        """During an update those that have it."""
+        """The replicas that have joined; during an update, those that take part in it."""
         joined = self._members.joined.values()
         update = self._update
         return [each for each in joined if update is None or each in update.replicas]

@@ -18,11 +18,12 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 _PATIENCE_SECONDS = 1.0
-"""Short calls of other threads, and finalizers that run in them, are waited for."""
+"""Seconds to wait for another thread's call: enough for a short one, and for the finalizers in
+it."""
 
 
 class CallGuard:
-    """Held while an engine's public call runs. Two threads never hold it together.
+    """The lock of an engine's public calls: two threads never hold it together.
 
     An engine belongs to no thread: any may call while no other one is in a call, and the thread
     that is may call again from inside (a generator of weights asks for the version), but not from
@@ -74,7 +75,8 @@ class CallGuard:
         self._run_deferred()
 
     def begin_step(self) -> None:
-        """Inside a call: nothing else may call until `end_step`, nor does Ctrl-C take effect."""
+        """Begin a step inside a call: until `end_step` no other call begins, and Ctrl-C takes no
+        effect."""
         if (
             self._may_hold_interrupts
             and not self._holds_interrupts
@@ -119,7 +121,7 @@ class CallGuard:
                 signal.signal(signal.SIGINT, previous)
 
     def _run_deferred(self) -> None:
-        """Whoever holds the lock meanwhile comes here after it was released."""
+        """Run deferred functions, unless a call is under way: that one runs them when it ends."""
         while self._deferred and self._lock.acquire(blocking=False):
             try:
                 if self._depth:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Corpora:
-    """Changes what is drafted from: never a rollout, only how fast rollouts come.
+    """The corpora that drafts are made from. They never change a rollout, only how fast it comes.
 
     External corpora are texts to draft from beside the rollouts themselves: code, documents,
     reference answers. They load in the background while generation goes on, and each becomes
@@ -45,7 +45,8 @@ class Corpora:
     """
 
     def __init__(self, worker: Worker, encoder: PromptEncoder, steps: StepRunner) -> None:
-        """Goes on from what is beside the file the corpus was made from, if it was."""
+        """Restores what was learned beside the file the corpus was made from, if it was made from
+        one."""
         self._worker = worker
         self._encoder = encoder
         self._steps = steps
@@ -123,8 +124,8 @@ class Corpora:
     def external_corpora(self) -> list[ExternalCorpus]:
         """All of them by name; those to be published when they are ready are published now.
 
-        Of tensor-parallel ranks each makes this call, as all others about corpora: what is loaded
-        on all of them is published on all at once, there or in the next step.
+        Every tensor-parallel rank makes this call, as all others about corpora: corpora that all
+        ranks have loaded are published on all at once, in this call or in the next step.
         """
         corpus = self._external()
         corpus.publish()
@@ -252,7 +253,7 @@ class Corpora:
         return {"budget": self._worker.learned()}
 
     def _begin(self, learned: dict[str, Any], file: Path | None) -> None:
-        """Go on from what ``file`` held, as far as it is of this machine and model."""
+        """Start from what ``file`` held, as far as it is of this machine and model."""
         if "lengths" in learned:
             try:
                 self._lengths.restore(learned["lengths"])

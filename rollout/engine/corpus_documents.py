@@ -58,7 +58,7 @@ class CorpusDocuments(ABC):
             raise InvalidInputError(self._source, "empty", "must hold at least one token")
 
     def fraction_read(self) -> float:
-        """In [0, 1]. Other threads may ask."""
+        """The share of the documents that has been read, in [0, 1]. Any thread may ask."""
         return min(1.0, self._done / self._size) if self._size else 1.0
 
 
@@ -86,7 +86,8 @@ class ListedDocuments(CorpusDocuments):
 
 
 class FileDocuments(CorpusDocuments):
-    """JSONL, per line a JSON string or an object with ``text``. Blank lines are no documents.
+    """Documents of a JSONL file: each line a JSON string or an object with ``text``. Blank lines
+    are none.
 
     A line may have 64 MiB.
     """

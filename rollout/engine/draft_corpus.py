@@ -52,7 +52,8 @@ class CorpusDelta:
     tokens_N: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError, naming the array, for what no `share_corpus` would make."""
+        """Raises InvalidInputError, naming the array, for a delta that no `share_corpus`
+        returns."""
 
         def require(name: str, ok: bool, remedy: str) -> None:
             if not ok:
@@ -90,7 +91,7 @@ class CorpusDelta:
 
     @property
     def num_tokens(self) -> int:
-        """Emitted ones; those of contexts are not counted."""
+        """Emitted tokens of all spans, without their contexts."""
         return self.tokens_N.size
 
     @property
@@ -104,7 +105,7 @@ class CorpusDelta:
 
 
 class ExternalState(enum.StrEnum):
-    """What has become of an external corpus."""
+    """The state of an external corpus, from loading to drafting."""
 
     LOADING = "loading"  # or waiting for its turn
     READY = "ready"  # built; drafted from when it is published, between two steps
@@ -113,7 +114,7 @@ class ExternalState(enum.StrEnum):
 
 
 class Publishing(enum.StrEnum):
-    """When drafts begin to be made from an external corpus that has been loaded."""
+    """The time from which drafts are made from an external corpus that has been loaded."""
 
     WHEN_READY = "when_ready"  # the next step, or look at it
     ON_REQUEST = "on_request"  # `publish_external_corpus`: at one point on several engines
@@ -132,7 +133,7 @@ class ExternalCorpus:
 
 
 class DraftCorpus(Protocol):
-    """Called on the engine's thread, between two steps.
+    """The corpus that a worker drafts from. Called on the engine's thread, between two steps.
 
     ``name`` is one of `external_corpora`, except for `add_external`: there only a failed or
     published one's.
@@ -150,7 +151,7 @@ class DraftCorpus(Protocol):
 
     @property
     def initial_path(self) -> str | None:
-        """The file it was made from, if it was."""
+        """The file the corpus was made from; None without one."""
         ...
 
     def add_external(
@@ -173,7 +174,7 @@ class DraftCorpus(Protocol):
     def external_corpora(self) -> list[ExternalCorpus]: ...
 
     def wait(self, name: str, timeout: float | None) -> None:
-        """Return when it loads no more, or after ``timeout`` seconds."""
+        """Return when ``name`` is no longer loading, or after ``timeout`` seconds."""
         ...
 
     def publish(self) -> None:
@@ -201,11 +202,12 @@ class DraftCorpus(Protocol):
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Whole or not at all. Raises OSError."""
+        """Write the corpus to a file, whole or not at all. Raises OSError."""
         ...
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """In place of what is held. Raises InvalidInputError or OSError; nothing changed then."""
+        """Replace the contents by a saved file's. Raises InvalidInputError or OSError; nothing
+        changed then."""
         ...
 
     def close(self) -> None:

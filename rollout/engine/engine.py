@@ -85,7 +85,8 @@ class RolloutEngine:
     def from_config(
         cls, config: EngineConfig, factory: WorkerFactory, progress: Progress | None = None
     ) -> RolloutEngine:
-        """``progress`` is told how far the model's weights are read."""
+        """Build the worker by its factory. ``progress`` is told how far the model's weights are
+        read."""
         return cls(config, factory(config, progress))
 
     @classmethod
@@ -146,7 +147,7 @@ class RolloutEngine:
 
     @property
     def lockstep(self) -> bool:
-        """Other ranks wait in its forwards: see `step`."""
+        """Whether other ranks wait in this engine's forwards: see `step`."""
         return self.worker.lockstep
 
     # Requests that return when all is done
@@ -267,7 +268,7 @@ class RolloutEngine:
         return self.steps.metrics.total
 
     def reset_metrics(self) -> None:
-        """Count from zero."""
+        """Set all totals of the metrics to zero."""
         self.steps.metrics.reset()
 
     @property
@@ -305,7 +306,7 @@ class RolloutEngine:
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
-        """What `release_memory` gave back and `resume_memory` did not take again."""
+        """The memory that `release_memory` released and `resume_memory` has not resumed."""
         return self.lifecycle.released_tags
 
     @property
@@ -335,7 +336,7 @@ class RolloutEngine:
 
     @exclusive
     def close(self) -> None:
-        """Let go of what others have a share in; it generates as before.
+        """Release what is shared with other processes. The engine generates as before.
 
         External corpora that load are cancelled, for good; weight groups are left; the memory of
         senders on this host is unmapped. Of several ranks none can run any more.
@@ -353,7 +354,8 @@ class RolloutEngine:
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
+        """Weight version by part: ``target``, and each draft, which counts its updates unless they
+        were numbered."""
         return self.weights.weight_versions
 
     begin_weight_update = _call("weights", WeightUpdates.begin_weight_update)

@@ -18,7 +18,7 @@ from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.types import Prompt, Request, Rollout, SamplingParams, TokenExtras
 
 _MAX_REQUESTS = 1 << 22
-"""Each takes some kilobytes from the first step to the last."""
+"""The most requests of one call: each takes some kilobytes from the first step to the last."""
 
 
 class Generation:
@@ -152,7 +152,7 @@ class Generation:
         return any(self._worker.ranks.rows.numbers(has_work))
 
     def _accompany(self) -> None:
-        """Step with nothing to do of its own until no rank in lockstep has work."""
+        """Run steps without requests of this rank until no rank in lockstep has work."""
         while self._worker.ranks.rows.size > 1 and self._any_rank(False):
             self.run_step()
 

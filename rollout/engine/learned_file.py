@@ -11,18 +11,18 @@ from typing import Any
 from rollout.durable import whole_file
 
 _MAX_BYTES = 64 << 20
-"""Twice what the lengths of as many prompt groups as are kept take."""
+"""The largest file read: twice what the lengths of all prompt groups take."""
 
 _MAX_DEPTH = 12  # objects and lists inside each other: of a cost curve of another device, 8
 
 
 def learned_file(corpus_path: str | os.PathLike[str]) -> Path:
-    """Where the learned costs lie that belong to a corpus's file."""
+    """The file beside a corpus's file that holds its learned costs."""
     return Path(f"{os.fspath(corpus_path)}.learned.json")
 
 
 def save_learned(path: Path, learned: dict[str, Any]) -> None:
-    """Whole or not at all, and durable like the corpus it is of. Raises OSError."""
+    """Write what was learned, whole or not at all, and as durably as the corpus. Raises OSError."""
     with whole_file(path, shared=True) as file:
         file.write(json.dumps(learned).encode())
 
@@ -57,7 +57,7 @@ def _finite(text: str) -> float:
 
 
 def _check_depth(value: dict[str, Any] | list[Any], max_depth: int) -> None:
-    """So that it can be copied and written again."""
+    """Raise ValueError for what is too deeply nested to be copied and written again."""
     if not max_depth:
         raise ValueError("is nested too deep")
     for each in value.values() if isinstance(value, dict) else value:

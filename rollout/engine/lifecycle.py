@@ -48,7 +48,7 @@ class Lifecycle:
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
-        """What `release_memory` gave back and `resume_memory` did not take again."""
+        """The memory that `release_memory` released and `resume_memory` has not resumed."""
         return self._worker.residency.released
 
     def release_memory(

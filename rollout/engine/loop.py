@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from rollout.engine.protocol import Engine
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=Engine)
 OnTokens = Callable[[Request, int], None]
-"""Told of a request that has new tokens, and how many it had emitted when it was told last."""
+"""Called with a request that has new tokens, and the number it had emitted at the last call."""
 
 
 class RequestHandle:
@@ -31,10 +30,11 @@ class RequestHandle:
 
     def __init__(self, abort: Callable[[RequestHandle], None]) -> None:
         self.future: Future[Rollout] = Future()
-        """Settled on the loop's thread, so its callbacks must be short. ``asyncio.wrap_future`` it
-        to await it; cancelling either aborts the request."""
+        """The request's rollout. It is set on the loop's thread, so its callbacks must be short.
+        ``asyncio.wrap_future`` it to await it; cancelling either aborts the request."""
         self.request_id: int | None = None
-        """The engine's; None until the loop queued it, and for one that was refused."""
+        """The engine's id of the request; None until the loop has queued it, and if it was
+        refused."""
         self._abort = abort
 
     def abort(self) -> None:
@@ -47,7 +47,7 @@ class RequestHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Something to do between two steps."""
+    """A function to run between two steps."""
 
     run: Callable[[], None]
     future: Future[Any] | None = None  # of a `call`: told where the loop breaks before it ran
@@ -96,7 +96,7 @@ class EngineLoop(Generic[E]):
         self._busy_since: float | None = None  # written by the loop alone, read by anyone
         # The loop's thread alone:
         self._queued: dict[int, RequestHandle] = {}  # by request id, until the engine hands it out
-        self._listeners: dict[int, _Listener] = {}  # likewise
+        self._listeners: dict[int, _Listener] = {}  # by request id, as long
         self._stopping = False
         self._step_seconds = 0.0  # of the last one
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -205,12 +205,7 @@ class EngineLoop(Generic[E]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except TimeoutError as late:
@@ -221,7 +216,7 @@ class EngineLoop(Generic[E]):
     # Any thread
 
     def _post(self, command: _Command) -> None:
-        """With the lock held."""
+        """Queue a command. The caller holds the lock."""
         self._commands.append(command)
         self._changed.notify()
 
@@ -251,7 +246,8 @@ class EngineLoop(Generic[E]):
 
     @property
     def _can_step(self) -> bool:
-        """Nothing changes it but this thread, so sleeping on it loses no wake-up."""
+        """Whether a step can run. Only this thread changes that, so sleeping on it loses no
+        wake-up."""
         return self._engine.can_run and self._engine.has_unfinished
 
     def _run_commands(self) -> None:

@@ -16,7 +16,7 @@ from rollout.types import Batch, Rollout, StepForecast, StepResult
 
 @dataclass(kw_only=True, slots=True)
 class StepMetrics:
-    """One step."""
+    """The numbers of one step."""
 
     step: int = 0
     running: int = 0
@@ -29,9 +29,9 @@ class StepMetrics:
     accepted: int = 0
     expected_accepted: float = 0.0  # what `accepted` would be, were the drafts' estimates right
     predicted_ms: float = 0.0  # draft, forward and sampling by the cost curve; 0: not known
-    plain_ms: float = 0.0  # likewise, of the same step without drafts
+    plain_ms: float = 0.0  # the same forecast of the step without drafts; 0: not known
     predicted_gain_ms: float = 0.0  # what plain decoding of the same tokens would take longer
-    gain_ms: float = 0.0  # likewise, by what was accepted, the time it took and that of plain steps
+    gain_ms: float = 0.0  # the same by accepted nodes, the time it took and that of plain steps
     schedule_ms: float = 0.0
     draft_ms: float = 0.0
     forward_ms: float = 0.0
@@ -50,7 +50,7 @@ class StepMetrics:
 
 @dataclass(kw_only=True, slots=True)
 class EngineMetrics:
-    """Everything since the engine was made, or since `reset`."""
+    """Totals since the engine was made, or since `reset`."""
 
     steps: int = 0
     target_forwards: int = 0  # per request: steps in which it was sampled from
@@ -70,7 +70,7 @@ class EngineMetrics:
     total_ms: float = 0.0
     forecast_steps: int = 0  # of which the cost was predicted
     predicted_gain_ms: float = 0.0  # what plain decoding would have taken longer, as expected
-    gain_ms: float = 0.0  # likewise, by what was accepted and the pace of plain steps between
+    gain_ms: float = 0.0  # the same by accepted nodes and the pace of plain steps between
     gain_variance_ms2: float = 0.0  # the squared standard error of `gain_ms`
     first_rollout_seconds: float | None = None  # engine time until the first rollout finished
     kv_slots: int = 0
@@ -107,7 +107,7 @@ class MetricsRecorder:
         self._pace = PlainPace()
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Set all totals to zero."""
         self.total = EngineMetrics(kv_slots=self.total.kv_slots)
         self._pace = PlainPace()
 
@@ -148,7 +148,8 @@ class MetricsRecorder:
         self.last = step
 
     def _book_gain(self, step: StepMetrics, forecast: StepForecast, *, decodes_alone: bool) -> None:
-        """What drafts saved in this step, by the pace of the plain steps beside it."""
+        """Book the milliseconds that drafts saved in this step, by the pace of the plain steps
+        beside it."""
         pace = self._pace
         step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
         step.predicted_gain_ms = forecast.predicted_gain_ms

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Printable ones of Latin-1 mean themselves, the other bytes are counted from U+0100 on."""
+    """GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other bytes for
+    the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -23,8 +24,8 @@ BYTE_OF_CHARACTER: Mapping[str, int] = MappingProxyType(_byte_of_character())
 
 
 _COMPOSED = 8
-"""NFC and NFKC: a character of two bytes or more comes of four at most, each of four bytes at most;
-one of a single byte of one."""
+"""Bytes that NFC or NFKC may turn into one: a character of two bytes or more is composed of at most
+four characters of at most four bytes each, one of a single byte of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class MinTokenCount:
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
-    """How many bytes may become one; None: any number."""
+    """The most bytes that a normalizer turns into one; None if there is no limit."""
     factors = [_shrinks_alone(part) for part in _parts(normalizer, "normalizers")]
     return None if None in factors else prod(factor or 1 for factor in factors)
 
@@ -89,7 +90,7 @@ def _shrinks_alone(normalizer: dict[str, Any]) -> int | None:
 
 
 def _keeps(pre_tokenizer: dict[str, Any]) -> bool:
-    """All of the text."""
+    """Whether a pre-tokenizer keeps all of the text."""
     match pre_tokenizer:
         case {"type": "Split" | "Punctuation", "behavior": str(behavior)}:
             return behavior != "Removed"

@@ -8,7 +8,7 @@ _LONGEST = 2.0  # times the pace: more of a step's time is the machine's doing
 
 
 class PlainPace:
-    """How many times as long plain steps take as predicted, and what drafts spared by that.
+    """The ratio of measured to predicted time of plain steps, and the time that drafts saved by it.
 
     Drafting steps are compared with the plain step before them and the one after them, so a machine
     that slows down slows both sides. The scatter of the pace is half the mean squared difference of
@@ -47,7 +47,8 @@ class PlainPace:
         return corrected_ms
 
     def spare(self, predicted_ms: float) -> float:
-        """Drafts spared plain decoding of so many predicted milliseconds; those at the pace."""
+        """Count predicted milliseconds of plain decoding that drafts saved; returns them at the
+        current pace."""
         self._pending_ms += predicted_ms
         return self.ratio * predicted_ms
 

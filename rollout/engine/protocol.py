@@ -38,27 +38,29 @@ T = TypeVar("T")
 
 
 class Ranks(enum.Enum):
-    """Which ranks of one model make a call that is made on rank 0."""
+    """The ranks of one model that make a call which is made on rank 0."""
 
     EVERY = enum.auto()
-    """It changes what all ranks share, or waits in their collectives."""
+    """The call changes what all ranks share, or waits in their collectives."""
 
     FIRST = enum.auto()
-    """It looks at what is alike on all, and waits for nobody."""
+    """The call reads what is alike on all ranks, and waits for none."""
 
     NONE = enum.auto()
-    """What it is given cannot travel: it is refused, to be made on each rank."""
+    """An argument cannot be sent to other ranks: the call is refused on rank 0, and is made on each
+    rank."""
 
 
 class Replicas(enum.Enum):
-    """Which replicas of a cluster make a call; the cluster does nothing beside."""
+    """The replicas of a cluster that make a call; the cluster does nothing of its own in it."""
 
     EVERY = enum.auto()  # nothing is returned
     ONE = enum.auto()  # whichever; its answer is returned
 
 
 def called_on(*where: Ranks | Replicas) -> Callable[[M], M]:
-    """Marks a method of `Engine`. Without a mark for replicas the cluster has its own way."""
+    """Mark a method of `Engine` with the ranks and replicas that make the call. A cluster
+    implements a method without a mark for replicas itself."""
 
     def mark(method: M) -> M:
         method.__dict__["called_on"] = where

@@ -1,4 +1,5 @@
-"""From checked prompts and parameters to requests, where they stop, and rollouts of ended ones."""
+"""Requests from checked prompts and parameters, their stop conditions, and rollouts of ended
+ones."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def completed_stop(stops: Sequence[str], token_ids: Sequence[int], decode: Decod
 
 
 def _window(stops: Sequence[str]) -> int:
-    """So many of the last tokens hold any of the stop strings, and the token before it."""
+    """The number of last tokens that surely hold any stop string, and the token before it."""
     return _TOKENS_PER_CHARACTER * (max(map(len, stops), default=0) + 1)
 
 
@@ -112,7 +113,7 @@ class RequestFactory:
         seed: int | None = None,
         field: str = "prompt",
     ) -> Request:
-        """One sample of one prompt.
+        """The request for one sample of one prompt.
 
         Raises InvalidInputError or OutOfMemoryError, naming ``field`` where it is the prompt.
         """

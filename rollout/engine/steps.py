@@ -100,7 +100,7 @@ class StepRunner:
             self.guard.end_step()
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """Around a call that all ranks make together: what fails in it ends all of them."""
+        """A context for a call that all ranks make together: a failure on one fails it on all."""
         return _AllOrNone(self.worker.ranks)
 
     # Requests
@@ -173,7 +173,7 @@ class StepRunner:
     # One step
 
     def _begin(self, halved: bool) -> bool:
-        """False: nothing can run before what is under way has ended."""
+        """Launch a step. False if nothing can run before a step in flight has ended."""
         started = time.perf_counter()
         batch = self.scheduler.schedule([step.batch for step in self._under_way], halved=halved)
         if self._under_way and not batch.entries:
@@ -193,8 +193,8 @@ class StepRunner:
         return True
 
     def _finish(self, started: float, *, drains: bool = False) -> None:
-        """``started``: when the host turned to it, by the performance counter. ``drains``: no
-        other step follows, so its time is that of the wait alone."""
+        """Finish the oldest step in flight. ``started``: the ``perf_counter`` when the host turned
+        to it. ``drains``: no other step follows, so its time is that of the wait alone."""
         step = self._under_way.popleft()
         with self.all_or_none():
             result = step.finish()

@@ -138,7 +138,7 @@ class RolloutStream(Iterator[Rollout]):
 def in_order_of_plain_decoding(
     requests: Sequence[Request], max_running: int, steps: Iterable[list[Rollout]]
 ) -> Iterator[Rollout]:
-    """Each rollout as soon as no other can come before it.
+    """Yield each rollout as soon as no other can come before it.
 
     Aborted ones come at once. When a step raises, those held back come before the error: they are
     whole, though their order is not certain.

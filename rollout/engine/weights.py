@@ -38,7 +38,7 @@ class WeightUpdates:
     """Brings weights to the worker's models, between two steps.
 
     An update names every tensor by its checkpoint name (``partial=True``: some), and reaches every
-    model its selector names or none. What ``**options`` are says `UpdateOptions`. A call between
+    model its selector names or none. `UpdateOptions` documents ``**options``. A call between
     `begin_weight_update` and `end_weight_update` is a part of that update and takes no options; any
     other is an update of its own. A failure before the first byte leaves the old weights serving;
     a later one leaves the engine refusing to run, saying why, until a full update succeeds.
@@ -57,7 +57,8 @@ class WeightUpdates:
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        """By part: ``target``, and of drafts the number of updates, unless they were numbered."""
+        """Weight version by part: ``target``, and each draft, which counts its updates unless they
+        were numbered."""
         return self._worker.weights.versions
 
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
@@ -266,7 +267,7 @@ class WeightUpdates:
         return dict(parts.source(Path(checked_path(model_path, "model_path")), selector).manifest())
 
     def read_weights(self, names: Sequence[str]) -> PackedBucket:
-        """These tensors, whole, for another engine's `update_weights_from_bucket`.
+        """Whole copies of these tensors, for another engine's `update_weights_from_bucket`.
 
         Raises InvalidInputError for an unknown name, WeightUpdateError while the weights are not
         those of one version, EngineStateError while they are released.

@@ -104,7 +104,8 @@ class Worker(Protocol):
         ...
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able: what steps cost and drafts are worth, for `begin` and for reports."""
+        """The learned costs and values of drafts as a JSON-able object, for `begin` and for
+        reports."""
         ...
 
     def without_speculation(self) -> AbstractContextManager[Worker]:

@@ -1,4 +1,4 @@
-"""Who owns which KV slot: free slots, rows and the prefix cache, under one set of rules.
+"""Ownership of KV slots: free slots, rows and the prefix cache, under one set of rules.
 
 Every slot has exactly one owner: the free stack; nobody, for the null slot; a node of the prefix
 cache; a running request; or the draft nodes of a step in flight. A running request's row, by

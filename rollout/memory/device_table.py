@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollout.memory.cache import CacheMemory
+from rollout.memory.transfers import A
 from rollout.ops import gpu
 from rollout.ops.ragged import ranges
-
-A = TypeVar("A")
 
 
 @dataclass(kw_only=True)
 class TableWrites(Generic[A]):
-    """What is written where in the table, in arrays or tensors. Filled by `DeviceTable.changes`."""
+    """Slots and the places in the table they are written to. Filled by `DeviceTable.changes`."""
 
     indices_C: A  # int64, in the flat table
     slots_C: A  # int32

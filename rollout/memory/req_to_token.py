@@ -22,7 +22,7 @@ class ReqToToken:
 
     @property
     def max_rows(self) -> int:
-        """Running requests at most."""
+        """The most requests that run at once."""
         return self.table.shape[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Who owns which slot of recurrent states.
+"""Ownership of the slots of recurrent states.
 
 A state slot holds one state of all recurrent layers and has exactly one owner: the free stack;
 nobody, for the null slot; a running request, for its committed state; a step in flight that

@@ -81,7 +81,7 @@ class Attention:
         return summed(self.o, attended_THD.flatten(1), self._group)
 
     def linears(self) -> list[Linear]:
-        """Its matrix products."""
+        """The mixer's matrix products."""
         return [self.qkv, self.o]
 
     def plain_weights(self) -> list[torch.Tensor]:

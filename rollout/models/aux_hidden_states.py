@@ -14,8 +14,7 @@ from rollout.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxHiddenStates:
-    """Which hidden states are read. Their columns are in the order: layers ascending, then
-    final."""
+    """The hidden states of the target that a draft reads. Columns: layers ascending, then final."""
 
     # The residual stream that enters each of these layers, before its norm; the number of layers
     # stands for the input of the final norm.

@@ -24,7 +24,7 @@ class Mixer(Protocol):
     """The half of a layer in which rows see each other: attention or a recurrence."""
 
     def linears(self) -> list[Linear]:
-        """Its matrix products."""
+        """The mixer's matrix products."""
         ...
 
     def plain_weights(self) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ class Layer:
         return self.mlp(hidden_TE, routes)
 
     def linears(self) -> list[Linear]:
-        """Its matrix products."""
+        """The layer's matrix products."""
         return [*self._mixer.linears(), *self.mlp.linears()]
 
     def plain_weights(self) -> list[torch.Tensor]:

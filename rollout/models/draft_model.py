@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from rollout.models.causal_lm import LayerAttention
+from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec, read_json
@@ -44,7 +44,7 @@ class DraftSpec:
 
     @property
     def hidden_size(self) -> int:
-        """E."""
+        """The size E of the draft's hidden states."""
         return self.decoder.hidden_size
 
     @property
@@ -138,3 +138,10 @@ def is_separate_chain(folder: Path) -> bool:
     """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
     config = read_json(folder / "config.json", "a draft's folder")
     return config.get("architectures") == [CHAIN_ARCHITECTURE]
+
+
+def embedded(
+    embedding_VE: torch.Tensor | None, target: CausalLM, input_ids_T: torch.Tensor
+) -> torch.Tensor:
+    """Embeddings [T, E] by a draft's own table, or by the target's if the draft has none."""
+    return target.embed(input_ids_T) if embedding_VE is None else embedding_VE[input_ids_T]

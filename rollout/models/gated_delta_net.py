@@ -84,7 +84,7 @@ class GatedDeltaNet:
         return summed(self.output, normed_TGV.flatten(1), self._group)
 
     def linears(self) -> list[Linear]:
-        """Its matrix products."""
+        """The mixer's matrix products."""
         return [self.inputs, self.output]
 
     def plain_weights(self) -> list[torch.Tensor]:

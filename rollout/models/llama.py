@@ -50,7 +50,7 @@ class ModelLayer(Protocol):
         ...
 
     def linears(self) -> list[Linear]:
-        """Its matrix products."""
+        """The layer's matrix products."""
         ...
 
     def plain_weights(self) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ class FeedForward(Protocol):
         ...
 
     def linears(self) -> list[Linear]:
-        """Its matrix products."""
+        """The MLP's matrix products."""
         ...
 
     def plain_weights(self) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ class Mlp:
         return gather_columns(self._group, self.down(activated_SF), self._outputs)[own]
 
     def linears(self) -> list[Linear]:
-        """Its matrix products."""
+        """The MLP's matrix products."""
         return [self.gate_up, self.down]
 
     def plain_weights(self) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ class OwnWeights(ABC):
 
     @abstractmethod
     def linears(self) -> list[Linear]:
-        """Its own matrix products."""
+        """The network's own matrix products."""
         ...
 
     @abstractmethod

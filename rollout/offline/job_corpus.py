@@ -61,7 +61,8 @@ class JobCorpus:
             log.info("corpus: %s", self._start)
 
     def tend(self) -> None:
-        """Between two steps."""
+        """Report what has happened to the corpora, and save when it is time. Called between two
+        steps."""
         now = time.monotonic()
         if now - self._watched_at >= _WATCH_SECONDS:
             self._watched_at = now
@@ -97,7 +98,7 @@ class JobCorpus:
         self._saved_at = time.monotonic()
 
     def _remove_half_saved(self) -> None:
-        """While nobody saves."""
+        """Remove half-saved files of dead processes. Call it only while nobody saves."""
         for scratch in self._paths.half_saved():
             try:
                 scratch.unlink(missing_ok=True)

@@ -91,7 +91,7 @@ class RunRecord(msgspec.Struct, frozen=True):
             raise OutputError(f"{path} is not the record of a run ({error}): {REMEDY}") from None
 
     def write(self, path: Path) -> None:
-        """Whole or not at all. Raises OutputError."""
+        """Write the record to a file, whole or not at all. Raises OutputError."""
         write_whole(path, json.dumps(msgspec.to_builtins(self), indent=2).encode() + b"\n")
 
 
@@ -226,7 +226,8 @@ class RolloutOutput:
         self.num_done += 1
 
     def finish(self, prompts: CheckedPrompts) -> None:
-        """All rollouts are there: compact them to Parquet if so asked, and say so."""
+        """Mark the output as complete, as Parquet if so asked. Raises OutputError if rollouts are
+        missing."""
         self.close()
         output, total = self._paths.output, prompts.num_prompts * self._n
         if self.num_done != total:

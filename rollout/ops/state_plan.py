@@ -14,7 +14,8 @@ import torch
 from rollout.errors import InvalidInputError
 
 NO_STATE = 0
-"""As a source: the state of no tokens, all zeros. As a target: do not store. Never allocated."""
+"""The slot of no state. A row that continues it starts from zeros; a row that targets it stores
+nothing. Never allocated."""
 
 
 class StateRow(NamedTuple):
@@ -27,7 +28,8 @@ class StateRow(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StatePlan:
-    """Made by the runner for one step, read by every recurrent layer, never written to.
+    """The layout of one step's recurrent states, made by the runner and read by every recurrent
+    layer. Never written to.
 
     Tensors are int32, contiguous, on one device. Entry b owns query rows
     [q_offsets[b], q_offsets[b + 1]), laid out as in AttentionPlan: its causal run, then its draft

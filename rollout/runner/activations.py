@@ -89,7 +89,8 @@ def run_largest(steps: DummyRun, *, rows: int, sampled: int) -> None:
 
 @contextmanager
 def _fitting(steps: DummyRun, rows: int, sampled: int) -> Iterator[None]:
-    """Until the device is done. Memory that does not suffice is told of."""
+    """Run a dummy step to its end on the device. Raises OutOfMemoryError, with the remedy, if it
+    does not fit."""
     device = steps.model.device
     try:
         with gpu.on(device):

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.memory.transfers import A
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
-from rollout.runner.transfers import A
 from rollout.types import Batch, DraftTrees
 
 
@@ -110,7 +110,7 @@ class RecurrentStates:
 
 @dataclass(kw_only=True)
 class StateInputs(Generic[A]):
-    """What a `StatePlan` has besides ``q_offsets_B1``, int32. Filled by `state_inputs`."""
+    """The int32 fields of a `StatePlan` besides ``q_offsets_B1``. Filled by `state_inputs`."""
 
     sources_B: A
     parents_T: A
@@ -120,7 +120,8 @@ class StateInputs(Generic[A]):
 def state_inputs(
     batch: Batch, trees: DraftTrees, q_offsets_B1: NDArray[np.int32], rows: int
 ) -> StateInputs[NDArray[np.int32]]:
-    """``q_offsets_B1`` and ``rows`` may count padding in. Each entry has its states."""
+    """Lay out the states of a step, each of whose entries has some. ``q_offsets_B1`` and ``rows``
+    may count padding in."""
     entries, states = batch.entries, []
     for entry in entries:
         assert entry.states is not None, "scheduled without states"

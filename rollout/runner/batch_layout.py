@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from rollout.memory.device_table import TableWrites
 from rollout.memory.slots import NULL_SLOT
+from rollout.memory.transfers import A
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of, ranges
 from rollout.ops.state_plan import NO_STATE
 from rollout.runner.attention import StateInputs, state_inputs
-from rollout.runner.transfers import A
 from rollout.types import Batch, DraftTrees, Scheduled
 
 _PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", "node_masks_N",
@@ -126,7 +126,7 @@ class StepArrays(Generic[A]):
 
     @property
     def ends_B(self: StepArrays[NDArray]) -> NDArray[np.int32]:
-        """Where each run ends."""
+        """The position behind the last row of each run."""
         return self.starts_B + self.run_lens_B
 
     def padded(
@@ -201,7 +201,7 @@ def _merged(
 
 
 def padded(array: NDArray, length: int, value: int = 0) -> NDArray:
-    """At least so long."""
+    """The array, filled up with ``value`` to at least this length."""
     size = array.size
     if size >= length:
         return array

@@ -73,7 +73,8 @@ class DummyRun:
 
     @torch.inference_mode()
     def sample(self, hidden_TE: torch.Tensor, rows: int) -> None:
-        """From so many of them: with edited logits and banned tokens, truncated and not."""
+        """Sample from the first ``rows`` hidden states with every option: edited logits and banned
+        tokens, truncated and not."""
         logits_RV = self.model.logits(hidden_TE[:rows])
         edited_RV = logits_RV.to(torch.float32, copy=True)
         drawn_from_RV = edited_RV.clone()

@@ -1,4 +1,4 @@
-"""Which of a worker's memory is there, and giving it back to whoever shares the machine."""
+"""Release and resume of a worker's memory: weights, KV cache and graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout.weights.transaction import WeightTransaction
 log = logging.getLogger(__name__)
 
 _NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
-"""To run. Without graphs steps are launched kernel by kernel."""
+"""The memory without which nothing runs. Without graphs steps are launched kernel by kernel."""
 
 
 class MemoryPool(Protocol):
@@ -28,7 +28,7 @@ class MemoryPool(Protocol):
         ...
 
     def allocate(self) -> None:
-        """It holds nothing then."""
+        """Allocate the memory again. Nothing of what it held remains."""
         ...
 
 
@@ -38,7 +38,7 @@ class Graphs(Protocol):
     is_paused: bool
 
     def drop(self) -> int:
-        """The bytes that come back."""
+        """Drop every graph; returns the bytes freed."""
         ...
 
 

@@ -16,6 +16,7 @@ from rollout.memory.device_table import DeviceTable
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
+from rollout.memory.transfers import upload
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.ops.gated_delta_rule.chunked import (
@@ -27,7 +28,6 @@ from rollout.ops.gated_delta_rule.chunked import (
 from rollout.runner.attention import PagedAttention, RecurrentStates, state_plan
 from rollout.runner.batch_layout import StepArrays, attention_plan, padded
 from rollout.runner.graphs import ForwardGraphs
-from rollout.runner.transfers import upload
 from rollout.types import Batch, DraftTrees
 
 

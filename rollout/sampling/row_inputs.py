@@ -16,7 +16,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.runner.transfers import A
+from rollout.memory.transfers import A
 from rollout.sampling.rows import SampleRows
 from rollout.types import DraftTrees, Request, SamplingParams
 
@@ -219,7 +219,8 @@ class _History:
         self._biases = [params.logit_bias[token] for token in self._biased.tolist()]
 
     def edits(self, drafted: list[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens, ascending, and the edits of each, of which 1, 0 and -0 change nothing."""
+        """Ascending tokens and their edits [3, E]: penalty, cost and bias, of which 1, 0 and -0
+        change nothing."""
         params, path = self._params, _NO_TOKENS
         if drafted and params.penalizes:
             path = np.array(drafted, dtype=np.int64)
@@ -243,10 +244,10 @@ class _History:
 
 
 def _ascending(tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each token once, and how often it came. Without counts numpy hashes, which is slower."""
+    """The distinct tokens and their counts. Without counts numpy hashes, which is slower."""
     return np.unique(tokens, return_counts=True)
 
 
 def _union(tokens: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ascending, as the first are."""
+    """The distinct tokens of both in ascending order; ``tokens`` are that already."""
     return _ascending(np.concatenate([tokens, others]))[0] if len(others) else tokens

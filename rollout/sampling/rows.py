@@ -40,8 +40,8 @@ class SampleRows:
 
     @cached_property
     def drafted(self) -> Paths:
-        """For each row the draft tokens between the committed ones and its position: its own path,
-        which is what penalties must see."""
+        """The draft tokens on each row's own path, between the committed tokens and its position:
+        penalties must see them."""
         return self.find_paths()
 
     @property
@@ -51,7 +51,7 @@ class SampleRows:
         return self.of_rows(seeds_O)
 
     def of_rows(self, values_O: NDArray) -> NDArray:
-        """For each row what its owner has."""
+        """The owner's value of each row: [O] to [R]."""
         return np.repeat(values_O, self.counts_O)
 
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.memory.transfers import A, Download, upload
 from rollout.ops import tree_accept
 from rollout.ops.uniforms import uniforms
-from rollout.runner.transfers import A, Download, upload
 from rollout.sampling.row_inputs import RowInputs, TreeInputs, row_inputs, tree_inputs
 from rollout.sampling.rows import SampleRows, sample_rows
 from rollout.sampling.shaped_logits import ShapedLogits
@@ -81,7 +81,7 @@ class PendingSamples:
     offsets_B1: NDArray[np.int64]
 
     def read(self) -> TreeSamples:
-        """Waits for them, and for nothing that was launched later."""
+        """Wait for the samples, and for nothing that was launched later."""
         sampled, paths = Sampled(tokens=[], logprobs=[], extras=[]), None
         if self.sampler is not None:
             sampled, paths = self.sampler.read(), self.sampler.read_paths()
@@ -92,8 +92,8 @@ class PendingSamples:
 
 @dataclass(kw_only=True)
 class SampleOutputs(Generic[A]):
-    """All that is read of a step's samples; what nobody wants is None. Filled by `_computed`, the
-    last two by `Sampler`."""
+    """The outputs that are read of a step's samples; those that nobody asked for are None. Filled
+    by `_computed`, the last two by `Sampler`."""
 
     tokens_R: A  # int64; -1: the row is no distribution
     logprobs_R: A  # float32, and so are all others but ids

@@ -78,13 +78,13 @@ class ShapedLogits:
         return logprobs_R
 
     def raw_logprobs(self, tokens_R: torch.Tensor, rows_W: torch.Tensor) -> torch.Tensor:
-        """The model's own, at temperature 1."""
+        """Logprobs [W] of the model itself, at temperature 1."""
         logits_WV = _taken(self._plain.logits_RV, rows_W)
         ones_W = torch.ones(len(rows_W), device=logits_WV.device)
         return token_logprobs(logits_WV, ones_W, _taken(tokens_R, rows_W))
 
     def sampling_logprobs(self, tokens_R: torch.Tensor, rows_W: torch.Tensor) -> torch.Tensor:
-        """Renormalised over what could be drawn."""
+        """Logprobs [W] of tokens, renormalised over those that could be drawn."""
         kept_WV = self._of("drawn_from_RV", rows_W)
         if self._plain.threshold_R is not None:
             threshold_W1 = self._of("threshold_R", rows_W)[:, None]
@@ -100,7 +100,7 @@ class ShapedLogits:
         return ids_WK, token_logprobs(logits_WV, temperature_W, ids_WK)
 
     def entropies(self, rows_W: torch.Tensor) -> torch.Tensor:
-        """Of the distributions that `logprobs` are taken from."""
+        """Entropies in nats [W] of the distributions that `logprobs` are taken from."""
         logits_WV = self._of("logits_RV", rows_W)
         return entropy(logits_WV, _taken(self._plain.temperature_R, rows_W))
 
@@ -171,7 +171,8 @@ def _changed(
 
 
 def _edited(logits_E: torch.Tensor, edits_3E: torch.Tensor) -> torch.Tensor:
-    """Finite values stay finite, however large a penalty: a row with +inf is no distribution."""
+    """Logits with penalties, costs and biases applied. Finite values stay finite, however large a
+    penalty: a row with +inf is no distribution."""
     penalties_E, costs_E, biases_E = edits_3E
     largest = torch.finfo(torch.float32).max
     is_finite_E = logits_E.abs() <= largest

@@ -86,7 +86,8 @@ class LengthForecast:
         return min(max(expected, 1.0), float(room))
 
     def learned(self) -> dict[str, Any]:
-        """Everything learned, for JSON: little more than ``MAX_GROUPS * GROUP_LENGTHS`` numbers."""
+        """The stored lengths as a JSON-able object: little more than ``MAX_GROUPS * GROUP_LENGTHS``
+        numbers."""
         return {
             "recent": self._recent.latest.tolist(),
             "groups": {str(group): own.latest.tolist() for group, own in self._groups.items()},

@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """In queue order: admission may choose another."""
+        """Waiting requests in queue order, from which admission may depart."""
         return tuple(queued.request for queued in self._waiting)
 
     def check_fits(self, request: Request, field: str = "prompt") -> None:

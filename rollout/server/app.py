@@ -19,7 +19,7 @@ from rollout.server.sglang import control, corpora, generate, info, weights
 Routes = Callable[[Serving], APIRouter]
 
 PUBLIC: tuple[Routes, ...] = (status.public_routes,)
-"""Anyone who can connect may call these: they say nothing about the model or its users."""
+"""Routes that anyone who can connect may call: they say nothing about the model or its users."""
 
 USER: tuple[Routes, ...] = (
     status.user_routes,
@@ -31,7 +31,7 @@ USER: tuple[Routes, ...] = (
     route.routes,
     metrics.routes,
 )
-"""These take the api key, where one is configured."""
+"""Routes that take the API key, if one is configured."""
 
 ADMIN: tuple[Routes, ...] = (
     control.admin_routes,
@@ -39,7 +39,7 @@ ADMIN: tuple[Routes, ...] = (
     corpora.routes,
     control.memory_routes,
 )
-"""They change the engine for all: with the admin key, where any key is configured."""
+"""Routes that change the engine for all. They take the admin key, if any key is configured."""
 
 
 def make_app(serving: Serving) -> FastAPI:

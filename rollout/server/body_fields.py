@@ -63,7 +63,7 @@ def _known_biases(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 Biases = Annotated[dict[str, float], WrapValidator(_known_biases)]
-"""Biases by token id."""
+"""JSON's form of ``logit_bias``: keys are token ids as texts."""
 
 
 def biases_by_id(biases: Mapping[str, float] | None, field: str) -> dict[int, float]:
@@ -89,10 +89,10 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "thinking_token_budget": (-1,),
 }
-"""Beside null, false and what is empty."""
+"""Values of unknown fields that ask for nothing, beside null, false and what is empty."""
 
 _ON = frozenset({"spaces_between_special_tokens", "detokenize", "include_reasoning"})
-"""Nothing is asked for by true, and something by false."""
+"""Unknown fields that ask for something only when they are false."""
 
 
 def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix: str = "") -> None:
@@ -129,7 +129,8 @@ class ErrorBody(BaseModel):
 
 
 class ChangeBody(BaseModel):
-    """``{"success", "message"}`` and what the call has to tell."""
+    """The answer to a call that changes the engine: ``{"success", "message"}`` and fields of its
+    own."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -98,7 +98,8 @@ def serve(config: ServeConfig) -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """They are ours: uvicorn would close its door before what runs has ended."""
+        """Leave signals to `_until_stopped`: uvicorn would close its door before what runs has
+        ended."""
         yield
 
 

@@ -15,7 +15,7 @@ _MIB = 2**20
 
 
 class LogLevel(enum.StrEnum):
-    """Members are lower case because configuration files name members."""
+    """Log levels. Members are lower case because configuration files name members."""
 
     debug = "debug"
     info = "info"
@@ -43,7 +43,7 @@ class ServerConfig:
     max_connections: int = 4096  # of all clients, those that are idle included
     drain_seconds: float = 30.0  # that running requests have to finish after SIGTERM
     weights_root: str | None = None  # weights are read from files below this folder; default: none
-    corpora_root: str | None = None  # likewise corpora
+    corpora_root: str | None = None  # corpora are read from files below it; default: none
     log_level: LogLevel = LogLevel.info
     access_log: bool = False  # a line per request
 
@@ -79,7 +79,7 @@ class ServerConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Only programs of this machine can reach it."""
+        """Whether only programs of this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:

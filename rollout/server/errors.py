@@ -1,4 +1,5 @@
-"""From errors to HTTP: a status, and a body of OpenAI's shape that every dialect's clients read."""
+"""HTTP answers to errors: a status, and a body of OpenAI's shape that every dialect's clients
+read."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class TooLargeError(HTTPException):
 
 
 class EncodedError(HTTPException):
-    """A body that is compressed."""
+    """A request's body is compressed."""
 
     def __init__(self, coding: str) -> None:
         super().__init__(
@@ -97,7 +98,7 @@ _UNION_MEMBER = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     """The status and ``{"error": ...}`` of any error; an unexpected one shows its name alone.
 
-    Of a body that does not validate, the first field that is wrong, without what it held: that may
+    For a body that does not validate, it names the first wrong field, without its value, which may
     be long.
     """
     if isinstance(error, RequestValidationError):

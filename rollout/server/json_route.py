@@ -49,7 +49,7 @@ class JsonAnswer(JSONResponse):
 
 
 async def json_response(build: Callable[[], Any]) -> Response:
-    """Built and written off the event loop: answers may be long."""
+    """A JSON answer, built and written off the event loop, for it may be long."""
 
     def content() -> bytes:
         return json_bytes(build())
@@ -132,7 +132,8 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """Declares its body as any route of FastAPI does, and is documented and refused alike."""
+    """A route whose JSON body is declared as in any route of FastAPI, documented alike and refused
+    alike."""
 
     refuses_queries = True
 

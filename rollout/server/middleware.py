@@ -119,7 +119,7 @@ def _without_port(host: str) -> str:
 
 
 WEIGHT_PATHS = frozenset({"/update_weights_from_tensor"})
-"""Their bodies are tensors."""
+"""Paths whose bodies are tensors."""
 
 
 class BodyLimit:

@@ -14,7 +14,7 @@ Options = dict[str, Any]
 
 
 class OpenUpdate:
-    """Which update is under way over HTTP, and what its calls said of it.
+    """The weight update that is under way over HTTP, with the options its calls gave.
 
     Trainers written for sglang pause generation, send an update as several calls, a bucket of
     tensors each, and continue. So while generation is paused a call that brings some of the tensors

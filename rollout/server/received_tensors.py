@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def too_many(count: int) -> str:
-    """Why so many are refused; empty: they are not."""
+    """The reason why one call may not name so many tensors; empty where it may."""
     if count <= MAX_TENSORS:
         return ""
     return f"one call names at most {MAX_TENSORS} tensors, not {count}: make it several calls"
@@ -41,7 +41,8 @@ def _checked(value: Any) -> Any:
 
 
 def _checked_handles(value: Any) -> Any:
-    """Counts the entries of their layouts, where those are well formed."""
+    """The handles, if their layouts together name few enough tensors. Malformed ones pass: the call
+    refuses them."""
     if isinstance(value, list):
         layouts = [each.get("layout") for each in value if isinstance(each, dict)]
         entries = [each.get("entries") for each in layouts if isinstance(each, dict)]
@@ -74,7 +75,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Which of them weights may have is for the transaction to say."""
+"""The dtypes that can be received. The transaction says which of them a weight may have."""
 
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 _PICKLES = (b"\x80", b"PK\x03\x04")  # of any protocol since 2; torch.save's archive
@@ -99,7 +100,7 @@ class ReceivedFile:
             self._close = weakref.finalize(self, _remove, self._descriptor, self.path)
 
     def close(self) -> None:
-        """Views of its tensors stay valid. A second call does nothing."""
+        """Free the file; views of its tensors stay valid. A second call does nothing."""
         self._close()
 
     def write(self, data: bytes) -> None:

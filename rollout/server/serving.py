@@ -104,7 +104,8 @@ class Serving:
 
     @property
     def max_prompt_len(self) -> int:
-        """Tokens."""
+        """The longest prompt in tokens: the configured limit, at most the context less one
+        token."""
         most, configured = self.max_context_len - 1, self.config.max_prompt_len
         return most if configured is None else min(most, configured)
 
@@ -211,7 +212,7 @@ class Serving:
 
     @property
     def uptime(self) -> float:
-        """Seconds, also where somebody sets the clock."""
+        """Seconds since the start, by a clock that nobody sets."""
         return time.monotonic() - self._began
 
     @property
@@ -220,13 +221,13 @@ class Serving:
         return self.loop.num_unfinished + self._scoring
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """``function(engine)`` between two steps; see `EngineLoop.call`."""
+        """Run ``function(engine)`` between two steps; see `EngineLoop.call`."""
         return await asyncio.wrap_future(self.loop.call(function))
 
     def _submit(
         self, samples: Sequence[SampleRequest], listeners: Sequence[OnTokens | None]
     ) -> list[RequestHandle]:
-        """All of them, or none and an error."""
+        """Queue all samples, or none of them and raise."""
         self._admit(len(samples))
         self.check(samples)
         return [

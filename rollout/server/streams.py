@@ -70,7 +70,8 @@ class DeltaStream(AsyncIterator[Delta]):
         self._failure: BaseException | None = None
 
     def listener(self, index: int) -> OnTokens:
-        """Called on the engine's thread with each step's new tokens of a sample."""
+        """The callback for a sample's new tokens, which the engine's thread calls after each
+        step."""
 
         def on_tokens(request: Request, first_new: int) -> None:
             self._put(_delta(index, request, first_new))
@@ -173,7 +174,7 @@ def _joined(former: Delta, later: Delta) -> Delta:
 
 
 class EventStream(StreamingResponse):
-    """Each object as one event, then ``[DONE]``.
+    """A response of one event per object, then ``[DONE]``.
 
     An error of ours comes as an event of its own, for the status has been sent. Whatever ends the
     response (its last event, a client that leaves), the deltas are closed when it returns; the

@@ -29,7 +29,7 @@ class Detokenizer:
         self.byte_ids = frozenset(_byte_ids(tokenizer))
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.silent_ids = frozenset(id for id in special if self._is_silent(id))
-        """Left out of a text, wherever they stand: a run of byte tokens goes on across them."""
+        """Tokens without text of their own: a run of byte tokens goes on across them."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, as later ones may still change it."""
@@ -159,7 +159,7 @@ class TextStreams:
             self._detokenizers = {skips: Detokenizer(tokenizer, skips) for skips in (True, False)}
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
-        """None without a tokenizer."""
+        """The tokenizer's detokenizer; None without a tokenizer."""
         return self._detokenizers.get(skip_special_tokens)
 
     def open(self, skip_special_tokens: bool, stop: Sequence[str]) -> TextStream:

@@ -106,7 +106,7 @@ class DeepSpeedSource(ParameterSource):
         )
 
     def _master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Whole. A collective, except of ZeRO-0."""
+        """The whole master copy of a parameter. A collective, except with ZeRO-0."""
         if id(parameter) in self._unsharded:
             return self._unsharded[id(parameter)]()
         master = safe_get_full_fp32_param(parameter)

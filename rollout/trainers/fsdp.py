@@ -78,7 +78,8 @@ class FSDP1Source(ParameterSource):
                 pass
 
     def refs(self) -> list[ParamRef]:
-        """By unit. Shapes and owners come from the flat parameters: nothing is gathered."""
+        """The parameters unit by unit. Shapes and owners come from the flat parameters: nothing is
+        gathered."""
         refs: list[ParamRef] = []
         taken: set[tuple[int, str]] = set()
         self._units.clear()

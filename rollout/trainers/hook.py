@@ -20,7 +20,9 @@ class WeightReceiver(Protocol):
     """The protocol of an engine, or of a handle to one elsewhere, that receives weights."""
 
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int:
+        """The version of the weights in use."""
+        ...
 
     def update_weights_from_tensor(
         self,
@@ -111,7 +113,7 @@ class RolloutHook:
         return self.last
 
     def _next_version(self) -> int:
-        """The same on every rank."""
+        """The next weight version, the same on every rank."""
         ranks = self.source.ranks
         try:
             version = -1 if self.engine is None else self.engine.weight_version
@@ -144,7 +146,7 @@ class RolloutHook:
         return self.sync() if self.num_steps % self.every == 0 else None
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """For ``optimizer.register_step_post_hook(hook.after_step)``; not with DeepSpeed."""
+        """A hook for ``optimizer.register_step_post_hook(hook.after_step)``; not with DeepSpeed."""
         if not self.source.holds_weights_after_optimizer:
             raise InvalidInputError(
                 "optimizer", type(optimizer).__name__,

@@ -1,4 +1,4 @@
-"""Where a trainer keeps its parameters, and which checkpoint tensors are made of them."""
+"""References to a trainer's parameters, and the checkpoint tensors that are made of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class ParamRef:
-    """Where a trainer keeps one parameter: looked up anew each time, for wrappers swap tensors."""
+    """A reference to one parameter of a trainer, looked up anew each time: wrappers swap
+    tensors."""
 
     name: str  # as the model's own tree of modules names it
     module: nn.Module

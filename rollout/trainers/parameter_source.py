@@ -91,7 +91,7 @@ class ParameterSource(ABC):
         self.weights()  # refuses here what could not be streamed later
 
     ranks = Ranks()
-    """Who must iterate together."""
+    """The trainer's ranks, which must iterate together."""
 
     holds_weights_after_optimizer = True
     """Whether the model has its new weights when the optimizer's ``step`` returns."""
@@ -122,7 +122,7 @@ class ParameterSource(ABC):
         return weights_of(self.model, self.refs())
 
     def manifest(self) -> Manifest:
-        """What a pass that begins now will yield."""
+        """The names, shapes and dtypes that a pass which begins now will yield."""
         return self.manifest_of(self.weights())
 
     def manifest_of(self, weights: Iterable[Weight]) -> Manifest:

@@ -14,7 +14,7 @@ from rollout.errors import WeightUpdateError
 class Ranks:
     """The ranks that take part in every collective of a source; none where nothing is sharded.
 
-    Of a mesh, ``groups`` holds this rank's group along each dimension: what is agreed along one
+    ``groups`` holds this rank's group along each dimension of a mesh: what is agreed along one
     after the other is agreed by all.
     """
 

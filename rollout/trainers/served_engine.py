@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ServedEngine:
-    """Called on one event loop; the engine runs on a thread of its own.
+    """An engine on a thread of its own, called from one event loop.
 
     After an update that failed half-way every request gets the reason, one that waits too.
     """
@@ -29,7 +29,7 @@ class ServedEngine:
         """Why there are no weights to serve, until an update succeeds."""
 
     async def call(self, function: Callable[[RolloutEngine], T]) -> T:
-        """What ``function(engine)`` returns or raises, run between two steps."""
+        """Run ``function(engine)`` between two steps; returns or raises what it does."""
         return await asyncio.wrap_future(self.loop.call(function))
 
     async def generate(

@@ -74,7 +74,7 @@ def weight_source(
 
 
 def _is_deepspeed(model: nn.Module) -> bool:
-    """Its engine, or a module that engine has taken over."""
+    """Whether the model is DeepSpeed's engine, or a module that engine has taken over."""
     if (deepspeed := sys.modules.get("deepspeed")) is None:
         return False
     return isinstance(model, deepspeed.DeepSpeedEngine) or any(

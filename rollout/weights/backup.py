@@ -17,7 +17,7 @@ from rollout.models.layers.weight_loader import WeightLoader
 from rollout.weights.parts import WeightParts
 
 _FILE_BYTES = 256 << 20
-"""Of one file, and so of the copy held in memory while it is written."""
+"""The most bytes of one file, and so of the copy that is in memory while it is written."""
 
 
 class WeightBackup:
@@ -42,7 +42,7 @@ class WeightBackup:
             raise
 
     def write_back(self, parts: WeightParts) -> None:
-        """To the same parts, whose memory is there again."""
+        """Write the copies back to the same parts, whose memory has been allocated again."""
         weight_loaders = _each_once(parts.weight_loaders(self.names))
         for name, values in self._on_host.items():
             weight_loaders[name].write(values)
@@ -81,12 +81,13 @@ class WeightBackup:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    """In a fork of the owner, which runs its finalizers too, the folder stays."""
+    """Remove the folder, unless this is a fork of its owner, which runs the owner's finalizers
+    too."""
     if os.getpid() == owner:
         with suppress(FileNotFoundError):  # somebody has cleaned up before
             shutil.rmtree(folder)
 
 
 def _each_once(weight_loaders: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:
-    """Under one of two tied names, and in one of the parts that share it."""
+    """One loader of each tensor, although tied names and borrowing parts have several."""
     return {name: each for name, each in weight_loaders.items() if each.required}

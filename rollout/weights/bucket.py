@@ -32,7 +32,8 @@ from rollout.weights.manifest import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBucket:
-    """No object of torch's is in it, so none is unpickled where it arrives."""
+    """A bucket as numpy's array and plain containers, so that receivers unpickle nothing of
+    torch."""
 
     flat: NDArray[np.uint8]  # (num_bytes,)
     layout: Mapping[str, Any]  # BucketLayout.to_json()
@@ -54,8 +55,8 @@ class PackedBucket:
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 CACHED_BUCKET_BYTES = 32 * 2**20
-"""For buckets on the CPU: larger ones cost up to twice the time, for memory touched anew each time
-and missed by the caches, and leave sender and receiver less to do at once."""
+"""The default size of buckets on the CPU. Larger ones cost up to twice the time, for memory touched
+anew each time and missed by the caches, and leave sender and receiver less to do at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def unflattened(stream: Iterable[FlattenedBucket]) -> NamedTensors:
 
 
 class _Buckets(StoredWeights):
-    """Buckets that are all there."""
+    """A weight source of buckets that all exist at once."""
 
     def __init__(self, stream: Collection[FlattenedBucket]) -> None:
         self._buckets = stream

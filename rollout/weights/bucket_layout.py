@@ -1,4 +1,4 @@
-"""Where tensors lie in a bucket, and which bucket each goes to.
+"""The division of an update's tensors into buckets, and their offsets in each.
 
 One greedy rule lays tensors out in the order they come: so a sender that packs a stream and a
 receiver that knows only names, dtypes and shapes arrive at the same offsets.
@@ -33,7 +33,7 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where each tensor of a bucket lies. ``num_bytes`` is what the buffer must hold."""
+    """The offsets of a bucket's tensors. ``num_bytes`` is what the buffer must hold."""
 
     entries: tuple[BucketEntry, ...]
 
@@ -43,7 +43,7 @@ class BucketLayout:
         return self.entries[-1].end if self.entries else 0
 
     def to_json(self) -> dict[str, Any]:
-        """As it travels; see `from_json`."""
+        """A JSON object of this layout, which `from_json` reads."""
         entries = [
             {
                 "name": entry.name,
@@ -92,7 +92,7 @@ class BucketPacker:
         self._end = 0
 
     def entry_for(self, name: str, spec: TensorSpec) -> BucketEntry | None:
-        """Where the tensor goes; None where this bucket must be closed first."""
+        """The place of the tensor in this bucket; None where the bucket must be closed first."""
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
         end = start + spec.num_bytes
         if self.entries and end > self._bucket_bytes:

@@ -126,7 +126,7 @@ def refuse_untied(
 
 
 def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
-    """A tensor with NaN or infinities."""
+    """Raise InvalidInputError if the tensor holds NaN or infinities."""
     if not bool(torch.isfinite(tensor).all()):
         count = int((~torch.isfinite(tensor)).sum())
         raise InvalidInputError(

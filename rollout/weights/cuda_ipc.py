@@ -62,7 +62,7 @@ class CudaIpcHandle:
     layout: BucketLayout
 
     def to_json(self) -> dict[str, Any]:
-        """As it travels; see `from_json`."""
+        """A JSON object of this handle, which `from_json` reads."""
         exported = {
             name: value.hex() if isinstance(value, bytes) else value
             for name, value in asdict(self.buffer).items()

@@ -25,7 +25,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -77,7 +76,7 @@ class DistributedSource:
             self._layouts = _one_by_one(manifest)
 
     def manifest(self) -> Manifest:
-        """What `expect` was told."""
+        """The manifest that `expect` was given."""
         return self._manifest
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,12 +88,7 @@ class DistributedSource:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._tell("result", None)
             return
@@ -211,7 +205,7 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def outcome(number: int, error: BaseException | None) -> dict[str, Any]:
-    """The note that says how something of an update went."""
+    """The note that tells the group whether a stage of an update succeeded."""
     return {
         "number": number,
         "error": None if error is None else str(error) or type(error).__name__,

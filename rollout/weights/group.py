@@ -75,7 +75,7 @@ class BroadcastGroup(ABC):
         self.rank = checked_int(rank, "rank", maximum=world_size - 1)
         self.backend = _checked_backend(backend)
         self.device = _device(self.backend, device)
-        """Where tensors that are broadcast must be."""
+        """The device that broadcast tensors must be on."""
         self.timeout = checked_seconds(timeout, "timeout")
         self._address = master_address
         self._port = checked_int(master_port, "master_port", minimum=1, maximum=65535)
@@ -117,7 +117,7 @@ class BroadcastGroup(ABC):
         self._group = None
 
     def _connect(self, members: int | None = None) -> TCPStore:
-        """The store of rank 0. ``members``: so many are waited for there, this one counted."""
+        """Connect to rank 0's store. ``members``: wait there for so many, this one counted."""
 
         def make() -> TCPStore:
             return TCPStore(
@@ -179,7 +179,8 @@ class WeightGroup(BroadcastGroup):
         return range(1, self.world_size)
 
     def _join(self) -> None:
-        """Meet everybody, or say who is missing or was told something else."""
+        """Wait for every member. Raises WeightUpdateError naming who is missing or was configured
+        differently."""
         mine = {"world_size": self.world_size, "backend": self.backend}
         if not self.notes.claim(f"member/{self.rank}", mine | {"nonce": time.time_ns()}):
             raise WeightUpdateError(f"group {self.name!r}: rank {self.rank} is taken already")
@@ -204,7 +205,8 @@ class WeightGroup(BroadcastGroup):
             time.sleep(0.01)
 
     def _connect_members(self, seconds: float) -> None:
-        """Broadcast a byte. NCCL connects in the first broadcast, and no timeout ends that."""
+        """Broadcast a byte, since NCCL connects in the first broadcast, which no timeout of its own
+        ends."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         try:
             within(seconds, lambda: self.broadcast(byte, seconds))

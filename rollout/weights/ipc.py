@@ -71,7 +71,7 @@ class HandleReceiver:
 
 
 class _HandleSource(StoredWeights):
-    """Handles that are all valid now."""
+    """A weight source of handles that are all valid at once."""
 
     def __init__(self, handles: Mapping[str, Handle], receiver: HandleReceiver) -> None:
         self._handles = handles

@@ -1,4 +1,5 @@
-"""What is known of an update before a byte moves: names, shapes, dtypes, and its options."""
+"""The manifest of an update: the names, shapes and dtypes to come, and the options it was called
+with."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor before it comes."""
+    """The shape and dtype of a tensor that has not come yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +53,7 @@ class TensorSpec(NamedTuple):
 
 
 Manifest = Mapping[str, TensorSpec]
-"""Checkpoint names and what comes under them."""
+"""Shapes and dtypes by checkpoint name."""
 
 
 @runtime_checkable

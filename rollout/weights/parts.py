@@ -21,8 +21,8 @@ class WeightPart(Protocol):
     """A model that weights are written to."""
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        """Checkpoint names to where their tensors go. Ask anew for each update: tied names
-        remember which of them was written."""
+        """Loaders by checkpoint name. Ask anew for each update: tied names remember which of them
+        was written."""
         ...
 
     def finish_loading(self) -> None:
@@ -37,7 +37,7 @@ class WeightPart(Protocol):
         ...
 
     def allocate(self) -> None:
-        """Memory for every tensor again, to be written to; the values are undefined."""
+        """Allocate the memory of every tensor again; the values are undefined until written."""
         ...
 
 
@@ -139,7 +139,8 @@ class WeightParts(Mapping[str, WeightPart]):
         return self._readers[first](folder, parts)
 
     def weight_loaders(self, parts: frozenset[str]) -> dict[str, WeightLoader]:
-        """Where an update of these parts goes. What they borrow from others may come, unchanged."""
+        """The loaders that an update of these parts writes to. Tensors they borrow from other parts
+        may come too, unchanged."""
         found: dict[str, WeightLoader] = {}
         for part, model in self._parts.items():
             if part not in parts:
@@ -176,7 +177,7 @@ class WeightParts(Mapping[str, WeightPart]):
     def digest(self, selector: str) -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal.
 
-        Of ``all`` every part has a share, frozen ones too.
+        With ``all`` every part is included, frozen ones too.
         """
         digest = hashlib.sha256()
         parts = self.selected(selector)

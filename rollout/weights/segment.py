@@ -47,7 +47,7 @@ def checked_nonce(value: object, field: str) -> bytes:
 
 
 def refuse_replaced(expected: bytes, found: bytes, field: str) -> None:
-    """Before a bucket is read. Raises InvalidInputError."""
+    """Raise InvalidInputError if a buffer no longer holds the bucket to be read."""
     if found != expected:
         raise InvalidInputError(
             f"{field}.nonce", expected.hex(),
@@ -57,7 +57,7 @@ def refuse_replaced(expected: bytes, found: bytes, field: str) -> None:
 
 
 def refuse_refilled(expected: bytes, found: bytes, buffer: str) -> None:
-    """After a bucket was read. Raises WeightUpdateError."""
+    """Raise WeightUpdateError if a buffer was refilled while its bucket was read."""
     if found != expected:
         raise WeightUpdateError(
             f"the sender refilled {buffer} while it was being read; it must ask for a handle only "
@@ -197,7 +197,8 @@ def _create() -> tuple[str, int]:
 
 
 def _remove(name: str, descriptor: int, owner: int) -> None:
-    """In a fork of the owner, which runs its finalizers too, the file stays."""
+    """Remove the file, unless this is a fork of its owner, which runs the owner's finalizers
+    too."""
     if os.getpid() == owner:
         (_FOLDER / name).unlink(missing_ok=True)
     os.close(descriptor)

@@ -38,14 +38,15 @@ KIND = "shared_memory"
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryHandle:
-    """Where a bucket lies: the segment's name, the nonce it is stamped with, what is where."""
+    """The address of a bucket in shared memory: the segment's name, the nonce it is stamped with
+    and the layout of its tensors."""
 
     segment: str
     nonce: bytes
     layout: BucketLayout
 
     def to_json(self) -> dict[str, Any]:
-        """As it travels; see `from_json`."""
+        """A JSON object of this handle, which `from_json` reads."""
         return {
             "kind": KIND,
             "segment": self.segment,

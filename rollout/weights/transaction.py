@@ -48,7 +48,7 @@ TARGET = "target"
 
 
 class WeightState(enum.Enum):
-    """What an update may be doing to the weights; see the diagram above."""
+    """The states of the weights during an update; see the diagram above."""
 
     WHOLE = "whole"
     OPEN = "open"
@@ -117,7 +117,8 @@ class WeightTransaction:
 
     @property
     def versions(self) -> dict[str, int]:
-        """By part. Each counts the updates that reached it, or was given a number by its last."""
+        """Weight version by part. Each counts the updates that reached the part, or is the number
+        its last one gave."""
         return {part: self._versions.get(part, 0) for part in self.parts}
 
     @property
@@ -129,7 +130,8 @@ class WeightTransaction:
 
     @property
     def is_under_way(self) -> bool:
-        """Between begin and commit. Finds out on the way that a sender has gone silent."""
+        """Whether an update is between begin and commit. Finds out on the way that a sender has
+        gone silent."""
         self._abandon_if_silent()
         return self._update is not None
 
@@ -211,7 +213,8 @@ class WeightTransaction:
 
     @contextmanager
     def broadcast_failures(self) -> Iterator[None]:
-        """Around a call that begins an update: what fails before that is heard by all ranks."""
+        """A context for a call that begins an update: a failure before that is broadcast to all
+        ranks."""
         number = self._number
         try:
             yield
@@ -326,7 +329,7 @@ class WeightTransaction:
         return following | dict.fromkeys({TARGET} & parts or parts, given)
 
     def _update_state(self) -> None:
-        """Torn while a part is, else whole."""
+        """Set the state to torn while any part is torn, else to whole."""
         if not self._torn:
             self.state, self.reason = WeightState.WHOLE, ""
             return

@@ -27,7 +27,8 @@ class Verified:
 
 
 class DraftBudget(Protocol):
-    """Asked by `SpecWorker.step`: before it drafts, before it verifies, and when it has."""
+    """Chooses how many draft nodes are verified. `SpecWorker.step` asks before it drafts and before
+    it verifies, and tells what came of it."""
 
     @property
     def is_open(self) -> bool:
@@ -58,15 +59,16 @@ class DraftBudget(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """It ended."""
+        """Drop what is known about a request that has ended."""
         ...
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned costs and values as a JSON-able object, for `restore` and for people to look
+        at."""
         ...
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        """Raises ValueError for what no budget of this kind has learned."""
+        """Continue from an earlier run's `learned`. Raises ValueError for a malformed object."""
         ...
 
 

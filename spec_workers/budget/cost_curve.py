@@ -90,7 +90,7 @@ class CostCurve:
 
     @property
     def is_known(self) -> bool:
-        """Whether it rests on any time measured, now or in an earlier run."""
+        """Whether any forward was timed, now or in an earlier run."""
         return bool(self.observations_K.any())
 
     def observe(
@@ -128,7 +128,7 @@ class CostCurve:
         return np.exp(times) * beyond
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned curve as a JSON-able object, for `restore` and for people to look at."""
         shape = (len(self.contexts), self.rows_H.size)
         return {
             "rows": self.rows_H.tolist(),
@@ -221,7 +221,7 @@ def checked_curve(learned: Mapping[str, Any]) -> tuple[NDArray[np.float64], ...]
 
 
 def _loaded_knots(learned: Mapping[str, Any], name: str) -> NDArray[np.float64]:
-    """Ascending numbers >= 1. Raises ValueError for what is none."""
+    """The knots of this name, ascending numbers >= 1. Raises ValueError for anything else."""
     listed = learned.get(name)
     if not isinstance(listed, list) or not 0 < len(listed) <= _MAX_KNOTS:
         raise ValueError(f"{name}: must be a list of 1 to {_MAX_KNOTS} numbers")
@@ -239,6 +239,7 @@ def _row_knots(last: int, buckets: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _context_knots(max_context_len: int) -> tuple[int, ...]:
-    """Each the end of its bucket; the last one takes all that is longer."""
+    """The context lengths that end the curve's buckets; the last bucket takes all that is
+    longer."""
     octaves = max(0, math.ceil(max_context_len / _SMALLEST_CONTEXT) - 1).bit_length()
     return tuple(_SMALLEST_CONTEXT << k for k in range(octaves + 1))

@@ -109,7 +109,8 @@ def _batch(target: TargetWorker, tokens: list[int], row: int, start: int, run_le
 
 
 class _Clock:
-    """Rank 0's: ranks that run one model time as many forwards, and learn the same from them."""
+    """Rank 0's clock: ranks that run one model time equally many forwards, and learn the same from
+    them."""
 
     def __init__(self, group: RankGroup, seconds: float) -> None:
         self._group = group

@@ -73,12 +73,13 @@ class Gate:
             self._forget()
 
     def change_policy(self) -> None:
-        """Other weights, often another epoch: what did not pay may pay now. Probed before long."""
+        """Probe again before long: with other weights, often in another epoch, drafts may pay that
+        did not."""
         self._interval = _FIRST_INTERVAL
         self._closed_for = min(self._closed_for, _FIRST_INTERVAL)
 
     def learned(self) -> dict[str, float | bool]:
-        """For people to look at."""
+        """The gate's state, for people to look at."""
         return {
             "open": self.is_open,
             "probing": self._probing,

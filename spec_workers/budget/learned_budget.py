@@ -25,8 +25,8 @@ from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker
 
 _TO_BEGIN = 0.02
-"""What drafts must gain, as a share of the step, for a step to have some after one that had none:
-so that noise in the estimates does not turn them on and off."""
+"""A step that follows one without drafts has drafts only if they gain more than this share of its
+time, so that noise in the estimates does not turn them on and off."""
 
 _FIRST_STEPS = 128
 _LEARN_EVERY = 8
@@ -37,11 +37,11 @@ they tell what rows cost."""
 
 _PLAIN_EVERY = 64
 _FIRST_PLAIN = (4, 8, 16, 32)
-"""Of so many steps that may draft one runs plain, and sooner at first: what drafts save is measured
+"""One in so many steps that may draft runs plain, and sooner at first: what drafts save is measured
 against those. It costs a 64th of what is saved."""
 
 _BELIEVED = 2.0
-"""Times what drafting usually takes: the most that one step's is believed to have taken."""
+"""The time of one step's drafting counts as at most this multiple of the usual time."""
 
 
 class LearnedBudget:
@@ -244,8 +244,8 @@ class LearnedBudget:
     def _observe_gain(
         self, prices: Prices, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
-        """By what things usually take and not by the clock: one slow step would outweigh fifty good
-        ones."""
+        """Tell the gate what drafts gained, by usual times and not by the clock: one slow step
+        would outweigh fifty good ones."""
         if verified.proposed is None:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_VALUE = 1e12
-"""Milliseconds, or times something was seen. More is damage, and what is made of it overflows."""
+"""The largest value that is believed, in milliseconds or times seen. A larger one is damage, and
+sums of it would overflow."""
 
 
 def mapping(learned: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Raises ValueError for what is none."""
+    """The object of this name. Raises ValueError for anything else."""
     part = learned.get(name)
     if not isinstance(part, Mapping):
         raise ValueError(f"{name}: must be an object")
@@ -23,7 +24,8 @@ def mapping(learned: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def table(
     learned: Mapping[str, Any], name: str, shape: tuple[int, ...], *, minimum: float = 0.0
 ) -> NDArray[np.float64]:
-    """Numbers in [``minimum``, `MAX_VALUE`]. Raises ValueError for what is none."""
+    """An array of this shape of numbers in [``minimum``, `MAX_VALUE`]. Raises ValueError for
+    anything else."""
     value = learned.get(name)
     if not _has_shape(value, shape):
         raise ValueError(f"{name}: must be numbers of shape {shape}")

@@ -43,7 +43,7 @@ class NodeValues:
 
     @property
     def highest_ratio(self) -> float:
-        """By so much an estimate may be raised."""
+        """The largest factor by which any estimate is corrected."""
         return float(self._ratio_SD.max())
 
     def corrected(
@@ -83,13 +83,14 @@ class NodeValues:
         self._update_ratios()
 
     def fade(self) -> None:
-        """Time passed: what sank so low that nobody verifies it any more gets another chance."""
+        """Let old observations count for less, so that nodes whose value sank until nobody verified
+        them get another chance."""
         self._expected_SD *= _FADE
         self._accepted_SD *= _FADE
         self._update_ratios()
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned values as a JSON-able object, for `restore` and for people to look at."""
         count, expected, accepted = self._by_tenth.round(3).tolist()
         return {
             "values": {
@@ -102,7 +103,7 @@ class NodeValues:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on from an earlier run's ``values``. Raises ValueError for what cannot be any."""
+        """Continue from an earlier run's ``values``. Raises ValueError for a malformed object."""
         if values.get("sources") != list(self.sources) or values.get("depths") != list(DEPTHS):
             raise ValueError("sources, depths: not those of this worker")
         shape = self._expected_SD.shape

@@ -18,7 +18,7 @@ _PRICE_EVERY = 16
 """Steps of an unchanged batch that are priced alike."""
 
 _BATCHES = 4
-"""Whose prices are remembered: parts of a batch may take turns."""
+"""Batches whose prices are remembered at once: with overlap, parts of a batch alternate."""
 
 
 @dataclass(slots=True)
@@ -39,14 +39,14 @@ class Prices:
 
 
 class KnownPrices:
-    """Works prices out once for steps that are alike."""
+    """Prices of recent batches, which are computed once for steps that are alike."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Prices] = {}  # by what they depend on, latest last
         self._latest: tuple[Batch, Prices] | None = None
 
     def of(self, batch: Batch, cost: StepCost, step: int) -> Prices:
-        """``step``: counts up."""
+        """The prices of a batch. ``step``: a number that grows from step to step."""
         latest = self._latest
         if latest is None or latest[0] is not batch or step >= latest[1].until:
             self._latest = latest = batch, self._like_before(batch, cost, step)
@@ -81,7 +81,7 @@ def _prices(batch: Batch, cost: StepCost, until: int) -> Prices:
 
 
 class Choice(NamedTuple):
-    """How many nodes of each entry are bought, and what for."""
+    """The number of nodes bought for each entry, and their expected worth and cost."""
 
     counts_B: NDArray[np.int64]  # so many first nodes of each entry
     saved_ms: float  # milliseconds of plain decoding that those are expected to save
@@ -117,7 +117,8 @@ def choose_nodes(
 
 
 def falling(values_N: NDArray[np.floating], offsets_B1: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each value lowered to the least one before it within its entry. Values are in [0, 1]."""
+    """The values, each lowered to the least one before it within its entry. Values are in [0,
+    1]."""
     sizes_B = np.diff(offsets_B1)
     # Entry b lives in [-2b, -2b + 1]: what an entry before it left is above all of its own.
     shift_N = 2.0 * np.repeat(np.arange(sizes_B.size), sizes_B)

@@ -60,12 +60,12 @@ class LinearCost:
         return max(0.0, float(self._weights[1]))
 
     def learned(self) -> dict[str, float]:
-        """JSON-able, for `restore`."""
+        """The learned costs as a JSON-able object, for `restore`."""
         step, each = self._weights.round(6).tolist()
         return {"step": step, "each": each}
 
     def restore(self, learned: Mapping[str, float]) -> None:
-        """Raises ValueError for what is no such cost."""
+        """Continue from learned costs. Raises ValueError for a malformed object."""
         if set(learned) != {"step", "each"}:
             raise ValueError("must give milliseconds for step and each")
         self._weights = np.array(
@@ -84,12 +84,12 @@ class StepCost:
     """
 
     def __init__(self, device: str, curve: CostCurve) -> None:
-        """``device``: whatever must be the same for times to compare, in words."""
+        """``device``: a text that names everything that must be the same for times to compare."""
         self.device = device
         self.curve = curve
         self._sampling = LinearCost()  # by rows sampled from
         self._drafting = LinearCost()  # by requests
-        self._following = LinearCost()  # likewise, where nothing is proposed
+        self._following = LinearCost()  # by requests, where nothing is proposed
         self._elsewhere: dict[str, Any] = {}  # device -> what was learned there
 
     @property
@@ -100,7 +100,7 @@ class StepCost:
     def of_rows(
         self, rows: NDArray[np.int64], sampled: NDArray[np.int64], longest_context: int
     ) -> NDArray[np.float64]:
-        """Forward and sampling.
+        """Milliseconds of forward and sampling, for each number of ``rows``.
 
         ``sampled``: how many of each number of ``rows`` are sampled from, ascending.
         """
@@ -143,7 +143,7 @@ class StepCost:
             (self._drafting if proposed else self._following).observe(width, times.draft)
 
     def learned(self) -> dict[str, Any]:
-        """JSON-able, for `restore` and for people to look at."""
+        """The learned costs as a JSON-able object, for `restore` and for people to look at."""
         here = {
             "cost": self.curve.learned(),
             "request_ms": {
@@ -155,7 +155,7 @@ class StepCost:
         return {"device": self.device, **here, "elsewhere": self._elsewhere}
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        """Go on from an earlier run on this device. Raises ValueError for what cannot be one's."""
+        """Continue from an earlier run on this device. Raises ValueError for a malformed object."""
         found = dict(mapping(learned, "elsewhere")) if "elsewhere" in learned else {}
         if "cost" in learned:
             device = learned.get("device")

@@ -262,7 +262,7 @@ def _copy_layer(layer: DecoderLayer, target: TargetTensors, index: int) -> None:
 
 
 def _repeated(heads_CE: torch.Tensor, rows: int, head_dim: int) -> torch.Tensor:
-    """Each kv head repeated, so that there are ``rows`` rows."""
+    """The kv heads, each repeated so that there are ``rows`` rows."""
     heads = heads_CE.unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(rows // len(heads_CE), dim=0).flatten(0, 1)
 

@@ -202,7 +202,7 @@ class Progress(Protocol):
     """Shows progress."""
 
     def __call__(self, progress: RunProgress, /) -> None:
-        """Called after each step."""
+        """Show the state after a step."""
         ...
 
 

@@ -32,7 +32,7 @@ FOLLOWING = TrainingConfig(learning_rate=3e-4, warmup_steps=10)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoTrainingConfig:
-    """What co-training trains on, for how long, and when it swaps a draft in."""
+    """Co-training's data, its duration, and when a new draft replaces the one in use."""
 
     batch_rows: int = 1024  # rows of an optimizer step at least, if there are as many
     max_len: int = 2048  # tokens of a sequence; longer ones are split

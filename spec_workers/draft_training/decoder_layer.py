@@ -119,7 +119,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x_RE: torch.Tensor) -> torch.Tensor:
-        """[R, E]."""
+        """The MLP's output [R, E]."""
         return self.down_proj(silu(self.gate_proj(x_RE)) * self.up_proj(x_RE))
 
 

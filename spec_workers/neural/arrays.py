@@ -1,4 +1,4 @@
-"""What numpy and torch call by different names, for code that runs on the arrays of both.
+"""One name for operations that numpy and torch name differently, for code that runs on both.
 
 On the CPU arrays are numpy's, whose calls take a microsecond where torch's take several; on a
 device they are torch's. Operators, indexing by arrays, ``reshape``, ``sum``, ``cumsum``, ``clip``,
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.runner.transfers import download
+from rollout.memory.transfers import download
 
 Array = Any
 """A numpy array on the host, or a tensor on a device."""

@@ -79,7 +79,7 @@ class DraftExtension:
         return self.runs.starts_B + self.runs.lens_B
 
     def advance(self, before_B: NDArray[np.int64], own_B: NDArray[np.int64]) -> None:
-        """To the next runner.
+        """Move on to the next runner's rows.
 
         Args:
             before_B: last position stored of the runner that was current, -1 for none.

@@ -1,4 +1,4 @@
-"""Which keys and values of a draft belong to which request.
+"""Ownership of a draft's keys and values: the slots that belong to each request.
 
 Legend: B requests, T query rows, S slots, Q rows of ``req_to_token``, K next tokens noted per slot.
 """
@@ -76,13 +76,13 @@ class DraftKv:
         self.lens_Q = np.zeros(rows, dtype=np.int64)  # slots in each row of the table
         self._reached_Q = np.zeros(rows, dtype=np.int64)  # positions they were chosen from
         self._last_Q = np.zeros(rows, dtype=np.int64)  # position of the last of them
-        self._versions_Q = np.full(rows, -1, dtype=np.int64)  # of the target's row, likewise
+        self._versions_Q = np.full(rows, -1, dtype=np.int64)  # of the target's row then
         self.unchanged_Q = np.zeros(rows, dtype=np.int64)  # columns, since `DraftTable` sent them
 
     def slots_of(
         self, rows_B: NDArray[np.int64], lens_B: NDArray, positions_T: NDArray[np.int64]
     ) -> NDArray[np.int32]:
-        """Where the keys and values of positions are to be written: T in all, lens_B of each row.
+        """The slots [T] to write the keys and values of positions to; entry b has lens_B of them.
 
         The target's slots, where no other request may have them.
         """

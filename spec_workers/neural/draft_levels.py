@@ -127,7 +127,7 @@ class DraftLevels:
         return hidden_PFE[:, -self._topk :], torch.cat([root_PHE, hidden_PFE], dim=1)
 
     def logits(self, level: int, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, D] of the level's nodes; level 0: of the roots."""
+        """Logits [R, D] of a level's nodes; level 0 is the roots."""
         return self._runners[level if self._is_chain else 0].logits(hidden_RE)
 
     def _level_runners(self) -> range:

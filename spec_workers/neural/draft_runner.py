@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.memory.transfers import upload
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of
 from rollout.runner.attention import PagedAttention
 from rollout.runner.batch_layout import attention_plan
-from rollout.runner.transfers import upload
 from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_kv import DraftKv
 
@@ -159,12 +159,12 @@ class DraftRunner:
 
     @torch.inference_mode()
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """[T, E]: what a first step takes, of the target's features; T may be zero."""
+        """The first step's input [T, E] from the target's features; T may be zero."""
         return self.model.fuse(self._padded(features_TF))[: len(features_TF)]
 
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, D]; R may be zero."""
+        """Logits [R, D] of hidden states; R may be zero."""
         return self.model.logits(self._padded(hidden_RE))[: len(hidden_RE)]
 
     def forward(
@@ -193,7 +193,7 @@ class DraftRunner:
         return hidden_TE[:rows]
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """With zeros behind: token 0, position 0, the null slot."""
+        """The rows, filled up to the minimum with zeros: token 0, position 0, the null slot."""
         missing = self._minimum_rows - len(rows)
         if missing <= 0:
             return rows

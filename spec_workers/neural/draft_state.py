@@ -34,8 +34,8 @@ class DraftState:
         return np.where((self._requests_Q[rows_B] == ids_B)[:, None], self._last_QK[rows_B], -1)
 
     def hidden(self, runner: int, rows_B: torch.Tensor) -> torch.Tensor:
-        """[B, E], as a copy; of rows without a last position it means nothing. int64 rows, where
-        the hidden states are."""
+        """A copy [B, E] of a runner's hidden states; undefined for rows without a last position.
+        ``rows_B``: int64, on the device of the hidden states."""
         return self._hidden_KQE[runner, rows_B]
 
     def begin(self, requests: Sequence[Request]) -> None:

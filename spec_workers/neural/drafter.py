@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.memory.transfers import upload
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
 from rollout.runner.graphs.captured_runs import CapturedRuns
-from rollout.runner.transfers import upload
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.arrays import Arrays, DeviceArrays

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.runner.transfers import download
+from rollout.memory.transfers import download
 from rollout.types import Batch, EntryResult
 from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.mixture import (
@@ -37,7 +37,7 @@ from spec_workers.neural.shared_noise import (
 
 _TABLES = ("weights", "ratios", "knots", "widths", "sharpness")
 _STEPS_AT_ONCE = 2
-"""That may be under way: guesses of older ones are not waited for."""
+"""The most steps in flight: guesses of older ones are dropped."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class Guesser:
         self._open: deque[Proposed] = deque(maxlen=_STEPS_AT_ONCE)
 
     def tables(self) -> dict[str, NDArray]:
-        """What was learned, as `children` reads it."""
+        """The learned tables that `children` reads."""
         return {
             "weights": self._mixture.weights(),
             **self._reliability.tables(),
@@ -133,11 +133,11 @@ class Guesser:
         return Guesses(tokens_RW=tokens_RW, probs_RW=probs_RC[rows_R1, best_RW], found=found)
 
     def remember(self, proposed: Proposed) -> None:
-        """Until it is known what came."""
+        """Keep a proposal until its step's tokens are known."""
         self._open.append(proposed)
 
     def learn(self, batch: Batch, results: list[EntryResult]) -> None:
-        """From the tokens emitted: along their path as far as there were guesses."""
+        """Learn from a step's emitted tokens, along their path as far as there were guesses."""
         proposed = next((each for each in self._open if each.batch is batch), None)
         if proposed is None:
             return

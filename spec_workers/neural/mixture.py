@@ -23,12 +23,13 @@ _CONFIDENT = (0.5, 0.9)  # where the draft's highest probability changes its buc
 CONTEXTS = 2 * 4 * 3
 
 _FIRST_GUESS_K = np.array([5.0, 1.0, 0.6, 0.4, 0.2, 0.8])
-"""Observations: at first the draft's own probabilities are believed more than the noise."""
+"""The initial counts of the components: at first the draft's own probabilities are believed more
+than the noise."""
 
 _MEMORY = 400.0  # observations
 _LEAST = 1e-6
 _MIN_COUNT = 0.01
-"""Each component is left as much: from nothing no observation could bring it back."""
+"""The least count of a component: from zero no observation could bring it back."""
 
 
 def depth_bucket(depth: Any) -> Any:
@@ -106,8 +107,8 @@ class Reliability:
         self._true_XP = np.zeros_like(self._expected_XP)
 
     def tables(self) -> dict[str, NDArray[np.float64]]:
-        """What `corrected` reads. ``ratios`` [X, P]: what came true over what was expected, at each
-        of the ``knots`` [P]."""
+        """The tables that `corrected` reads: how often guesses came true over how often they were
+        expected to, ``ratios`` [X, P], at each of the ``knots`` [P]."""
         ratios_XP = (self._true_XP + _INERTIA) / (self._expected_XP + _INERTIA)
         return {"knots": KNOTS_P, "ratios": ratios_XP}
 

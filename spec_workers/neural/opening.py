@@ -26,10 +26,11 @@ from spec_workers.options import NeuralOptions, check_topk
 from spec_workers.target import TargetWorker
 
 Reader = Callable[[Path, frozenset[str]], CheckpointSource]
-"""From a folder, and names of parts, to the tensors these take from there."""
+"""Reads the checkpoint tensors of the named parts from a folder."""
 
 Load = Callable[[CausalLM], tuple[dict[str, DraftModel], Reader]]
-"""From the target's model to the draft's networks, by the parts of the weights that they are."""
+"""Loads the draft's networks for a target's model, by part name, with a reader for their
+updates."""
 
 
 def open_eagle(

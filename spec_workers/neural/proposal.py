@@ -47,7 +47,7 @@ class Proposal:
 
     @property
     def _children(self) -> int:
-        """V."""
+        """V: candidates per node."""
         return self.tokens_GC.shape[1] // (1 + self.candidates_GN.shape[1])
 
     def trees(self, sizes_G: NDArray[np.int64], source: int) -> DraftTrees:

@@ -40,10 +40,10 @@ Tensors = dict[str, torch.Tensor]
 WIDTHS = (1.0, 0.25, 0.08, 0.025, 0.008)
 SHARPNESS = (1.0, 1.6, 2.5, 4.0, 8.0)
 CANDIDATES = 32
-"""Of a row's tokens; those beyond are hardly ever worth a node."""
+"""The number of a row's tokens that are considered; those beyond are hardly ever worth a node."""
 
 OPTIONAL_INPUTS = ("temperature", "is_greedy", "top_k", "top_p", "min_p")
-"""Those that launches depend on the presence of."""
+"""Inputs that may be absent. The kernels that are launched depend on which are present."""
 
 COMPONENTS = len(WIDTHS) + 1
 """The last one believes in none of the candidates."""
@@ -65,8 +65,8 @@ def noise_inputs(
 ) -> dict[str, NDArray]:
     """The inputs of samples beside logits, for `drawn_from`, of trees and padding behind them.
 
-    Of `OPTIONAL_INPUTS` those are there that any request asks for. ``ends_G``: tokens of the
-    sequences. ``num_levels``: so many positions from there on are drawn for.
+    Those of `OPTIONAL_INPUTS` are present that any request asks for. ``ends_G``: tokens of the
+    sequences. ``num_levels``: positions from there on that are drawn for.
     """
     params = [request.params for request in requests]
     seeds_G = np.array([request.seed for request in requests], dtype=np.uint64)

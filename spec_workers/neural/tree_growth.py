@@ -65,7 +65,8 @@ class TreeGrowth:
         self._is_row_GF = self._sizes_G1 > 0
 
     def add(self, tokens_GFW: Array, probs_GFW: Array) -> None:
-        """Children of the level, the most probable of each first; at first: of the roots.
+        """Add the children of the newest level, the most probable of each first; at first, those of
+        the roots.
 
         ``probs_GFW``: that a child is accepted where its parent was, in [0, 1]; NaN never is.
         """
@@ -79,8 +80,8 @@ class TreeGrowth:
         self.probs_GC = join([self.probs_GC, probs_GFW.reshape(flat)], 1)
 
     def expand(self) -> TreeNodes:
-        """All nodes so far; the last W are those of the new level: the most probable ones that may
-        yet have children in the finished tree."""
+        """Choose the next level: the most probable candidates that may yet have children in the
+        finished tree. Returns all nodes so far, whose last W are the new level."""
         width, first = self._topk, self._first
         level = self.nodes.tokens_GN.shape[1] // width + 1
         probs_GI = self.probs_GC[:, first:]

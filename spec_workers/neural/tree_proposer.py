@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import MemoryConfig
+from rollout.memory.transfers import upload
 from rollout.runner.graphs.capture import CudaCapture
 from rollout.runner.graphs.captured_runs import CapturedRuns
-from rollout.runner.transfers import upload
 from rollout.types import Batch
 from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.draft_levels import DraftLevels
@@ -216,8 +216,8 @@ def padded_count(count: int) -> int:
 
 
 def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> CapturedRuns | None:
-    """None where nothing is to be captured. The target's graphs have what they need of the bound,
-    drafts what that leaves. When memory is given back theirs go too."""
+    """Graphs of proposals; None where nothing is to be captured. They may use what the target's
+    graphs leave of the bound, and are dropped when memory is released."""
     device = target.model.device
     if device.type != "cuda" or not config.graph_bytes or target.ranks.all.size > 1:
         return None

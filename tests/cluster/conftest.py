@@ -53,14 +53,14 @@ def config(tiny_model_path: Path) -> EngineConfig:
 
 @pytest.fixture(scope="session")
 def expected(config: EngineConfig) -> dict[Any, Any]:
-    """What one engine gives for `submit_all`."""
+    """One engine's rollouts of the requests that `submit_all` submits."""
     engine = RolloutEngine.from_config(config, ngram())
     return {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}
 
 
 @pytest.fixture(scope="module")
 def text_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    """Of a model that reads text."""
+    """The configuration of a model that reads text."""
     return EngineConfig(
         model=ModelConfig(path=str(save_text_model(tmp_path_factory.mktemp("text")))),
         memory=MemoryConfig(max_kv_tokens=2048),

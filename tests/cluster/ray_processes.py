@@ -9,7 +9,8 @@ import psutil
 
 
 def replica_processes(driver: int | None = None) -> list[psutil.Process]:
-    """Of the Ray that the process ``driver`` (default: this one) started."""
+    """The replica processes of the Ray that the process ``driver`` started; default: this
+    process."""
     found = []
     for process in psutil.Process(driver).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -38,7 +38,7 @@ def test_each_replica_learns_what_the_others_committed(make, text_config):
 
 
 def accept_length(cluster: RolloutCluster) -> float:
-    """Of the rollouts of one epoch."""
+    """The accept length over the rollouts of one epoch."""
     submit_all(cluster, PROMPTS, PARAMS)
     stats = []
     while cluster.has_unfinished:

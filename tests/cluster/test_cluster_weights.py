@@ -46,7 +46,7 @@ def tensors(news) -> list[Tensors]:
 
 @pytest.fixture(scope="module")
 def wanted(config, news) -> list[dict]:
-    """What one engine with the weights of each policy gives, as version 1."""
+    """One engine's rollouts and digest with the weights of each policy, as version 1."""
     found = []
     for folder in news:
         engine = RolloutEngine.from_config(config, ngram())

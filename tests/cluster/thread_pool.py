@@ -77,7 +77,7 @@ class ThreadReplica:
 
 
 class ThreadPool:
-    """See `rollout.cluster.replica.Pool`."""
+    """See `rollout.cluster.replica.ReplicaPool`."""
 
     def __init__(
         self,

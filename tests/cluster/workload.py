@@ -1,4 +1,4 @@
-"""What clusters are asked for in tests, and how their answers are compared."""
+"""Requests for clusters, and the parts of their rollouts that are compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def ngram() -> WorkerFactory:
 
 
 def always_drafts(spec: str = "ngram") -> WorkerFactory:
-    """Whatever drafts cost, for a tiny model decodes too fast for any to pay."""
+    """A worker that drafts in every step, although a tiny model decodes too fast for drafts to
+    pay."""
     options = {"budget": "fixed", "calibration_seconds": 0, "corpus_bytes": 1 << 20}
     return worker_factory(spec, **(options if spec == "ngram" else {}))
 

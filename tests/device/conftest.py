@@ -20,15 +20,6 @@ pytest.importorskip("triton")
 from tests.helpers.interpreter import quick_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = os.path.dirname(__file__)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if INTERPRETED:
-        return
-    for item in items:
-        if str(item.path).startswith(HERE):
-            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ import torch
 
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
-from rollout.runner.transfers import upload
+from rollout.memory.transfers import upload
 from rollout.types import Scheduled
 from tests.helpers.requests import make_request
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from rollout import RolloutEngine, SamplingParams
 from spec_workers.neural import arrays, tree_proposer
+from tests.helpers.compared import numbers
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
@@ -54,10 +55,6 @@ def make_engine(path, spec: str, dtype_name: str, spec_options=None, **overrides
     return RolloutEngine.from_pretrained(str(path), spec=spec, spec_options=spec_options, **options)
 
 
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
-
-
 def run(engine) -> list:
     """All requests at once, whatever they ask for."""
     asked = zip(PROMPTS, PARAMS, strict=True)
@@ -91,7 +88,7 @@ def test_drafts_cannot_be_seen(drafts, dtype_name, plain, name, graph_bytes) -> 
 
 @contextmanager
 def waits(monkeypatch) -> Iterator[list[str]]:
-    """What reads a device's tensors, or would wait for them, by name."""
+    """The names of operations within that read a device's tensors, or would wait for them."""
     seen: list[str] = []
     names = ("cpu", "numpy", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero",
              "masked_select", "unique", "__index__")  # fmt: skip

@@ -12,6 +12,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from rollout.ops import gpu
 from spec_workers.neural.draft_runner import DraftTable
+from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_draft import save_tiny_eagle3
@@ -31,10 +32,6 @@ PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44] * 2]
 def engine_options(dtype_name: str, **overrides) -> dict:
     options = {"dtype": dtype_name, "kv_bytes": 1 << 20, "max_running": 4}
     return options | {"device": "cpu" if INTERPRETED else "cuda"} | overrides
-
-
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs, r.finish_reason, r.extras) for r in rollouts]
 
 
 def run(engine, name):
@@ -91,7 +88,7 @@ def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, na
 
 
 def test_halves_that_take_turns_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
-    """What a captured forward computed is overwritten by the other half's before it is read."""
+    """The captured forward's results are read before the other half's forward overwrites them."""
     seen = []
     for overlap in ("never", "always"):
         capture = ReplayingCapture() if INTERPRETED else None

@@ -8,6 +8,7 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
+from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tiny_hybrid import tiny_hybrid
@@ -29,10 +30,6 @@ def hybrid_path(tmp_path_factory):
 def engine_options(**overrides) -> dict:
     options = {"dtype": "float32", "kv_bytes": 1 << 22, "max_running": 4, "graph_bytes": 0}
     return options | {"device": "cpu" if INTERPRETED else "cuda"} | overrides
-
-
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
 
 
 @pytest.fixture(scope="module")

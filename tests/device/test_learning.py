@@ -1,4 +1,4 @@
-"""What a step taught the budget is taken in while the next one runs, and is never lost."""
+"""The budget learns from a step while the next one runs, and no step is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one corpus tells another: each token once, in any order of senders, bounded."""
+"""Corpora learn from each other each token once, in any order of senders, within bounds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Replica:
 
 
 def documents(replicas: list[Replica]) -> list[Request]:
-    """Of which anything was emitted."""
+    """The requests that have emitted anything."""
     return [
         request
         for replica in replicas

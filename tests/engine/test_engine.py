@@ -11,6 +11,7 @@ import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError, OutOfMemoryError, WeightUpdateError
+from tests.helpers.compared import outcome
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=3, n=2, ignore_eos=True)
@@ -19,10 +20,6 @@ PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=3, n=2, ignore_
 @pytest.fixture
 def engine(tiny_model_path):
     return RolloutEngine.from_pretrained(tiny_model_path, max_running=4)
-
-
-def outcome(rollouts):
-    return [(r.token_ids, r.logprobs) for r in rollouts]
 
 
 def random_weights(engine, seed):
@@ -134,7 +131,7 @@ def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
 
 @pytest.mark.parametrize("spec", ["none", "ngram"])
 def test_a_rollout_has_all_of_its_counts_where_steps_are_booked_later(tiny_model_path, spec):
-    """As on a GPU: while the step after is under way there, or as the request ends."""
+    """On a GPU steps are booked while the next one runs, or when the request ends."""
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=4)
     engine.worker._learning.is_deferred = True
     params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
@@ -232,7 +229,7 @@ def test_a_torn_update_serves_nothing_until_a_full_one(engine):
 def test_nothing_of_the_old_weights_is_met_when_leaving_them_fails(
     engine, tiny_model_path, monkeypatch
 ):
-    """Whatever breaks between two policies, no prefix of one is continued by the other."""
+    """No failure between two policies lets one continue the other's prefixes."""
     new = random_weights(engine, 3)
     fresh = RolloutEngine.from_pretrained(tiny_model_path, spec="none")
     fresh.update_weights_from_tensor(new)
@@ -418,7 +415,7 @@ def test_status_is_a_copy_of_what_the_engine_does(tiny_model_path):
 
 
 def test_an_engine_goes_with_the_last_reference_to_it(tiny_model_path, monkeypatch):
-    """What it holds (a corpus, groups, senders' memory) does not wait for the garbage collector."""
+    """An engine's corpus, groups and senders' memory do not wait for the garbage collector."""
     monkeypatch.undo()  # of the fixture that holds on to every engine
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", num_threads=1)
     engine.generate(PROMPTS, PARAMS)

@@ -13,6 +13,7 @@ import torch
 
 from rollout import ExternalState, RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
+from tests.helpers.compared import outcome
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_text_model
 
@@ -35,10 +36,6 @@ def make_engine(model: str, spec: str = "ngram", **options) -> RolloutEngine:
 @pytest.fixture
 def engine(model: str) -> RolloutEngine:
     return make_engine(model)
-
-
-def outcome(rollouts):
-    return [(r.token_ids, r.logprobs) for r in rollouts]
 
 
 def states(engine: RolloutEngine) -> dict[str, str]:

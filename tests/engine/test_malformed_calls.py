@@ -1,4 +1,4 @@
-"""Whatever a public call is handed, it works or raises an error of ours that names the field."""
+"""Every public call works, or raises an error of ours that names the field, for any arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What drafts saved, told by the plain steps between: unbiased, with an honest error."""
+"""The time that drafts save, estimated from the plain steps between: unbiased, with an honest
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to an engine of several ranks is done on all of them, or refused."""
+"""A call to an engine of several ranks is made on all of them, or refused."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_an_aborted_request_holds_nobody_up():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_others_keep_their_order_when_some_are_aborted(seed: int):
-    """As it would be had the aborted ones ended with their next token, whenever they were."""
+    """The order is that of a run in which the aborted ones ended with their next token."""
     run = Run(seed)
     aborted = set()
     while run.unfinished:

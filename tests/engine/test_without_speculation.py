@@ -7,6 +7,7 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import EngineStateError
+from tests.helpers.compared import outcome
 from tests.helpers.tiny_draft import save_tiny_eagle3
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
@@ -21,10 +22,6 @@ def engine(request, tiny_model_path, tmp_path):
     return RolloutEngine.from_pretrained(
         tiny_model_path, request.param, spec_options=options, max_running=4
     )
-
-
-def outcome(rollouts):
-    return [(r.token_ids, r.logprobs) for r in rollouts]
 
 
 def test_the_same_tokens_with_nothing_drafted_and_nothing_learned(engine):

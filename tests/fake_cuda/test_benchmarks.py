@@ -1,4 +1,4 @@
-"""What a session on a GPU runs goes a GPU's way, as far as one can be pretended: no values."""
+"""A GPU session's benchmarks run on a pretended GPU, which computes no values."""
 
 from __future__ import annotations
 

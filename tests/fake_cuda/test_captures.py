@@ -1,4 +1,4 @@
-"""What is captured can be, and a capture that fails leaves torch as it was."""
+"""Captured work is work that CUDA can capture, and a failed capture leaves torch as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine does beside steps: scoring, sleep, updates; KV sized by what is free."""
+"""An engine's work between steps: scoring, sleep, updates; and KV sized by the free memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reduced() -> Iterator[Callable[[], list[bool]]]:
 
 
 def test_fast_products_are_summed_in_float32(gpu: FakeGpu, tmp_path, reduced, caplog) -> None:
-    """What cuBLAS is told holds for the process: it is said once, and an exact engine, which does
+    """cuBLAS's setting holds for the process: it is logged once, and an exact engine, which does
     without cuBLAS, leaves it alone."""
     make_engine(tmp_path, "demo", exact=True, max_kv_tokens=4096)
     assert reduced() == [True, True]

@@ -71,7 +71,7 @@ def one_of_each(launches: list[Launch]) -> list[Launch]:
 
 
 def run(gpu: FakeGpu, engine: RolloutEngine, params: SamplingParams) -> list[Seen]:
-    """What each step asked of the device."""
+    """The events that each step of some requests causes on the device."""
     for index, prompt in enumerate(PROMPTS):
         engine.submit(prompt, params, prompt_index=index)
     steps = []

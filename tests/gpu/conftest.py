@@ -1,19 +1,9 @@
-"""What only a GPU can tell. Skips where there is none."""
+"""Tests that need a GPU, and skip without one."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-HERE = os.path.dirname(__file__)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if str(item.path).startswith(HERE):
-            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session", autouse=True)

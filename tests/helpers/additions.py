@@ -1,4 +1,4 @@
-"""In which order a compiled kernel adds floating-point numbers up, as far as layouts decide it.
+"""The order in which a compiled kernel adds up floating-point numbers, as far as layouts decide it.
 
 Triton chooses how a tensor lies in the registers of a block's threads by what is loaded: by the
 width of an element and by what is known of its address. A sum then goes thread by thread, so two
@@ -23,7 +23,7 @@ _FOLDED = re.compile(
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)(\w+), (#\w+)>")
 
 _BY_DTYPE = {"_bins_kernel", "_threshold_kernel"}
-"""What they add up says which tokens of a row are kept, and a row's own parameters alone say
+"""Kernels whose sums decide which tokens of a row are kept. A row's own parameters alone say
 whether its logits are float32."""
 
 
@@ -37,8 +37,8 @@ class Addition(NamedTuple):
 
 
 def additions(ttgir: str) -> set[Addition]:
-    """Of floating-point numbers. Integers need no order, and what a tensor core adds up is decided
-    by its instruction: see tests/ops/test_triton_compiles.py."""
+    """The additions of floating-point numbers. Integers need no order, and a tensor core's
+    instruction fixes its own: see tests/ops/test_triton_compiles.py."""
     layouts = dict(_ALIAS.findall(ttgir))
     found = set()
     for operation, axis, body, operands in _FOLDED.findall(ttgir):
@@ -52,7 +52,8 @@ def additions(ttgir: str) -> set[Addition]:
 
 
 def differing_sums(launches: Iterable[Launch]) -> dict[str, list[str]]:
-    """By kernel, of whose variants any may compute a row."""
+    """The sums that differ between variants of a kernel, any of which may compute a row; by
+    kernel."""
     variants = defaultdict(list)
     for launch in launches:
         signature = launch.arguments[0]
@@ -65,7 +66,7 @@ def differing_sums(launches: Iterable[Launch]) -> dict[str, list[str]]:
 
 
 def differing(variants: Iterable[set[Addition]]) -> list[str]:
-    """Sums of as many numbers that lie one way in one variant and another way in another."""
+    """The sums of equally many numbers whose layout differs between two variants."""
     layouts: dict[tuple[str, str, int], dict[frozenset[str], None]] = defaultdict(dict)
     for variant in variants:
         own: dict[tuple[str, str, int], set[str]] = defaultdict(set)

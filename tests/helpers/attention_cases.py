@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from rollout.memory.transfers import upload
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
-from rollout.runner.transfers import upload
 
 
 @dataclass
@@ -76,7 +76,7 @@ def batch(requests: list[Request], padding: int = 0) -> tuple[torch.Tensor, Atte
 
 
 def plan_of(entries: list[Entry], longest: int | None = None) -> AttentionPlan:
-    """All keys are in slot 0."""
+    """A plan for the entries whose keys are all in slot 0."""
 
     def offsets(counts: list[int]) -> torch.Tensor:
         return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -153,7 +153,8 @@ def make_case(
 def case_on(
     device: torch.device, entries: list[Entry], *shape, op: Callable = paged_attention
 ) -> Case:
-    """``shape``: see `make_case`. What is run goes to the device, and what comes out comes back."""
+    """A case whose op runs on ``device``: inputs are moved there, and the output back. ``shape``:
+    see `make_case`."""
 
     def run(q, k_pool, v_pool, plan, scale):
         q, k_pool, v_pool = (tensor.to(device) for tensor in (q, k_pool, v_pool))

@@ -19,7 +19,7 @@ from tests.helpers.dense_attention import DenseAttention
 
 @dataclass
 class _Row:
-    """What a position's keys and values were computed from."""
+    """The inputs that a position's keys and values were computed from."""
 
     position: int
     tokens: list[int]  # all it may depend on: the sequence up to the last token it was told
@@ -59,7 +59,8 @@ class ChainWatch:
             runner.run_nodes = lambda nodes, hidden, k=step: self.run_nodes(k, nodes, hidden)
 
     def poison(self) -> None:
-        """What no request may read: slots the target wrote since, and scratch of earlier trees."""
+        """Write NaN to all that no request may read: slots the target wrote since, and old trees'
+        scratch."""
         for runner in self.drafter.runners:
             kv = runner.kv
             current = np.zeros(kv.pool.num_slots + 1, dtype=bool)

@@ -1,4 +1,4 @@
-"""Tests in a process of their own, where what is read at import or kept for good is another."""
+"""Tests in a process of their own, for settings that are read at import or kept for good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_tests(paths: Sequence[str], environment: Mapping[str, str], tmp_path: Path) -> None:
-    """Without the plugins that they do without: importing those takes longer than some tests."""
+    """Run tests with only the plugins they need: importing the others takes longer than some
+    tests."""
     plugins = ("-p", "no:cacheprovider", "-p", "pytest_timeout")
     alone = {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1",

@@ -30,7 +30,8 @@ class DenseStates:
         sources: Sequence[int] | None = None,
         targets: Sequence[int] | None = None,
     ) -> RecurrentStates:
-        """Of one step: per sequence its rows, where it begins, and where its last state goes."""
+        """The states of one step: the sequences' lengths, the slots they continue, and those of
+        their last states."""
         nowhere = [NO_STATE] * len(lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         parents = torch.arange(sum(lengths)) - 1

@@ -1,24 +1,51 @@
-"""What every neural draft must bear, whatever networks it runs."""
+"""Checks that every neural draft must pass, whatever its networks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import OutOfMemoryError
-from rollout.types import Rollout
+from tests.helpers.compared import numbers
 from tests.helpers.gates import FlickeringGate, ShutGate
 
+VOCAB = 61
 
-def numbers(rollouts: Sequence[Rollout]) -> list[tuple[Any, ...]]:
-    return [
-        (r.prompt_index, r.sample_index, r.token_ids, r.logprobs, r.finish_reason, r.extras)
-        for r in rollouts
-    ]
+
+def _prompts() -> list[list[int]]:
+    random = np.random.default_rng(1)
+    shared = random.integers(3, VOCAB, 23).tolist()
+    own = [random.integers(3, VOCAB, length).tolist() for length in (1, 2, 17)]
+    return [*own, shared, [*shared, 9], shared[:12]]
+
+
+PROMPTS = _prompts()
+"""Prompts of six lengths, three of which have a prefix in common."""
+
+
+def plain_numbers(
+    target_path: Path, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[tuple[Any, ...]]:
+    """The `numbers` of plain decoding."""
+    return numbers(_plain_engine(target_path).generate(prompts, params))
+
+
+@cache
+def _plain_engine(path: Path) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(path, "none", num_threads=1)
+
+
+def check_draft_books(engine: RolloutEngine) -> None:
+    """Check the integrity of the engine and of each draft runner's KV."""
+    engine.check_integrity()
+    for runner in engine.worker.drafter.runners:
+        runner.kv.check_integrity(engine.scheduler.running)
 
 
 def check_disturbed(
@@ -26,7 +53,6 @@ def check_disturbed(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     wanted: Sequence[tuple[Any, ...]],
-    check: Callable[[RolloutEngine], None],
     random: np.random.Generator,
 ) -> None:
     """Retractions, aborts, scoring, sleep and dropped prefixes between steps, of which some fail.
@@ -49,7 +75,7 @@ def check_disturbed(
             if rollout.sample_index == 7:
                 continue
             assert numbers([rollout]) == [missing.pop((rollout.prompt_index, rollout.sample_index))]
-        check(engine)
+        check_draft_books(engine)
         steps += 1
         match random.integers(0, 24):
             case 0:

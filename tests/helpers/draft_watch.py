@@ -48,7 +48,8 @@ class DraftWatch:
         drafter.propose = self.propose
 
     def poison(self) -> None:
-        """What no request may read: slots the target wrote since, and trees of earlier steps."""
+        """Write NaN to all that no request may read: slots the target wrote since, and old
+        trees."""
         current = np.zeros(self.kv.pool.num_slots + 1, dtype=bool)
         current[: self.kv.first_scratch] = self.kv._is_current(np.arange(self.kv.first_scratch))
         unread = torch.from_numpy(np.flatnonzero(~current))

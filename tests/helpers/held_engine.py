@@ -22,7 +22,7 @@ class HeldEngine:
         self._steps = steps
 
     def hold(self, engine: RolloutEngine) -> None:
-        """To be called by the thread that runs the engine."""
+        """Hold the engine from now on. Called by the thread that runs the engine."""
         step, steps = engine.step, count(1)
 
         def held() -> list[Rollout]:
@@ -37,7 +37,7 @@ class HeldEngine:
 
 @contextmanager
 def held(loop: EngineLoop[Any], *, after: int = 3) -> Iterator[None]:
-    """Behind its next ``after`` steps a loop takes each further one only when it is called.
+    """Make a loop wait for a call before each step, once it has made ``after`` more.
 
     So what a test asks in this context finds the generation under way, however late it comes.
     """

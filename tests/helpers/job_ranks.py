@@ -37,7 +37,7 @@ def config_of(model: str, data: str, output: str, size: int) -> RunConfig:
 
 
 def stop_after(rollouts: int) -> None:
-    """This process is told to stop as soon as it has written so many."""
+    """Have this process get SIGTERM once it has written so many rollouts."""
     append = RolloutOutput.append
 
     def counted(output: RolloutOutput, *row: Any) -> None:

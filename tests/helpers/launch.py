@@ -71,7 +71,7 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = HANG_SECON
 
 
 def _wait(processes: list[ForkServerProcess], timeout: float) -> None:
-    """Until all have ended, one has failed, or time is up."""
+    """Return when all processes have ended, one has failed, or time is up."""
     end = time.monotonic() + timeout
     running = {process.sentinel: process for process in processes}
     while running and (ended := connection.wait(list(running), end - time.monotonic())):

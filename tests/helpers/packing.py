@@ -1,4 +1,4 @@
-"""Which weights this processor's oneDNN keeps in a layout of its own."""
+"""The dtypes of weights that this processor's oneDNN keeps in a layout of its own."""
 
 import torch
 
@@ -6,5 +6,5 @@ from rollout.models.layers.packed_weight import PackedWeight
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Bfloat16 is packed by processors with AVX-512 alone."""
+    """Whether weights of this dtype are packed; bfloat16 takes a processor with AVX-512."""
     return PackedWeight.pack(torch.ones(8, 8, dtype=dtype)) is not None

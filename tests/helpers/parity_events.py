@@ -80,13 +80,13 @@ def generated(case: Case) -> list[Rollout]:
 
 
 def generated_again(case: Case) -> list[Rollout]:
-    """With prompts in the prefix cache, and a corpus that knows every answer."""
+    """Generate again, with prompts in the prefix cache and a corpus that knows every answer."""
     generated(case)
     return generated(case)
 
 
 def disturbed(case: Case) -> list[Rollout]:
-    """Between steps, while some requests are in the middle of their prompts or answers."""
+    """Generate with calls between steps, while some requests are amid their prompts or answers."""
     engine = case.engine
 
     def score_one() -> None:
@@ -119,7 +119,7 @@ def disturbed(case: Case) -> list[Rollout]:
 
 
 def cut_and_resubmitted(case: Case) -> list[Rollout]:
-    """They go on as if they had not been cut."""
+    """Resubmit prompts with the first part of their answers: they go on as if never cut."""
     cuts = {}
     for number, (key, rollout) in enumerate(case.wanted.items()):
         last = len(rollout.token_ids) - 1

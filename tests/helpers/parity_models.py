@@ -36,7 +36,7 @@ SPARSE = ("experts", "recurrent experts")
 
 
 def prompts() -> list[list[int]]:
-    """Lengths about 64, where a block of keys begins, and prefixes in common."""
+    """Prompts of lengths about 64, where a block of keys begins, some with a prefix in common."""
     random = np.random.default_rng(3)
     shared = random.integers(3, 97, 62).tolist()
     own = [random.integers(3, 97, length).tolist() for length in (1, 5)]
@@ -64,7 +64,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 
 class ParityModels:
-    """Folders below one, and references."""
+    """Targets, drafts and references, made once in folders below one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -100,7 +100,7 @@ class PlainEagle3:
         return self.normed(out) if self.options.get("norm_output") else out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In the checkpoint's order."""
+        """Logits of the draft's tokens in the checkpoint's order."""
         normed = hidden if self.options.get("norm_output") else self.normed(hidden)
         return normed @ self.tensors["lm_head.weight"].T
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 def plain_order(ticks: Sequence[int], seats: int) -> list[int]:
-    """Indices by when they end: ``seats`` at a time in the order given, one token a tick each."""
+    """The indices in the order in which they end: ``seats`` run at a time, in the order given, one
+    token per tick each."""
     waiting, running, order = list(range(len(ticks))), {}, []
     while waiting or running:
         while waiting and len(running) < seats:

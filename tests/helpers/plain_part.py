@@ -16,7 +16,7 @@ class PlainPart:
     ) -> None:
         """``borrowed``: what another part of the same worker owns; it goes and comes with that."""
         self.own = dict(own)
-        self.tensors = {**self.own, **(borrowed or {})}
+        self.tensors = {**(borrowed or {}), **self.own}
         self.finished = 0
 
     def weight_loaders(self) -> dict[str, WeightLoader]:

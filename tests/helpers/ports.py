@@ -1,4 +1,4 @@
-"""Ports for those who listen later, perhaps only when they have imported torch."""
+"""Ports for processes that listen later, perhaps only when they have imported torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import suppress
 
 
 def free_port() -> int:
-    """Below those that the system hands out by itself, so that nobody is given it meanwhile."""
+    """A port below those that the system hands out by itself, so that no other process is given it
+    meanwhile."""
     for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""What a program would launch on Hopper; nothing is launched, and outputs stay what they were.
+"""The kernels a program would launch on Hopper; nothing is launched, and outputs stay as they were.
 
 A kernel's variant is what Triton would compile it for: dtypes, alignment, integers that are 1 or
 multiples of 16, constants and options.
@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within it CPU tensors go the way of a GPU's."""
+    """A context in which CPU tensors go the way of a GPU's and launches are recorded."""
     found: list[Launch] = []
 
     @cache
@@ -67,7 +67,7 @@ class RecordedOps(TorchDispatchMode):
 
 
 def num_variants(launches: Sequence[Launch]) -> Counter[str]:
-    """By kernel."""
+    """The number of variants of each kernel."""
     return Counter(name for name, _ in {(launch.name, launch.variant) for launch in launches})
 
 

@@ -47,7 +47,8 @@ def decode_batch(requests: Sequence[Request]) -> Batch:
 
 
 def make_batch(parts: Sequence[tuple[int, int, int]]) -> tuple[Batch, DraftTrees]:
-    """Of each entry where its run starts, how long that is, and a chain of so many draft nodes."""
+    """A step of entries given by a run's start, its length and the number of draft nodes in a
+    chain."""
     entries = []
     for row, (start, run_len, nodes) in enumerate(parts):
         request = make_request([1] * (start + run_len), request_id=row)

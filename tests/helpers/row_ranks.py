@@ -42,7 +42,8 @@ def engine_of(case: dict, size: int) -> RolloutEngine:
 
 
 def arrivals(seed: int) -> dict[int, list[tuple[list[int], SamplingParams]]]:
-    """By step. The first seed leaves all ranks but the last idle, others some for a while."""
+    """This rank's requests by the step they come in. The first seed leaves all ranks but the last
+    idle, others some for a while."""
     rng = random.Random(f"{seed} {RANK}")
     if seed == 0 and RANK < SIZE - 1:
         return {}
@@ -58,7 +59,7 @@ def arrivals(seed: int) -> dict[int, list[tuple[list[int], SamplingParams]]]:
 
 
 def driven(engine: RolloutEngine, seed: int, update: dict | None) -> tuple[list, int]:
-    """What each request got, and how many steps this rank had nothing to do in."""
+    """Each request's rollout, and the number of steps in which this rank had no work."""
     script, submitted, idle, step = arrivals(seed), [], 0, 0
     while True:
         for prompt, params in script.pop(step, ()):

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks, and one rank beside them, are asked."""
+"""Requests and updates that tensor-parallel ranks and a single rank must answer alike."""
 
 from __future__ import annotations
 

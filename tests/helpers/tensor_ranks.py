@@ -52,7 +52,7 @@ def chain(folder: str, dtype: str = "float32") -> dict:
 
 
 def long_chain(folder: str, draft: str) -> dict:
-    """Likewise, in more ways."""
+    """Compare what `chain` does, and scores and drafts too."""
     found = chain(folder)
     wanted, same = found["rollouts"], found["same"]
     scored = [engine_of(folder).score(*wanted[index][:2], PARAMS) for index in (0, 1)]
@@ -66,7 +66,8 @@ def long_chain(folder: str, draft: str) -> dict:
 
 
 def error_of(call, *args, **options) -> str:
-    """What it raises, by name; its message where that is ours."""
+    """The name of the error that a call raises, with its message if it is ours; empty without
+    one."""
     try:
         call(*args, **options)
     except RolloutError as error:
@@ -182,7 +183,7 @@ def different_calls(folder: str) -> str:
 
 
 def failed_step(folder: str) -> dict:
-    """On rank 1 alone, after all that ranks exchange in it but its times."""
+    """Fail a step on rank 1 alone, when ranks have exchanged everything but their times."""
     engine = engine_of(folder)
     engine.submit(PROMPTS[0], PARAMS)
     engine.step()
@@ -198,7 +199,7 @@ def failed_step(folder: str) -> dict:
 
 
 def lost(folder: str) -> dict:
-    """Rank 1 is gone without a word."""
+    """End rank 1 without a word."""
     engine = engine_of(folder)
     if RANK:
         return {}

@@ -63,7 +63,7 @@ class ThreadRank:
 
 
 def on_ranks(size: int, call: Callable[[RankGroup], T]) -> list[T]:
-    """What the call gives on each of ``size`` ranks, which run it at once."""
+    """The results of ``call`` on ``size`` ranks, which run it at once on threads."""
     barrier, board = threading.Barrier(size), [None] * size
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(call, ThreadRank(rank, barrier, board)) for rank in range(size)]

@@ -17,7 +17,7 @@ class TorchTrainer:
     """Rank 0 of a group of its own, beside whatever default group torch has in this process."""
 
     def __init__(self, port: int, world_size: int = 2, group_name: str = "weights") -> None:
-        """Returns when every member has come."""
+        """Wait until every member has come."""
         timeout = timedelta(seconds=HANG_SECONDS)
         met = dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout)
         store, rank, size = next(met)
@@ -35,7 +35,7 @@ class TorchTrainer:
     def send_during(
         self, announce: Callable[[], object], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Broadcast while ``announce``, which returns when they have arrived, runs beside."""
+        """Broadcast the tensors while ``announce`` runs, which returns when they have arrived."""
         with ThreadPoolExecutor(1) as threads:
             announced = threads.submit(announce)
             self.send(tensors.values())

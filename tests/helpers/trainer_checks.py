@@ -1,4 +1,4 @@
-"""What every trainer's weights are held against."""
+"""Checks for the weights of every trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def engine_of(folder: Path, dtype: str = "float32") -> RolloutEngine:
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module) -> list[float]:
-    """Those of `OUTPUT` after `PROMPT` by the trainer's own forward; on every rank."""
+    """The logprobs of `OUTPUT` after `PROMPT` by the trainer's own forward. Called on every
+    rank."""
     logits = model(input_ids=torch.tensor([PROMPT + OUTPUT])).logits[0, len(PROMPT) - 1 : -1]
     logprobs = logits.float().log_softmax(-1)
     return logprobs.gather(1, torch.tensor(OUTPUT)[:, None])[:, 0].tolist()
@@ -37,7 +38,7 @@ def gap(engine: RolloutEngine, expected: list[float]) -> float:
 
 
 def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
-    """Of a batch that is each rank's own."""
+    """The loss of a batch that differs from rank to rank."""
     generator = torch.Generator().manual_seed(100 + rank)
     ids = torch.randint(3, 97, (2, 12), generator=generator)
     return model(input_ids=ids, labels=ids).loss
@@ -53,7 +54,7 @@ def with_lora(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def digest_of_plain_update(folder: Path, tensors: Mapping[str, torch.Tensor], dtype: str) -> str:
-    """What the engine's digest must be, from tensors gathered another way."""
+    """The digest that an engine has after an update by tensors gathered another way."""
     engine = engine_of(folder, dtype)
     engine.update_weights_from_tensor(list(tensors.items()))
     return engine.weights_digest()
@@ -67,6 +68,15 @@ def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(values.view(torch.uint8).numpy().data if values.numel() else b"")
     return digest.hexdigest()
+
+
+def assert_follows(result: Mapping[str, Any], rank: int) -> None:
+    """The trainer's weights moved and were left alone; rank 0's engine has them."""
+    assert result["moved"] > 0.1
+    assert result["untouched"]
+    if rank == 0:
+        assert result["gap"] < 1e-5
+        assert result["same_digest"]
 
 
 class FailingEngine:

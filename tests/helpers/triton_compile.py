@@ -55,7 +55,7 @@ def compile_for_hopper(
 
 
 def compiled(source: ASTSource, options: Mapping[str, Any]) -> Compiled:
-    """By Triton and ptxas. Raises what they raise."""
+    """The kernel compiled by Triton and ptxas. Raises what they raise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", _CACHE.name)
         kernel = compile(source, target=HOPPER, options=dict(options))
@@ -78,7 +78,7 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 
 def ttgir(source: ASTSource, options: Mapping[str, Any]) -> str:
-    """What a kernel is once its tensors have layouts, long before machine code."""
+    """A kernel in Triton's GPU dialect, where tensors have layouts, long before machine code."""
     backend = make_backend(HOPPER)
     parsed = backend.parse_options(dict(options) | source.parse_options())
     context = ir.context()

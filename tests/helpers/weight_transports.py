@@ -97,7 +97,7 @@ def group_of(
 
 
 def arguments(tensors: Tensors) -> dict[str, Any]:
-    """As callers that broadcast by themselves write them."""
+    """The arguments of a call by which a sender announces its own broadcasts."""
     return {
         "names": list(tensors),
         "dtypes": [str(tensor.dtype) for tensor in tensors.values()],

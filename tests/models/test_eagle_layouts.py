@@ -1,4 +1,4 @@
-"""Which folders are taken for EAGLE drafts, and what is said of those that are not."""
+"""The folders that are recognised as EAGLE drafts, and the errors for others."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def target(target_path):
 
 @torch.inference_mode()
 def features_of(target, features):
-    """Of every token but the last: [T, F]."""
+    """The features [T, F] of every token but the last."""
     tokens = TOKENS[:-1]
     attention = DenseAttention([len(tokens)])
     taps = AuxHiddenStateCollector(

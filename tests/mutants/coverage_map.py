@@ -1,4 +1,4 @@
-"""Which test file runs which lines, and how long it takes."""
+"""The lines that each test file runs, and its seconds."""
 
 from __future__ import annotations
 

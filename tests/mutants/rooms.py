@@ -1,4 +1,4 @@
-"""Which sources are mutated."""
+"""The sources that are mutated."""
 
 from __future__ import annotations
 

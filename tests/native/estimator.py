@@ -15,7 +15,7 @@ SEGMENTS = 20
 
 
 class Basis(NamedTuple):
-    """What the estimate of one step was made of, to learn by it."""
+    """The parts of one step's estimate, by which it is learned from."""
 
     prior: float
     corrected: float
@@ -24,7 +24,7 @@ class Basis(NamedTuple):
 
 
 class Guess(Protocol):
-    """What judging needs of a tree's node."""
+    """The fields of a tree's node that judging reads."""
 
     token: int
     parent: int  # tree numbering

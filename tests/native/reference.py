@@ -26,7 +26,7 @@ MIN_EXTERNAL_MATCH = 2
 
 @dataclass(eq=False)
 class Document:
-    """What one insert, or one sequence, said.
+    """The tokens of one insert, or of one sequence.
 
     The first `shared` tokens lie in other documents of the group: they are context here, and
     occurrences there. The rest are occurrences of their own.
@@ -76,7 +76,7 @@ class Candidate(NamedTuple):
 
 @dataclass
 class Node:
-    """Of a tree; node j of a list is tree node j + 1, the root being tree node 0."""
+    """A node of a tree. Node j of a list is tree node j + 1; the root is tree node 0."""
 
     token: int
     parent: int

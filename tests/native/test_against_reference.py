@@ -131,7 +131,7 @@ class Interleaved(RuleBasedStateMachine):
         share=shares,
     )
     def generate(self, accepted, own, budget, steps, share=None):
-        """As an engine does: propose for all, commit part of a tree and what was sampled."""
+        """Act as an engine: propose for all, then commit part of a tree and the sampled tokens."""
         for step in range(steps):
             ids = list(self.sequences)
             drafts = self.compare_proposals(ids, [budget] * len(ids), 0.0)

@@ -1,4 +1,4 @@
-"""What the build ships: sanitized C++ tests, fuzzed and from many threads, and a true stub."""
+"""The build's products: sanitized C++ tests, fuzzed and from many threads, and a true stub."""
 
 from __future__ import annotations
 

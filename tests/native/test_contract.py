@@ -1,4 +1,4 @@
-"""What the corpus promises beside the nine properties: memory, sharing, learning, determinism."""
+"""The corpus's promises beside the nine properties: memory, sharing, learning, determinism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is handed in wrong is refused by name, and changes nothing."""
+"""Wrong arguments are refused by name, and change nothing."""
 
 from __future__ import annotations
 

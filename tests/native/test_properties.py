@@ -1,4 +1,4 @@
-"""What must hold of any n-gram corpus, whatever it estimates and however it finds: nine promises.
+"""Nine properties of any n-gram corpus, whatever it estimates and however it finds.
 
 Nothing here knows the estimate; test_against_reference.py does.
 """
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngram_native import Corpus
+from tests.helpers.in_fork import in_fork
 from tests.native.drafts import (
     NOBODY,
     TREE_NODES,
@@ -373,14 +374,11 @@ def test_threads_ask_at_once_and_get_what_one_gets(seed):
 def test_a_forked_child_has_the_same_corpus(seed):
     corpus = worked_with(seed)
     expected = answers(corpus)
-    child = os.fork()
-    if child == 0:
-        whole = False
-        try:
-            whole = answers(corpus) == expected
-            corpus.insert(i32(range(5000)))
-            corpus.check_integrity()
-        finally:
-            os._exit(0 if whole else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def use_it() -> None:
+        assert answers(corpus) == expected
+        corpus.insert(i32(range(5000)))
+        corpus.check_integrity()
+
+    assert in_fork(use_it) == 0
     assert answers(corpus) == expected

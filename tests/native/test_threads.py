@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
 
 from ngram_native import Corpus
+from tests.helpers.in_fork import in_fork
 
 I32, I64 = np.int32, np.int64
 
@@ -93,31 +93,16 @@ def test_fork_finds_the_corpus_whole():
         while not stop.is_set():
             corpus.insert(tokens)
 
+    def use_it() -> None:
+        corpus.check_integrity()
+        corpus.insert(np.arange(100, dtype=I32))
+        corpus.query(0, np.arange(10, dtype=I32), 8, 0.0)
+
     thread = threading.Thread(target=insert)
     thread.start()
     try:
         for _ in range(4):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                child = os.fork()
-            if child == 0:
-                try:
-                    corpus.check_integrity()
-                    corpus.insert(np.arange(100, dtype=I32))
-                    corpus.query(0, np.arange(10, dtype=I32), 8, 0.0)
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            for _ in range(20_000):  # 200 seconds, which ends what hangs
-                pid, status = os.waitpid(child, os.WNOHANG)
-                if pid:
-                    break
-                time.sleep(0.01)
-            else:
-                os.kill(child, 9)
-                os.waitpid(child, 0)
-                status = -1
-            assert status == 0
+            assert in_fork(use_it) == 0
     finally:
         stop.set()
         thread.join()

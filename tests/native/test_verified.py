@@ -38,8 +38,8 @@ def likely(_: np.random.Generator, tree: list[Drafted]) -> int:
 
 
 def drifting_epochs(rng: np.random.Generator) -> list[list[tuple[int, list[int]]]]:
-    """Of each epoch the prompts and responses: paths through phrases of the prompt, some tokens of
-    their own now and then. The policy moves: between epochs some phrases are replaced."""
+    """Prompts and responses of each epoch: responses are paths through phrases of the prompt, with
+    a few tokens of their own. The policy moves: between epochs some phrases are replaced."""
 
     def phrase() -> list[int]:
         return rng.integers(0, 30_000, rng.integers(3, 20)).tolist()
@@ -94,8 +94,8 @@ def outcomes(tree: list[Drafted], to_come: list[int]) -> list[bool | None]:
 
 @functools.cache
 def replayed(choose: Choice, *, told: bool) -> tuple[Judged, Judged]:
-    """Of the nodes verified, and of those next in line: not verified themselves, but their parent,
-    so that what came tells. Over a few seeds; the first epochs are left out."""
+    """Judgements of verified nodes and of those next in line, which were not verified but whose
+    parent was, so that the emitted tokens tell. Over a few seeds, without the first epochs."""
     verified, next_in_line = Judged(), Judged()
     for seed in range(SEEDS):
         replay(np.random.default_rng(seed), choose, told, verified, next_in_line)

@@ -79,7 +79,7 @@ def test_rows_are_those_of_generate(config: RunConfig) -> None:
 
 
 def test_a_prompt_is_tokenized_once(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was checked is what runs, and the work of a long file is not done twice."""
+    """The checked prompts are the ones that run, so the work of a long file is done once."""
     encoded = []
     real_encode = PromptEncoder.encode
 

@@ -1,4 +1,4 @@
-"""What the job writes to its log: JSONL and TensorBoard."""
+"""The job's logs: JSONL and TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where rows go, and the sum of what comes back. Unread memory beside rows is NaN."""
+"""Routes of rows to experts, and the weighted sums of outputs. Unread memory beside rows is NaN."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_an_offset_of_one_is_that_of_transformers(dtype, device, theirs, width: 
 
 @pytest.mark.parametrize("dim", [1, 24, 100, 128])
 def test_sigmoid_gate_is_the_reference(dtype, device, dim: int) -> None:
-    """Of heads and of flat rows; each row as it is alone."""
+    """Gates of heads and of flat rows are alike, and each row is as it is alone."""
     torch.manual_seed(dim)
     wide = (torch.randn(5, 3, 2 * dim) * 5).to(dtype)
     expected = torch.randn(5, 3, dim).to(dtype)

@@ -69,7 +69,8 @@ LIKE_STEPS = [
 
 @pytest.mark.parametrize("options", [{}, {"experts": True}], ids=["dense", "sparse"])
 def test_steps_of_a_bucket_launch_the_same(tmp_path, monkeypatch, options) -> None:
-    """What a graph has captured once: kernels, their grids and arguments, torch's own ops."""
+    """A graph fixes kernels, their grids and arguments, and torch's own ops: a bucket's steps share
+    all."""
     make = GroupedLinear.__init__
 
     def stacked(self, *args, **kwargs) -> None:  # as on a GPU: no expert has a product of its own
@@ -138,7 +139,7 @@ def test_any_number_of_rows_runs_the_same_kernels(run) -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 20, 300, 8192])
 def test_warm_rows_run_every_tile_of_products(monkeypatch, max_rows) -> None:
-    """Whatever is left out of them."""
+    """Every tile that a later product uses was run, whichever tiles products leave out."""
     monkeypatch.setattr("rollout.ops.gpu.multiprocessors", lambda device: 132)
     linears = [
         Linear(8, outputs, dtype=torch.bfloat16, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Which tile a product of so many rows is given. No GPU and no Triton is needed to ask."""
+"""The choice of a product's tile by its rows. Needs neither a GPU nor Triton."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def fused_heads(rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torc
 
 
 def interleaved_pools(slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device):
-    """Of keys and of values, slot by slot; NaN."""
+    """Pools of keys and of values that alternate slot by slot in memory, filled with NaN."""
     pools = torch.full((slots, 2, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
     return pools.unbind(1)
 

@@ -86,7 +86,8 @@ def test_all_matmul_tiles_use_one_kind_of_product() -> None:
 
 
 def assert_fits(tile: Tile, compiled: Compiled) -> None:
-    """As many programs as are launched; features on their way while others are multiplied."""
+    """A tile's programs fit a multiprocessor at once, and its features are loaded while others are
+    multiplied."""
     assert compiled.stack == 0, tile
     assert tile.programs * tile.warps * 32 * compiled.registers <= MAX_REGISTERS, tile
     assert tile.programs * (compiled.shared + 1024) <= MAX_SHARED, tile

@@ -13,7 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def kept_by_a_sort(logits_V, temperature, top_k, top_p, min_p) -> torch.Tensor:
-    """Which tokens stay, read off the definition."""
+    """A mask of the tokens that stay, straight from the definition."""
     logits = logits_V.double()
     least = logits.new_full((), -torch.inf)
     if 0 < top_k < len(logits):

@@ -24,7 +24,7 @@ EXTENDED = {"eagle": ["draft.fuse", "draft.forward"], "mtp": ["draft.fuse"] + ["
 
 @pytest.fixture(scope="module")
 def target_path(tmp_path_factory):
-    """Of few tokens, so that a random draft is accepted now and then."""
+    """A model of few tokens, so that a random draft is accepted now and then."""
     return save_tiny_llama(tmp_path_factory.mktemp("target"), vocab_size=11)
 
 

@@ -14,7 +14,7 @@ from rollout import RolloutEngine
 from rollout.runner.graphs.captured_runs import CapturedRuns
 from spec_workers.neural.arrays import DeviceArrays
 from spec_workers.neural.tree_proposer import TreeProposer
-from tests.helpers.draft_checks import numbers
+from tests.helpers.compared import numbers
 from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
 from tests.helpers.replaying import ReplayingCapture
 from tests.helpers.tree_checks import check_trees
@@ -147,7 +147,7 @@ def as_on_a_device(drafter, capture, **options) -> TreeProposer:
 
 
 def poison_scratch(drafter) -> None:
-    """What another proposal left there: each writes what it reads."""
+    """Write NaN to the scratch slots: a proposal writes all that it reads."""
     for runner in drafter.runners:
         pool = runner.kv.pool
         for each in pool.keys + pool.values:

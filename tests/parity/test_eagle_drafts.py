@@ -1,28 +1,25 @@
-"""What a draft reads belongs to the request: every row is computed again from whole sequences."""
+"""A draft reads only its request's own rows: each is computed again from whole sequences."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from tests.helpers.draft_checks import check_disturbed, numbers
+from tests.helpers.compared import numbers
+from tests.helpers.draft_checks import (
+    PROMPTS,
+    VOCAB,
+    check_disturbed,
+    check_draft_books,
+    plain_numbers,
+)
 from tests.helpers.draft_watch import DraftWatch
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=8, n=2, seed=3)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
-VOCAB = 61
-
-
-def prompts() -> list[list[int]]:
-    random = np.random.default_rng(1)
-    shared = random.integers(3, VOCAB, 23).tolist()
-    own = [random.integers(3, VOCAB, length).tolist() for length in (1, 2, 17)]
-    return [*own, shared, [*shared, 9], shared[:12]]
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +48,6 @@ def make_engine(target_path, draft, *, spec_options=None, **options):
     return engine, DraftWatch(engine.worker.drafter)
 
 
-def plain(target_path, *arguments):
-    return numbers(plain_engine(str(target_path)).generate(*arguments))
-
-
-@cache
-def plain_engine(path: str) -> RolloutEngine:
-    return RolloutEngine.from_pretrained(path, "none", num_threads=1)
-
-
-def check(engine):
-    engine.check_integrity()
-    engine.worker.drafter.runners[0].kv.check_integrity(engine.scheduler.running)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,9 +60,9 @@ def check(engine):
 def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
     engine, watch = make_engine(target_path, draft, **options)
     for params in (GREEDY, PARAMS):  # the second time prompts are in the prefix cache
-        rollouts = engine.generate(prompts(), params)
-        assert numbers(rollouts) == plain(target_path, prompts(), params)
-        check(engine)
+        rollouts = engine.generate(PROMPTS, params)
+        assert numbers(rollouts) == plain_numbers(target_path, PROMPTS, params)
+        check_draft_books(engine)
     assert watch.known > 100
     assert watch.nodes > 100
     if options.get("prefix_cache") is False:
@@ -92,7 +75,7 @@ def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
 def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
     """They are not run again once they are cached; what is decoded meanwhile leaves holes."""
     engine, watch = make_engine(target_path, draft)
-    budget, prompt = engine.worker.budget, prompts()[3]
+    budget, prompt = engine.worker.budget, PROMPTS[3]
     floor = budget.floor
     budget.is_open, budget.floor = False, lambda batch: None
     params = SamplingParams(temperature=0.8, max_new_tokens=24, ignore_eos=True)
@@ -105,8 +88,8 @@ def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
     ended = []
     while engine.has_unfinished:
         ended += engine.step()
-        check(engine)
-    assert numbers(ended) == plain(target_path, [prompt], params)
+        check_draft_books(engine)
+    assert numbers(ended) == plain_numbers(target_path, [prompt], params)
     assert watch.nodes > 0
     assert max(watch.holes) == decoded - 1  # the last one had not been run yet
 
@@ -115,7 +98,7 @@ def test_whatever_happens_between_and_within_steps(target_path, draft, monkeypat
     """Scarce slots, retractions, aborts, scoring, sleep, dropped prefixes, steps that fail."""
     random = np.random.default_rng(2)
     params = SamplingParams(temperature=0.9, max_new_tokens=24, n=2, seed=2)
-    wanted = plain(target_path, prompts(), params)
+    wanted = plain_numbers(target_path, PROMPTS, params)
     engine, watch = make_engine(target_path, draft, max_kv_tokens=64)
 
     def sometimes(*args):
@@ -127,7 +110,7 @@ def test_whatever_happens_between_and_within_steps(target_path, draft, monkeypat
         engine.worker.target, "verify", lambda *args: (verify(*args), sometimes())[0]
     )
     monkeypatch.setattr(engine.worker.budget, "observe", sometimes)  # when all else is done
-    check_disturbed(engine, prompts(), params, wanted, check, random)
+    check_disturbed(engine, PROMPTS, params, wanted, random)
     assert watch.nodes > 100
 
 
@@ -135,25 +118,25 @@ def test_new_weights_of_the_target_are_met_by_no_old_draft(target_path, draft, t
     """The watch computes with the weights there are."""
     engine, watch = make_engine(target_path, draft)
     other = save_tiny_llama(tmp_path, vocab_size=VOCAB, num_layers=1, sharpness=3.0, seed=9)
-    engine.generate(prompts(), PARAMS)
-    engine.submit(prompts()[3], PARAMS)
+    engine.generate(PROMPTS, PARAMS)
+    engine.submit(PROMPTS[3], PARAMS)
     for _ in range(6):
         engine.step()
     before = watch.nodes
     engine.update_weights_from_disk(str(other), selector="target")
     while engine.has_unfinished:
         engine.step()
-    assert numbers(engine.generate(prompts(), PARAMS)) == plain(other, prompts(), PARAMS)
+    assert numbers(engine.generate(PROMPTS, PARAMS)) == plain_numbers(other, PROMPTS, PARAMS)
     assert watch.nodes > before
-    check(engine)
+    check_draft_books(engine)
 
 
 def test_new_weights_of_the_draft_are_met_by_nothing_it_computed(target_path, draft):
     """The target's KV and its prefix cache stay."""
     engine, watch = make_engine(target_path, draft)
-    expected = plain(target_path, prompts(), PARAMS)
-    assert numbers(engine.generate(prompts(), PARAMS)) == expected
-    engine.submit(prompts()[3], PARAMS)
+    expected = plain_numbers(target_path, PROMPTS, PARAMS)
+    assert numbers(engine.generate(PROMPTS, PARAMS)) == expected
+    engine.submit(PROMPTS[3], PARAMS)
     for _ in range(6):
         engine.step()
     names = watch.model.weight_loaders()
@@ -163,9 +146,9 @@ def test_new_weights_of_the_draft_are_met_by_nothing_it_computed(target_path, dr
     while engine.has_unfinished:
         engine.step()
     watch.holes.clear()
-    assert numbers(engine.generate(prompts(), PARAMS)) == expected
+    assert numbers(engine.generate(PROMPTS, PARAMS)) == expected
     assert max(watch.holes) > 8  # cached for the target, not read again by the draft
-    check(engine)
+    check_draft_books(engine)
 
 
 def test_an_update_that_keeps_kv_leaves_the_draft_none(target_path, draft, tmp_path):
@@ -178,7 +161,7 @@ def test_an_update_that_keeps_kv_leaves_the_draft_none(target_path, draft, tmp_p
     kv = engine.worker.drafter.runners[0].kv
     other = save_tiny_llama(tmp_path, vocab_size=VOCAB, num_layers=1, sharpness=3.0, seed=9)
     params = SamplingParams(temperature=0.8, max_new_tokens=40, ignore_eos=True)
-    request = engine.submit(prompts()[3], params)
+    request = engine.submit(PROMPTS[3], params)
     for _ in range(4):
         engine.step()
     assert kv.lens_Q[request.row] == len(request.tokens) - 1

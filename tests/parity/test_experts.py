@@ -1,5 +1,5 @@
-"""Which experts routers chose, and forwards that are captured. That neither tokens nor choices
-depend on company, drafts or chunks is in the matrix."""
+"""Recorded routes and captured forwards of sparse models. The matrix tests that neither tokens nor
+routes depend on company, drafts or chunks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from rollout.errors import InvalidInputError
+from tests.helpers.compared import numbers
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
@@ -70,13 +71,6 @@ def engine_of(folder, dtype, spec="none", **options) -> RolloutEngine:
 def plain(folder, dtype):
     engine = engine_of(folder, dtype, max_running=1, prefix_cache=False)
     return engine.generate(prompts(), PARAMS)
-
-
-def numbers(rollouts):
-    return [
-        (r.prompt_index, r.sample_index, r.token_ids, r.logprobs, r.finish_reason, r.extras)
-        for r in rollouts
-    ]
 
 
 def compare(engine, plain):

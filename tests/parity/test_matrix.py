@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutEngine
 from rollout.config import engine_config
-from tests.helpers.draft_checks import numbers
+from spec_workers.observation import Observation
+from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.pairwise import PairwiseDesign, Row
 from tests.helpers.parity_events import EVENTS, Case
 from tests.helpers.parity_models import MODELS, PARAMS, RECURRENT, SPARSE, ParityModels, prompts
-from tests.helpers.step_watch import StepWatch
 
 WORKERS: dict[str, tuple[str, str | None, dict]] = {  # spec, kind of draft, options
     "none": ("none", None, {}),
@@ -63,6 +63,35 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "prefix cache": ("on", "off"),
     "overlap": ("never", "always"),
 }
+
+
+class StepWatch:
+    """Counts chunks, branching draft trees and overlapping steps, from before the first step."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.chunks = 0  # runs that ended within a prompt
+        self.branched = 0  # trees in which a node had siblings
+        self.later_children = 0  # accepted nodes before which a sibling was verified
+        self.drafted = 0
+        self.accepted = 0
+        self.overlapped = 0  # steps that ended with another one under way
+        self._engine = engine
+        self._observe = engine.worker.observe
+        engine.worker.observe = self.observe
+
+    def observe(self, step: Observation) -> None:
+        offsets = step.trees.offsets_B1.tolist()
+        for b, (entry, result) in enumerate(zip(step.batch.entries, step.results, strict=True)):
+            parents = step.trees.parents_N[offsets[b] : offsets[b + 1]].tolist()
+            self.chunks += not entry.samples
+            self.branched += len(set(parents)) < len(parents)
+            self.drafted += len(parents)
+            self.accepted += len(result.path)
+            self.later_children += sum(
+                parents[node - 1] in parents[: node - 1] for node in result.path
+            )
+        self.overlapped += bool(self._engine.steps._under_way)
+        self._observe(step)
 
 
 def is_possible(row: Row) -> bool:

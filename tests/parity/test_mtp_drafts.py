@@ -1,8 +1,6 @@
-"""What each step of a chain reads belongs to the request: every row is computed again."""
+"""Each step of a chain reads only its request's own rows: every row is computed again."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import numpy as np
 import pytest
@@ -16,22 +14,21 @@ from spec_workers.eagle import EagleWorker
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.target import TargetWorker
 from tests.helpers.chain_watch import ChainWatch
-from tests.helpers.draft_checks import check_disturbed, numbers
+from tests.helpers.compared import numbers
+from tests.helpers.draft_checks import (
+    PROMPTS,
+    VOCAB,
+    check_disturbed,
+    check_draft_books,
+    plain_numbers,
+)
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
 SAMPLED = SamplingParams(temperature=0.8, max_new_tokens=10, n=2, seed=3)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
-VOCAB = 61
 MODEL = {"vocab_size": VOCAB, "num_layers": 1, "sharpness": 4.0}
 HEADS = [(6, 2, 8), (4, 4, 12), (3, 1, 16)]
-
-
-def prompts() -> list[list[int]]:
-    random = np.random.default_rng(1)
-    shared = random.integers(3, VOCAB, 23).tolist()
-    own = [random.integers(3, VOCAB, length).tolist() for length in (1, 2, 17)]
-    return [*own, shared, [*shared, 9], shared[:12]]
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +72,6 @@ def make_engine(target_path, chain_paths, *, topk=2, num_draft_tokens=6, **optio
     return engine, ChainWatch(engine.worker.drafter)
 
 
-def plain(target_path, *arguments):
-    return numbers(plain_engine(str(target_path)).generate(*arguments))
-
-
-@cache
-def plain_engine(path: str) -> RolloutEngine:
-    return RolloutEngine.from_pretrained(path, "none", num_threads=1)
-
-
-def check(engine):
-    engine.check_integrity()
-    for runner in engine.worker.drafter.runners:
-        runner.kv.check_integrity(engine.scheduler.running)
-
-
 @pytest.mark.parametrize(
     ("topk", "options"),
     [(1, {}), (2, {}), (2, {"prefix_cache": False}), (1, {"max_step_tokens": 11})],
@@ -100,9 +82,9 @@ def test_every_row_is_what_whole_sequences_give(target_path, chain_paths, topk, 
     requests = 0
     for params in (SAMPLED, GREEDY):
         for _ in range(1 + (params is SAMPLED)):  # again: prompts are in the prefix cache
-            rollouts = engine.generate(prompts(), params)
-            assert numbers(rollouts) == plain(target_path, prompts(), params)
-            check(engine)
+            rollouts = engine.generate(PROMPTS, params)
+            assert numbers(rollouts) == plain_numbers(target_path, PROMPTS, params)
+            check_draft_books(engine)
             requests += len(rollouts)
             accepted = sum(r.stats.accepted for r in rollouts)
             assert accepted > 0.2 * sum(len(r.token_ids) for r in rollouts)
@@ -123,7 +105,7 @@ def test_whatever_happens_between_and_within_steps(target_path, chain_paths, see
     the budget keeps from the chain."""
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.9, max_new_tokens=24, n=2, seed=seed)
-    wanted = plain(target_path, prompts(), params)
+    wanted = plain_numbers(target_path, PROMPTS, params)
     engine, watch = make_engine(target_path, chain_paths, max_kv_tokens=50)
     worker = engine.worker
     verify, observe = worker.target.verify, worker.observe
@@ -142,7 +124,7 @@ def test_whatever_happens_between_and_within_steps(target_path, chain_paths, see
 
     monkeypatch.setattr(worker.target, "verify", verify_sometimes)
     monkeypatch.setattr(worker, "observe", observe_sometimes)
-    check_disturbed(engine, prompts(), params, wanted, check, random)
+    check_disturbed(engine, PROMPTS, params, wanted, random)
     assert min(watch.nodes[1:]) > 100
 
 
@@ -152,9 +134,9 @@ def test_new_weights_of_the_target_meet_nothing_the_old_ones_gave(
     """The watch computes with the weights there are."""
     engine, watch = make_engine(target_path, chain_paths)
     other = save_tiny_llama(tmp_path, **MODEL, seed=9)
-    engine.generate(prompts(), SAMPLED)
+    engine.generate(PROMPTS, SAMPLED)
     for options in ({}, {"flush_cache": False}):
-        engine.submit(prompts()[3], SamplingParams(temperature=0.8, max_new_tokens=40, seed=3))
+        engine.submit(PROMPTS[3], SamplingParams(temperature=0.8, max_new_tokens=40, seed=3))
         for _ in range(6):
             engine.step()
         before = watch.nodes[-1]
@@ -162,8 +144,8 @@ def test_new_weights_of_the_target_meet_nothing_the_old_ones_gave(
         while engine.has_unfinished:
             engine.step()
         assert watch.nodes[-1] > before
-    assert numbers(engine.generate(prompts(), SAMPLED)) == plain(other, prompts(), SAMPLED)
-    check(engine)
+    assert numbers(engine.generate(PROMPTS, SAMPLED)) == plain_numbers(other, PROMPTS, SAMPLED)
+    check_draft_books(engine)
 
 
 @pytest.mark.parametrize("what", ["pool", "table", "kv", "model", "_next_SK", "plan"])
@@ -184,14 +166,14 @@ def test_what_is_the_first_steps_cannot_serve_the_second(target_path, chain_path
     else:
         setattr(second.kv, what, getattr(first.kv, what))
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
-        engine.generate(prompts(), SAMPLED)
+        engine.generate(PROMPTS, SAMPLED)
 
 
 def test_what_is_kept_of_a_request_is_forgotten_with_it(target_path, chain_paths):
     engine, _ = make_engine(target_path, chain_paths)
     drafter = engine.worker.drafter
     state = drafter._state
-    engine.submit(prompts()[3], SAMPLED)
+    engine.submit(PROMPTS[3], SAMPLED)
     for _ in range(4):
         engine.step()
     assert (state._requests_Q >= 0).any()

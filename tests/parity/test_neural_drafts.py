@@ -13,8 +13,9 @@ from scipy import stats
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType
 from rollout.models.loader import load_model
+from tests.helpers.compared import numbers
 from tests.helpers.dense_attention import logits_of
-from tests.helpers.draft_checks import check_gates, check_no_distribution, numbers
+from tests.helpers.draft_checks import check_gates, check_no_distribution
 from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
 from tests.helpers.tiny_mtp import save_tiny_mtp
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from rollout import RolloutEngine
-from tests.helpers.draft_checks import numbers
+from tests.helpers.compared import numbers
 from tests.helpers.parity_models import PARAMS, prompts
 
 LONG, SHORT = prompts()[2], prompts()[0]

@@ -8,7 +8,7 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import OutOfMemoryError
 from rollout.trainers import weight_source
-from tests.helpers.draft_checks import numbers
+from tests.helpers.compared import numbers
 from tests.helpers.parity_models import FIXED, PARAMS, prompts
 from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
 

@@ -9,6 +9,7 @@ import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.config import engine_config
+from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.plain_order import plain_order
 
@@ -17,10 +18,6 @@ PROMPTS = [[5 + index, 6, 7 + 2 * index, 8][: 2 + index % 3] for index in range(
 PARAMS = SamplingParams(
     temperature=1.0, max_new_tokens=40, n=3, seed=4, stop_token_ids=[11, 12, 13, 14]
 )
-
-
-def numbers(rollouts):
-    return [(r.prompt_index, r.sample_index, r.token_ids, r.logprobs) for r in rollouts]
 
 
 def as_they_ended(engine):
@@ -36,7 +33,7 @@ def as_they_ended(engine):
 
 def oracle(path, plain, **options):
     recorded = {
-        (prompt, sample): PROMPTS[prompt] + token_ids for prompt, sample, token_ids, _ in plain
+        (prompt, sample): PROMPTS[prompt] + token_ids for prompt, sample, token_ids, *_ in plain
     }
     config = engine_config(path, {"max_running": SEATS})
     return RolloutEngine.from_config(config, oracle_factory(recorded, **options))
@@ -51,7 +48,7 @@ def plain(tiny_model_path):
 
 def test_the_order_is_that_of_the_lengths(plain):
     in_arrival = sorted(plain)
-    lengths = [len(token_ids) for *_, token_ids, _ in in_arrival]
+    lengths = [len(token_ids) for _, _, token_ids, *_ in in_arrival]
     assert len(set(lengths)) > 6
     assert plain == [in_arrival[place] for place in plain_order(lengths, SEATS)]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.memory.transfers import upload
 from rollout.runner.attention import state_inputs, state_plan
-from rollout.runner.transfers import upload
 from rollout.types import Batch, Scheduled, ScheduledStates
 from tests.helpers.requests import make_request, make_trees
 

@@ -19,13 +19,13 @@ from rollout.config import engine_config
 from rollout.errors import InvalidInputError
 from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
+from rollout.memory.transfers import DeviceBuffer
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.runner.activations import activation_bytes, run_largest, warm_up
 from rollout.runner.attention import StateInputs
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Bucket, Buckets
-from rollout.runner.transfers import DeviceBuffer
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import warnings
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateErro
 from rollout.models.loader import MODEL_CLASSES, load_model
 from rollout.models.spec import ModelSpec
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.in_fork import in_fork
 from tests.helpers.tiny_model import save_tiny_llama
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
@@ -38,7 +37,7 @@ def engine(tiny_model_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where copies of weights are put."""
+    """The temporary folder, where copies of weights are put."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -85,15 +84,7 @@ def test_a_fork_that_ends_leaves_the_kept_weights(engine, folder):
     digest = engine.weights_digest()
     engine.release_memory(["weights"])
     (kept,) = folder.iterdir()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # there are threads, which it uses not
-        child = os.fork()
-    if child == 0:
-        try:
-            engine.worker.residency._kept._remove()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+    assert in_fork(engine.worker.residency._kept._remove) == 0
     assert list(kept.iterdir())
     engine.resume_memory()
     assert not kept.exists()

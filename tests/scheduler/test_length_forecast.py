@@ -17,7 +17,7 @@ from rollout.scheduler.length_forecast import (
 
 
 class PlainForecast:
-    """What `LengthForecast` documents, from the whole history, each time anew."""
+    """The forecast that `LengthForecast` documents, computed from the whole history each time."""
 
     def __init__(self) -> None:
         self.history: list[tuple[int, int]] = []

@@ -1,4 +1,5 @@
-"""What admitting the groups expected longest first is worth, in steps, and whom it may delay."""
+"""Admitting the groups expected longest first: the steps it saves, and the requests it may
+delay."""
 
 from __future__ import annotations
 

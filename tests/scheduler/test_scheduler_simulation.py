@@ -45,7 +45,7 @@ class NoStopCheck:
 
 @dataclass
 class Expected:
-    """What one request must emit: found by running it alone, token by token."""
+    """The tokens that one request must emit, found by running it alone, token by token."""
 
     tokens: list[int]
     reason: FinishReason
@@ -130,7 +130,8 @@ class FakeWorker:
         )
 
     def reason(self, request: Request, expected: Expected, ends: bool) -> FinishReason | None:
-        """Where the context or the memory is full it is the scheduler who must notice."""
+        """The reason to end; None where context or memory is full, which the scheduler must
+        notice."""
         full = len(expected.tokens) < request.params.max_new_tokens
         if not ends or (expected.reason is FinishReason.LENGTH and full):
             return None
@@ -175,7 +176,7 @@ class FakeWorker:
             self.states[states.nodes[node - 1]] = keys[entry.end + depth]
 
     def read_state(self, entry: Scheduled, path: list[int]) -> None:
-        """What the step wrote is there yet, whatever began while it was under way."""
+        """Check that the step's states are there, whatever began while it was under way."""
         keys = self.expected[entry.request.request_id].keys
         last = entry.states.nodes[path[-1] - 1] if path else entry.states.run_end
         assert self.states[last] == keys[entry.end + len(path) - 1]
@@ -193,7 +194,7 @@ class FakeWorker:
 
 @dataclass
 class Tracked:
-    """What the simulation knows of one request."""
+    """The simulation's record of one request."""
 
     request: Request
     arrival: int
@@ -402,7 +403,8 @@ class Simulation:
                     tracked.overtaken_by |= later
 
     def check_longest_first(self, before: tuple, waiting: tuple, admitted: list[Request]) -> None:
-        """Of those never admitted before; there are too few here for anyone's turn to come."""
+        """Check requests that were never admitted before; too few are here for anyone's turn to
+        come."""
         if self.lengths.is_empty:
             return
         fresh = [r for r in admitted if not self.tracked[r.request_id].admitted]

@@ -1,4 +1,4 @@
-"""What a step takes on where nothing, or only a part, was configured."""
+"""The limits of a step where nothing, or only a part, was configured."""
 
 from __future__ import annotations
 

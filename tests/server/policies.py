@@ -61,7 +61,7 @@ def output_ids(client: httpx.Client) -> list[int]:
 
 
 def announced(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """As trainers announce what they are going to broadcast."""
+    """The fields by which trainers announce the tensors they will broadcast."""
     return {
         "names": list(tensors),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],

@@ -16,7 +16,7 @@ BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 
 
 def statuses(live, key):
-    """Of a user's call, of an admin's, of aborting everyone's requests."""
+    """The statuses of a user's calls and of an admin's, aborting everyone's requests included."""
     with live.client(key) as client:
         user = {client.request(m, p, json=BODY).status_code for m, p in USER_CALLS}
         admin = {client.request(m, p, json={}).status_code for m, p in ADMIN_CALLS}

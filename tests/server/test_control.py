@@ -158,7 +158,7 @@ def test_an_aborted_stream_ends_with_what_it_has(live, client):
 
 
 def test_abort_all_leaves_an_idle_server(live, client):
-    """As slime waits for it: abort, then ask for the load until nothing is left."""
+    """A client such as slime aborts, then asks for the load until nothing is left."""
     asked = {"input_ids": [[5, 6]] * 3, "sampling_params": LONG}
     with held(live.serving.loop), in_flight(live, **asked) as future:
         assert post(client, "/abort_request", abort_all=True)["aborted"] <= 3

@@ -35,7 +35,7 @@ def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
 
 @pytest.fixture
 def client(shared: Live) -> Iterator[httpx.Client]:
-    """Of a server that has no corpora, before and after."""
+    """A client of a server that has no corpora, before and after."""
     with shared.client() as client:
         yield client
         for name in listed(client):

@@ -29,7 +29,8 @@ def test_others_go_on_while_a_long_body_is_parsed() -> None:
         return {"type": "http.request", "body": body}
 
     async def longest_wait() -> tuple[float, Any]:
-        """As a share of all the time that it takes."""
+        """The longest time without a turn for others, as a share of the whole, and the parsed
+        value."""
         parsing = asyncio.create_task(JsonRequest({"type": "http"}, receive).json())
         turns = [time.perf_counter()]
         while not parsing.done():
@@ -85,7 +86,7 @@ def test_a_body_that_is_not_declared_to_be_json_is_told_so(live: Live, path: str
 
 
 def test_the_first_wrong_value_is_enough(live: Live) -> None:
-    """What is wrong with each of a million values would fill gigabytes."""
+    """Errors about each of a million values would fill gigabytes."""
     many, half = ["x"] * 100_000, {str(token): "x" for token in range(100_000)}
     for body in (
         {"input_ids": many},

@@ -54,7 +54,8 @@ def test_malformed_requests_get_an_error_and_nothing_else(live, text_model_path)
 
 
 def test_refusals_say_what_is_wrong(live):
-    """Those of the application itself; what is no HTTP at all is answered by the parser."""
+    """The application's refusals name the fault; bytes that are no HTTP are answered by the
+    parser."""
     for each in crowd(live, 220, seed=2):
         if each.answer.status is None or each.answer.status < 400:
             continue

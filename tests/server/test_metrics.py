@@ -1,4 +1,4 @@
-"""What Prometheus reads: valid, counted once, bounded, and there whatever the engine does."""
+"""Metrics for Prometheus are valid, counted once, bounded, and there whatever the engine does."""
 
 from __future__ import annotations
 

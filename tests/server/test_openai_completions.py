@@ -199,7 +199,7 @@ def test_echo_puts_the_prompt_first(
 
 
 def test_a_prompt_can_be_scored_alone(live: Live, offline: RolloutEngine) -> None:
-    """As evaluation harnesses do; what was generated has the logprobs it was sampled with."""
+    """Evaluation harnesses do this; generated tokens have the logprobs they were sampled with."""
     params = SamplingParams(seed=4, temperature=0.7, max_new_tokens=12, ignore_eos=True)
     (sampled,) = offline.generate([IDS], params)
     answer = client_of(live).completions.create(

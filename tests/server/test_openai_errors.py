@@ -1,4 +1,4 @@
-"""What is wrong with a request reaches the official client as its own exceptions."""
+"""The official client raises its own exceptions for faulty requests."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def favouring(text: str) -> dict[int, float]:
 
 
 def test_stop_strings_are_not_leaked(live: Live, offline: RolloutEngine) -> None:
-    """Of many samples written with a few letters, so that stops come late, half and whole."""
+    """Many samples are written with a few letters, so that stops come late, half and whole."""
     stop, bias = ["abba", "é!"], favouring("abé!")
     params = SamplingParams(seed=2, n=16, max_new_tokens=120, stop=stop, logit_bias=bias)
     expected = offline.generate(["x"], params)

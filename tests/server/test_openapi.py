@@ -1,4 +1,4 @@
-"""What the OpenAPI document says is what the server does, for requests made from it at random."""
+"""The server does what its OpenAPI document says, for requests made from it at random."""
 
 from __future__ import annotations
 

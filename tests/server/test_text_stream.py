@@ -32,7 +32,8 @@ WORDS = ["Hello", "▁there", "▁", "▁▁", "STO", "P", "STOP", "é", "▁'",
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2's: pieces with ▁ for a space, bytes for what has no piece, special tokens."""
+    """A tokenizer like Llama 2's: pieces with ▁ for a space, bytes for what has no piece, special
+    tokens."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     tokenizer = Tokenizer(
         models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True)
@@ -52,7 +53,7 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_piece_tokenizer() -> PreTrainedTokenizerFast:
-    """As BERT's: continuations with ##, spaces taken from before punctuation."""
+    """A tokenizer like BERT's: continuations with ##, spaces taken from before punctuation."""
     names = ["[UNK]", "[SEP]", "do", "n", "'", "##t", "t", "m", "##m", ".", "!", ",", "s", "ve",
              "##ve", "n't", "'s", "STO", "##P", "P", "x"]  # fmt: skip
     tokenizer = Tokenizer(
@@ -104,7 +105,7 @@ def token_lists(draw: st.DrawFn, tokenizer: Any) -> list[int]:
 
 
 def chunks(draw: st.DrawFn, tokens: Sequence[int]) -> list[Sequence[int]]:
-    """As steps may give them: from one token to many."""
+    """The tokens as steps may emit them: from one to many at once."""
     sizes = st.sampled_from([1, 1, 1, 2, 3, 5, 30])
     parts = []
     while tokens:

@@ -1,4 +1,4 @@
-"""What slime and AReaL send, spelled out, in the order of one training step.
+"""The requests of slime and AReaL, spelled out, in the order of one training step.
 
 Both were written for sglang. AReaL's own code is driven in tests/frameworks/areal.
 """
@@ -39,7 +39,8 @@ def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
 
 @pytest.fixture
 def post(shared: Live) -> Iterator[Callable[..., Any]]:
-    """As their clients do: any status but 200 is an error, the answer is JSON."""
+    """Posts JSON as the trainers' clients do: any status but 200 is an error, the answer is
+    JSON."""
     with shared.client() as client:
 
         def post(path: str, payload: dict | None = None) -> Any:

@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(text_model_path: Path) -> Policy:
-    """What every server of these tests starts with."""
+    """The policy that every server of these tests starts with."""
     return read_policy(text_model_path)
 
 
@@ -64,7 +64,7 @@ def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
 
 @pytest.fixture
 def client(shared: Live, first: Policy) -> Iterator[httpx.Client]:
-    """Of a server that serves the first policy."""
+    """A client of a server that serves the first policy."""
     with shared.client() as client:
         client.post("/abandon_weight_update", json={})
         ok(client.post(QUERY, content=first.safetensors, headers=RAW))
@@ -79,7 +79,7 @@ def ok(answer: httpx.Response) -> dict:
 
 
 def refused(answer: httpx.Response, status: int = 400) -> str:
-    """What a refusal says, in both dialects alike."""
+    """The message of a refusal, which is the same in both dialects."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert body["success"] is False

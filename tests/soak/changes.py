@@ -136,7 +136,7 @@ class Changes:
         self._history.aborts_ended += 1
 
     async def flush(self, event: Event) -> None:
-        """Which takes an idle engine, or is refused."""
+        """Flush the cache, which needs an idle engine and is refused otherwise."""
         answer = await self._http.post("/flush_cache", params={"timeout": self._rng.choice([0, 1])})
         self._ledger.count("changes", f"flush {answer.status_code}")
         known = answer.status_code in (200, 400)

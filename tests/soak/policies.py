@@ -54,7 +54,7 @@ class Moment:
 
 
 class History:
-    """Which policy each weight version names, and which events may end requests in flight."""
+    """The policy that each weight version names, and the events that may end requests in flight."""
 
     def __init__(self) -> None:
         self.installed = {0: Installed(0, True)}

@@ -1,4 +1,4 @@
-"""What the corpus is told: every token once, whatever happens between."""
+"""The corpus is told every token once, whatever happens between."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_every_token_enters_once(p_open, p_fails):
 
 @pytest.mark.parametrize("p_open", [0.0, 0.2, 1.0])
 def test_siblings_that_say_the_same_say_it_as_often(p_open):
-    """As often as when each of their tokens is told at once."""
+    """Their tokens count as often as when each is told at once."""
     rng = np.random.default_rng(5)
     outputs = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [9, 2, 3, 4]]
     drafts = []
@@ -139,7 +139,7 @@ def test_a_request_that_emitted_nothing_leaves_no_trace_unless_it_was_followed()
 
 
 def test_old_tokens_count_as_the_old_policys():
-    """What was followed and not yet told is told before the version changes."""
+    """Tokens that were not told yet are told before the version changes."""
     rng, corpus = np.random.default_rng(8), new_corpus()
     steps = Steps(corpus, rng, p_open=1.0, p_fails=0.0)
     request = request_of(rng, 1)

@@ -1,4 +1,4 @@
-"""What the first proposals of a shape take on a GPU, compiling, is not what drafting takes."""
+"""The first proposals of a shape, which compile on a GPU, do not count as drafting times."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 from ngram_native import Corpus
 from rollout.engine.draft_corpus import ExternalState
 from spec_workers.external_loads import ExternalLoads
+from tests.helpers.in_fork import in_fork
 
 I32 = np.int32
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -362,17 +362,13 @@ def test_threads_load_publish_and_remove(corpus):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_while_loading_finds_the_corpus_whole(corpus, loads):
     loads.start("a", [[np.zeros(100_000, I32)]] * 20)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            corpus.check_integrity()
-            corpus.add_external("child", [i32(1, 2, 3)])
-            os._exit(0 if drafted(corpus, 1, 2) == [3] else 2)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def use_it() -> None:
+        corpus.check_integrity()
+        corpus.add_external("child", [i32(1, 2, 3)])
+        assert drafted(corpus, 1, 2) == [3]
+
+    assert in_fork(use_it) == 0
     assert loads.wait("a", PATIENCE).state == "ready"
 
 

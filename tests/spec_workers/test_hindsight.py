@@ -1,4 +1,4 @@
-"""What a tree would have brought, told by what was emitted without it."""
+"""The tokens a tree would have brought, by the tokens that were emitted without it."""
 
 from __future__ import annotations
 

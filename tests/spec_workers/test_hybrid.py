@@ -11,6 +11,7 @@ from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.hybrid import HybridWorker, hybrid_sources
 from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.target import TargetWorker
+from tests.helpers.compared import numbers
 from tests.helpers.oracle_drafter import VOCAB, OracleDrafter
 from tests.helpers.tree_checks import check_trees
 
@@ -42,7 +43,7 @@ class WatchedWorker(HybridWorker):
         return trees
 
     def corpus_trees(self, batch, floor):
-        """What the corpus proposes alone: asked again it proposes the same."""
+        """The trees that the corpus proposes alone: asked again it proposes the same."""
         return super(HybridWorker, self).propose(batch, floor)
 
     def _num_verified(self, step):
@@ -87,10 +88,6 @@ def hybrid_engine(path, drafter, *, num_draft_tokens=8, learned=False, **overrid
 def oracle(plain, *, right=0.7, depth=3):
     known = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in plain}
     return OracleDrafter(known, depth=depth, right=right)
-
-
-def numbers(rollouts):
-    return [(r.token_ids, r.logprobs) for r in rollouts]
 
 
 @pytest.mark.parametrize("learned", [False, True])

@@ -147,7 +147,7 @@ def test_a_good_corpus_makes_time_dear(clock):
 
 @pytest.mark.parametrize("width", [1, 4, 32])
 def test_every_request_counts(clock, width):
-    """As much for each as for one alone, where a step takes as long."""
+    """Each request counts as much as one alone, where a step takes as long."""
     world = World(both=1, width=width)
     assert all(run(make_gate(), clock, world, 100, spent_ms=0.9 * STEP_MS))
     gate = make_gate()
@@ -175,7 +175,7 @@ def test_new_weights_are_looked_at_before_long(clock):
 
 
 def test_other_temperatures_are_looked_at_at_once(clock):
-    """What does not pay at temperature 1 often does where the target is surer."""
+    """A draft that does not pay at temperature 1 often does where the target is surer."""
     gate = make_gate()
     run(gate, clock, World(both=0), 3000, spent_ms=0.4 * STEP_MS)
     found = run(gate, clock, World(both=3, temperature=0.0), 60, spent_ms=0.4 * STEP_MS)
@@ -194,8 +194,8 @@ def test_steps_without_samples_say_nothing(clock):
 
 @pytest.mark.parametrize(("draft", "least"), [(0.0, 0.97), (0.1, 0.97), (0.5, 0.96), (1.5, 0.98)])
 def test_it_is_as_fast_as_the_better_of_with_and_without(clock, draft, least):
-    """Of a draft that adds so many tokens a step on average and takes 0.4 steps: tokens per
-    millisecond beside those of the better of always and never, where accepted tokens vary."""
+    """The draft adds so many tokens a step on average and takes 0.4 steps. Tokens per millisecond
+    are compared with the better of always and never drafting, where accepted tokens vary."""
     rng = np.random.default_rng(5)
     gate, steps = make_gate(), 6000
     worlds = {pair: World(corpus=pair[0], both=sum(pair)) for pair in np.ndindex(4, 8)}
@@ -212,8 +212,8 @@ def test_it_is_as_fast_as_the_better_of_with_and_without(clock, draft, least):
 
 
 def test_the_corpus_is_believed_as_far_as_it_was_right(clock):
-    """What it alone says is judged by itself: it is right although it believes little, and what of
-    it would be verified grows with that."""
+    """The corpus alone is judged by its own record: it is right although it believes little, and
+    more of its nodes would be verified then."""
     gate = make_gate(per_row=4.0)
     run(gate, clock, World(corpus=2, both=2, believed=0.15), 400, spent_ms=0.3 * STEP_MS)
     assert not gate.is_open

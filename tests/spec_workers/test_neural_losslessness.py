@@ -17,6 +17,7 @@ from rollout.types import EntryResult
 from spec_workers.neural.arrays import Arrays
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_proposer import TreeProposer, TreesToGrow
+from tests.helpers.levels import NoNetworks
 from tests.helpers.requests import decode_batch, make_request
 from tests.helpers.tree_checks import check_trees
 from tests.sampling.test_losslessness import CHAIN, ROOT, VOCAB, chi_square, exact_joint
@@ -28,23 +29,12 @@ DRAFT = CHAIN + 0.4 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manu
 TOPK, STEPS = 3, 3
 
 
-class MarkovLevels:
+class MarkovLevels(NoNetworks):
     """A Markov chain that is nearly the target's, as a draft's levels: hidden states are tokens."""
 
     def __init__(self, batch) -> None:
         last = torch.tensor([float(entry.request.tokens[-1]) for entry in batch.entries])
         self._last = last[:, None, None]
-
-    def inputs(self, rows_G, padding) -> dict:
-        return {}
-
-    def changes(self, rows_G) -> dict:
-        return {}
-
-    def apply(self, tensors, rows_G) -> None: ...
-
-    def longest(self, rows_G) -> int:
-        return 1
 
     def roots(self, inputs) -> torch.Tensor:
         return self._last

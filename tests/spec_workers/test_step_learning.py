@@ -1,4 +1,4 @@
-"""What a step is booked to, and that all of it is."""
+"""A step's time is booked to its requests, all of it."""
 
 from __future__ import annotations
 

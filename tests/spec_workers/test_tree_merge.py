@@ -38,7 +38,7 @@ def trees(draw, num_sources: int) -> Tree:
 
 
 def flat(entries: list[Tree]) -> DraftTrees:
-    """As a worker proposes them: the most probable nodes first."""
+    """The trees as a worker proposes them: the most probable nodes first."""
     shapes, probs, sources = [], [], []
     for tree in entries:
         joint = {path: math.prod(tree[path[: k + 1]][0] for k in range(len(path))) for path in tree}
@@ -61,7 +61,7 @@ def paths(trees: DraftTrees, b: int) -> list[Path]:
 
 
 def merged_plainly(ngram: Tree, neural: Tree) -> dict[Path, tuple[float, int]]:
-    """Of each path of either tree its probability, from the root, and its source."""
+    """The probability from the root and the source of each path of either tree."""
     union = sorted({*ngram, *neural}, key=len)
     joint: dict[Path, float] = {(): 1.0}
     found = {}

@@ -78,7 +78,7 @@ def gathered_state(engine: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def local_state(engine: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank holds: its shards."""
+    """The shards that this rank holds."""
     return {
         name: getattr(parameter, "ds_tensor", parameter).detach()
         for name, parameter in engine.module.named_parameters()
@@ -86,7 +86,7 @@ def local_state(engine: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_bytes(engine: nn.Module) -> int:
-    """Of the ZeRO-3 parameters that are gathered now."""
+    """The bytes of the ZeRO-3 parameters that are gathered now."""
     return sum(
         parameter.nbytes
         for parameter in engine.module.parameters()

@@ -113,7 +113,7 @@ def gathered_state(model: nn.Module, reference: nn.Module, *, lora: bool) -> dic
 
 
 def shards(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank holds between two steps."""
+    """The tensors that this rank holds between two steps."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

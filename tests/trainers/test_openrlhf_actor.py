@@ -23,7 +23,6 @@ from rollout.trainers.openrlhf.stand_ins import (
 )
 from tests.helpers.held_engine import HeldEngine
 from tests.helpers.ports import free_port
-from tests.helpers.text_model import save_text_model
 
 PARAMS = VllmSamplingParams(max_tokens=12, min_tokens=1, logprobs=1, skip_special_tokens=False)
 
@@ -34,11 +33,6 @@ class TwoCalls:
     async def execute(self, prompt, sampling_params, llm_engine, **rest):
         outputs = [await llm_engine.generate([7, 8, 9], sampling_params) for _ in range(2)]
         return {"tokens": [output.outputs[0].token_ids for output in outputs], "outputs": outputs}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_text_model(tmp_path_factory.mktemp("model"))
 
 
 def make_actor(model, *, sync_timeout=20.0, seed=3, resumed_from="") -> RolloutActor:

@@ -140,7 +140,7 @@ class VllmsOwn(VllmSamplingParams):
 
 
 class StructOfVllm:
-    """As a msgspec.Struct, which vLLM's class is, names its fields."""
+    """A class with the field names of a msgspec.Struct, which vLLM's class is."""
 
     __struct_fields__ = tuple(field.name for field in fields(VllmsOwn))
 

@@ -36,7 +36,6 @@ from rollout.errors import EngineStateError, InvalidInputError
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
 from tests.cluster.thread_pool import ThreadPool
 from tests.helpers.held_engine import HeldEngine
-from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import WordReward, conversations, small_engine, spec_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -49,7 +48,7 @@ RESPONSE_TEMPLATE = {
 
 
 class TreeAttention:
-    """What the trainer's GPU kernel computes, where there is no GPU."""
+    """A substitute for the trainer's GPU kernel where there is no GPU."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -81,11 +80,6 @@ class TreeAttention:
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_flash_attn", lambda: TreeAttention)
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from rollout.trainers.trl import specrollout_generation
 from rollout.trainers.trl.engine_options import model_folder
 from rollout.trainers.trl.generation import SpecGeneration
 from rollout.types import MemoryTag
-from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import (
     WordReward,
     assert_same_run,
@@ -43,11 +42,6 @@ from tests.helpers.trl_runs import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_text_model(tmp_path_factory.mktemp("model"))
 
 
 def test_trl_is_as_it_was_outside(model: Path, tmp_path: Path) -> None:
@@ -223,7 +217,7 @@ OURS: dict[str, Any] = {
 def alone(
     model: Path, *, fsdp_version: int | None = None, num_processes: int = 1, **options: Any
 ) -> SpecGeneration:
-    """As a trainer makes it, without the trainer."""
+    """A generation as a trainer makes it, without the trainer."""
     plugin = None if fsdp_version is None else SimpleNamespace(fsdp_version=fsdp_version)
     accelerator = SimpleNamespace(
         process_index=0,
@@ -281,7 +275,8 @@ def test_no_seed_given_is_the_trainers(model: Path) -> None:
 
 
 def test_several_logprobs_per_token(model: Path) -> None:
-    """As vLLM's: the most likely first, the sampled one at its end where it is not among them."""
+    """Logprobs are ordered like vLLM's: the most likely first, the sampled one at the end unless it
+    is among them."""
     generation = alone(model, logprobs=3, max_completion_length=20)
     generation.sync_weights()
     prompts, completions, logprobs, token_ids = generation.generate([[7, 8]] * 4, None, 4)

@@ -17,7 +17,6 @@ from trl import GRPOTrainer
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl import SpecRollout
 from rollout.types import SamplingParams
-from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import (
     WordReward,
     assert_same_run,
@@ -30,11 +29,6 @@ from tests.helpers.trl_runs import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_text_model(tmp_path_factory.mktemp("model"))
 
 
 def test_speculation_cannot_be_seen_in_a_run(model: Path, tmp_path: Path) -> None:

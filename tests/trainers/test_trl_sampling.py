@@ -1,4 +1,4 @@
-"""What TRL's options become, and which of them are refused."""
+"""TRL's sampling options in the engine's terms, and those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of verl's configuration reaches a server, and what is refused; verl itself is not needed."""
+"""The parts of verl's configuration that reach a server, and those refused; verl is not needed."""
 
 from __future__ import annotations
 

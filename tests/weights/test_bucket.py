@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def some_tensors(seed: int, count: int = 40) -> dict[str, torch.Tensor]:
-    """Of odd sizes and every dtype; some scalar, empty, or not contiguous."""
+    """Tensors of odd sizes and every dtype; some scalar, empty, or not contiguous."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     found = {}
     for index in range(count):

@@ -24,7 +24,7 @@ def received(handles) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def exported(monkeypatch) -> dict[bytes, torch.UntypedStorage]:
-    """What was shared, by handle. As with the driver, a handle is of a whole storage."""
+    """The shared storages by handle. A handle is of a whole storage, as the driver's are."""
     found: dict[bytes, torch.UntypedStorage] = {}
 
     def share(buffer: torch.Tensor) -> ExportedBuffer:

@@ -33,7 +33,7 @@ def drafted(policies, draft_path, spec="eagle", **spec_options) -> RolloutEngine
 
 
 def tensors_of(engine):
-    """Of its draft, in the names that an update uses."""
+    """The tensors of an engine's draft, by the names that an update uses."""
     weight_loaders = engine.worker.weights.parts["draft"].weight_loaders()
     return {name: each.read() for name, each in weight_loaders.items() if each.required}
 

@@ -1,4 +1,4 @@
-"""What an engine shares with senders goes when they go, when it sleeps and when it is closed."""
+"""An engine frees senders' memory when they remove it, when it sleeps and when it is closed."""
 
 from __future__ import annotations
 

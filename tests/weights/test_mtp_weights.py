@@ -60,8 +60,7 @@ def test_a_frozen_chain_is_left_alone_by_the_targets_own_folder(folders):
 
 
 def test_one_step_is_updated_from_a_whole_chains_folder(folders):
-    """Of the chain in it only that step's own tensors are looked at; what steps share is the
-    first one's."""
+    """Only that step's own tensors are read of the chain; shared ones are the first step's."""
     engine, new = make_engine(folders[0]), make_engine(folders[1])
     before, wanted = digests(engine), digests(new)
     engine.update_weights_from_disk(folders[1], selector="draft_step_1")

@@ -18,6 +18,7 @@ from rollout.weights.ipc import HandleReceiver
 from rollout.weights.segment import OwnedSegment, remove_orphans
 from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
 from tests.helpers.forked import forked
+from tests.helpers.in_fork import in_fork
 
 SHM = Path("/dev/shm")
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
@@ -155,10 +156,7 @@ def test_who_lets_go_removes_the_segments_of_the_dead(sender, handle):
 
 def test_a_fork_of_the_owner_leaves_the_segment():
     segment = OwnedSegment(100)
-    if (child := os.fork()) == 0:
-        segment.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert in_fork(segment.close) == 0
     assert (SHM / segment.name).exists()
     segment.close()
     assert not (SHM / segment.name).exists()

@@ -11,24 +11,7 @@ from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.manifest import TensorSpec, UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
-
-
-class Part:
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        self.tensors = tensors
-        self.finished = 0
-
-    def weight_loaders(self) -> dict[str, WeightLoader]:
-        return {name: WeightLoader.of(tensor) for name, tensor in self.tensors.items()}
-
-    def finish_loading(self) -> None:
-        self.finished += 1
-
-    def release(self) -> int:
-        return 0
-
-    def allocate(self) -> None:
-        pass
+from tests.helpers.plain_part import PlainPart
 
 
 class Clock:
@@ -53,8 +36,8 @@ def clock() -> Clock:
 def weights(clock: Clock) -> WeightTransaction:
     """A target, and a draft that shares its embedding."""
     embedding = torch.zeros(3)
-    target = Part(embedding=embedding, layer=torch.zeros(2))
-    draft = Part(embedding=embedding, draft_layer=torch.zeros(2))
+    target = PlainPart({"embedding": embedding, "layer": torch.zeros(2)})
+    draft = PlainPart({"draft_layer": torch.zeros(2)}, {"embedding": embedding})
     return WeightTransaction({"target": target, "draft": draft}, clock)
 
 
@@ -102,7 +85,9 @@ def test_what_a_draft_borrows_is_the_targets_alone(weights):
 
 def test_parts_with_a_name_in_common_and_nothing_else_are_refused():
     with pytest.raises(InvalidInputError, match="both have a norm of their own"):
-        WeightTransaction({"target": Part(norm=torch.zeros(2)), "draft": Part(norm=torch.zeros(2))})
+        WeightTransaction(
+            {name: PlainPart({"norm": torch.zeros(2)}) for name in ("target", "draft")}
+        )
 
 
 def test_a_frozen_draft_is_never_touched(weights):
@@ -315,15 +300,15 @@ def test_what_cannot_be_copied_is_refused_before_a_byte_moves(weights, tensor):
     assert values(weights) == [0, 0, 0, 0]
 
 
+class Tied(PlainPart):
+    """A part whose one tensor has two names."""
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return with_alias("embedding", "head", WeightLoader.of(self.own["embedding"]))
+
+
 def test_tied_names_may_both_bring_the_same_nan():
-    tied = torch.zeros(2)
-    loader = WeightLoader.of(tied)
-
-    class Tied(Part):
-        def weight_loaders(self) -> dict[str, WeightLoader]:
-            return with_alias("embedding", "head", loader)
-
-    weights = WeightTransaction({"target": Tied()})
+    weights = WeightTransaction({"target": Tied({"embedding": torch.zeros(2)})})
     broken = torch.tensor([float("nan"), 1.0])
     update(weights, [("embedding", broken), ("head", broken.clone())])
     with pytest.raises(InvalidInputError, match="tied twin"):
@@ -332,13 +317,8 @@ def test_tied_names_may_both_bring_the_same_nan():
 
 def test_a_folder_whose_tied_names_differ_changes_nothing(tmp_path):
     tied = torch.zeros(2)
-
-    class Tied(Part):
-        def weight_loaders(self) -> dict[str, WeightLoader]:
-            return with_alias("embedding", "head", WeightLoader.of(tied))
-
     save_file({"embedding": torch.ones(2), "head": torch.zeros(2)}, tmp_path / "model.safetensors")
-    weights = WeightTransaction({"target": Tied()})
+    weights = WeightTransaction({"target": Tied({"embedding": tied})})
     weights.begin(UpdateOptions())
     with pytest.raises(InvalidInputError, match="tied twin"):
         weights.load(CheckpointSource(tmp_path))

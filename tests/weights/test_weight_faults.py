@@ -1,4 +1,4 @@
-"""Whatever goes wrong with an update: the old weights serve, or the engine refuses and says why.
+"""After any fault of an update the old weights serve, or the engine refuses and says why.
 
 Proved by hashing every tensor, by every transport; and a full update heals what is torn.
 """
@@ -133,7 +133,7 @@ def test_values_that_are_all_there_are_looked_at_before_the_first_is_written(
 
 
 def save_sharded(tensors, folder):
-    """As checkpoints of more than one file are saved; the files in order."""
+    """Save a checkpoint of several files; returns the files in order."""
     names = sorted(tensors)
     files = [f"model-{shard:05}-of-00003.safetensors" for shard in (1, 2, 3)]
     for shard, file in enumerate(files):

@@ -38,7 +38,7 @@ def test_members_are_connected_when_they_have_joined():
 
 
 def test_members_that_meet_and_do_not_connect(monkeypatch):
-    """As NCCL's first broadcast: it hangs, and nothing it was told ends that."""
+    """NCCL's first broadcast can hang so, whatever timeout it was given."""
     hung = threading.Event()
     monkeypatch.setattr(
         group_module, "_wait", lambda work, backend, seconds: hung.wait(HANG_SECONDS)

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from typing import Protocol
 
 _TICKS = 10
-"""Looks at each replica in the time it may be silent for."""
+"""Looks at each replica per time it may be silent for."""
 
 
 class Pulsed(Protocol):
-    """What can be asked for its pulse."""
+    """A replica that can be asked how long its engine has been busy."""
 
     def pulse(self) -> Future[float]:
         """Seconds that its engine's step or call under way has taken; 0.0 while nothing is."""
@@ -42,12 +42,12 @@ class Heartbeats:
         self._thread.start()
 
     def watch(self, replica: Pulsed) -> None:
-        """Look at this replica from now on."""
+        """Begin to ask this replica for its pulse."""
         with self._lock:
             self._patients[replica] = _HealthCheck(replica)
 
     def forget(self, replica: Pulsed) -> None:
-        """Look at it no more; nothing where it is not watched."""
+        """Stop asking this replica; does nothing if it is not watched."""
         with self._lock:
             self._patients.pop(replica, None)
 
@@ -81,7 +81,8 @@ class _HealthCheck:
         self._silent_seconds = 0.0
 
     def look(self, elapsed: float, silence_seconds: float, stall_seconds: float) -> str | None:
-        """Why it counts as hung, if it does. ``elapsed`` since the last look."""
+        """The reason why the replica counts as hung; None while it does not. ``elapsed``: seconds
+        since the last look."""
         pulse = self._pulse
         if pulse is not None and not pulse.done():
             self._silent_seconds += elapsed

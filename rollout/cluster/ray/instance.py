@@ -30,7 +30,8 @@ class ReplicaResources:
 def replica_resources(
     config: ClusterConfig, device: str, there: Mapping[str, float], num_nodes: int
 ) -> ReplicaResources:
-    """``there``: the whole cluster's, as Ray counts them; ``device``: where the model goes."""
+    """The share of a replica. ``there``: the whole cluster's resources, as Ray counts them;
+    ``device``: where the model runs."""
     num_cpus = config.num_cpus or max(1, int(there.get("CPU", 1)) // config.replicas)
     if config.num_gpus is not None:
         num_gpus = config.num_gpus
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class RayInstance:
-    """Connected while it lives; `close` ends only what it began."""
+    """A connection to Ray. `close` ends only what this process started."""
 
     def __init__(self, config: ClusterConfig) -> None:
         """Raises InvalidInputError where ``config.address`` leads nowhere, ClusterError where Ray
@@ -126,7 +127,8 @@ def _connect(config: ClusterConfig) -> None:
 
 
 def _start(wanted: int, options: dict[str, Any]) -> None:
-    """CPUs are Ray's bookkeeping: replicas that were asked for may share them."""
+    """Start Ray on this machine, with CPUs for all replicas: they are Ray's bookkeeping, and may be
+    shared."""
     num_cpus = max(wanted, os.cpu_count() or 1)
     try:
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)

@@ -52,9 +52,9 @@ class _NamedReplica:
 
 
 class RayPool:
-    """See `rollout.cluster.replica.Pool`.
+    """See `rollout.cluster.replica.ReplicaPool`.
 
-    Of each actor one answer is always awaited: where it lives, then `ReplicaActor.open`'s, then a
+    One answer of each actor is always awaited: its location, then `ReplicaActor.open`'s, then a
     report's. An error in its place is the actor's death. One that answers nothing any more is
     killed, wherever the cluster waits meanwhile.
     """
@@ -156,11 +156,12 @@ class RayPool:
         return replica
 
     def _open(self, replica: RayReplica) -> None:
-        """It is known where its log is: whatever becomes of it now can be looked up there."""
+        """Make the replica's engine. Its logs are known by now, so a failure can be explained by
+        them."""
         self._await(replica, replica.actor.open.remote(*self._settings))
 
     def _end_hung(self, replica: Pulsed, reason: str) -> None:
-        """On the heartbeats' thread."""
+        """Kill a replica that hangs. Called on the heartbeats' thread."""
         assert isinstance(replica, RayReplica)
         self._answers.put((replica, None, ReplicaDiedError(reason)))  # before Ray's: it says more
         replica.kill()

@@ -28,7 +28,7 @@ _FETCH_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLocation:
-    """Where an actor lives, or lived."""
+    """The process, node and log files of an actor that is alive or has died."""
 
     pid: int
     node: str  # Ray's id of it
@@ -36,7 +36,7 @@ class ActorLocation:
 
     @classmethod
     def of_this_process(cls) -> ActorLocation:
-        """Called in the actor."""
+        """The location of the actor that calls this."""
         paths = []
         for number in (2, 1):
             with contextlib.suppress(OSError):  # no such folder outside Linux
@@ -48,7 +48,7 @@ class ActorLocation:
 
 
 def last_lines(location: ActorLocation | None) -> str:
-    """The end of its log, as far as it can be had; reads it where it is."""
+    """The end of an actor's log, as far as it can be had, read on the node where it lies."""
     if location is None:
         return "it wrote no log"
     lines: list[str] = []
@@ -126,11 +126,12 @@ class RayReplica:
         return self.actor.pulse.remote().future()
 
     def kill(self) -> None:
-        """Its calls fail at once; a process that does not end itself is ended within seconds."""
+        """End the process: at once if it can, otherwise within seconds. Its calls fail at once."""
         ray.kill(self.actor, no_restart=True)
 
     def _send(self, method: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
-        """Its turn, which is taken only by what could be sent: the replica waits for each.
+        """Send a call; returns its turn and Ray's reference. A call that cannot be sent takes no
+        turn, for the replica waits for each.
 
         Raises what pickling the arguments does.
         """
@@ -162,5 +163,5 @@ class ReplicaActor(ReplicaHost):
     """The replica's side, in a process of Ray's."""
 
     async def location(self) -> ActorLocation:
-        """Where this actor lives, before it has an engine."""
+        """The location of this actor. Can be asked before it has an engine."""
         return ActorLocation.of_this_process()

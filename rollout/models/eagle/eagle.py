@@ -9,7 +9,7 @@ import torch
 
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftSpec
+from rollout.models.draft_model import DraftSpec, embedded
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import WeightLoader
@@ -70,10 +70,7 @@ class Eagle(OwnWeights):
         attention: LayerAttention,
     ) -> torch.Tensor:
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
-        embedding_VE = self.embedding_VE
-        embedded_TE = (
-            self._target.embed(input_ids_T) if embedding_VE is None else embedding_VE[input_ids_T]
-        )
+        embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
         residual_TE = self.fc(torch.cat([embedded_TE, hidden_TE], dim=1))
         attended_TE = layer.attend(0, residual_TE, positions_T, self.cos_sin_PD, attention)
         normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)

@@ -13,7 +13,7 @@ import torch
 from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftSpec
+from rollout.models.draft_model import DraftSpec, embedded
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import WeightLoader
@@ -187,7 +187,8 @@ class Eagle3(OwnWeights):
         """The residual stream after the layer, normed only with ``norm_output``."""
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
         normed_TE = rms_norm(hidden_TE, layer.hidden_norm_E, eps)
-        embedded_TE = rms_norm(self._embed(input_ids_T), layer.embedding_norm_E, eps)
+        embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
+        embedded_TE = rms_norm(embedded_TE, layer.embedding_norm_E, eps)
         joined_T2E = torch.cat([embedded_TE, normed_TE], dim=1)
         residual_TE = normed_TE if self.options.norm_before_residual else hidden_TE.clone()
 
@@ -202,11 +203,6 @@ class Eagle3(OwnWeights):
         if not self.options.norm_output:
             hidden_RE = rms_norm(hidden_RE, self.final_norm_E, self.spec.decoder.rms_norm_eps)
         return self._target.logits(hidden_RE) if self.head is None else self.head(hidden_RE)
-
-    def _embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        if self.embedding_VE is None:
-            return self._target.embed(input_ids_T)
-        return self.embedding_VE[input_ids_T]
 
     def linears(self) -> list[Linear]:
         head = [] if self.head is None else [self.head]

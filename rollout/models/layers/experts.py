@@ -135,7 +135,7 @@ class Experts:
         return gather_columns(self._group, out_TE, self._outputs)[own]
 
     def linears(self) -> list[Linear]:
-        """Its `Linear`s: on a GPU without those of the experts, which are one tensor."""
+        """The layer's `Linear`s: on a GPU without those of the experts, which are one tensor."""
         return [self.router, *self._shared, *self.gate_up.linears(), *self.down.linears()]
 
     def plain_weights(self) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rollout.models.causal_lm import CausalLM, LayerAttention
-from rollout.models.draft_model import DraftSpec
+from rollout.models.draft_model import DraftSpec, embedded
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.llama import LlamaLayer
@@ -108,8 +108,9 @@ class MtpStep(OwnWeights):
     ) -> torch.Tensor:
         layer, decoder = self._layer, self.spec.decoder
         eps, unit_offset = decoder.rms_norm_eps, decoder.norm_unit_offset
+        embedded_TE = embedded(self._embedding_VE, self._target, input_ids_T)
         joined = [
-            rms_norm(self._embed(input_ids_T), self._embedding_norm_E, eps, unit_offset),
+            rms_norm(embedded_TE, self._embedding_norm_E, eps, unit_offset),
             rms_norm(hidden_TE, self._hidden_norm_E, eps, unit_offset),
         ]
         if self._hidden_first:
@@ -123,11 +124,6 @@ class MtpStep(OwnWeights):
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         return self._target.logits(hidden_RE) if self._head is None else self._head(hidden_RE)
-
-    def _embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        if self._embedding_VE is None:
-            return self._target.embed(input_ids_T)
-        return self._embedding_VE[input_ids_T]
 
     def linears(self) -> list[Linear]:
         head = [] if self._head is None else [self._head]

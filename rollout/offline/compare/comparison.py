@@ -36,7 +36,7 @@ class Work:
 
 @dataclass(slots=True)
 class Compared:
-    """What came of plain and speculative decoding of the same work."""
+    """Results of decoding the same requests plainly and speculatively."""
 
     times: PairedTimes = field(default_factory=PairedTimes)
     rollouts: int = 0
@@ -51,7 +51,7 @@ class Compared:
 
     @property
     def tokens_per_second(self) -> float:
-        """With drafts."""
+        """Tokens per second with drafts."""
         return self.tokens / sum(self.times.speculative_P) if self.tokens else 0.0
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Comparison:
     def _decode(
         self, work: Work, stretch: list[_Key], *, plainly: bool
     ) -> tuple[float, dict[_Key, Rollout]]:
-        """Seconds, and the rollouts."""
+        """Decode some samples; returns the seconds it took, and the rollouts."""
         engine = self._engine
         engine.flush_cache()
         with engine.without_speculation() if plainly else nullcontext():

@@ -17,6 +17,8 @@ _FEWEST = 6
 
 
 class Verdict(enum.StrEnum):
+    """The answers to whether speculation pays."""
+
     PAYS = "pays"
     COSTS = "does not pay"
     UNCLEAR = "unclear"
@@ -62,7 +64,7 @@ class PairedTimes:
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval allows to be said."""
+        """Whether the confidence interval of the speedup lies above 1, below 1 or on both sides."""
         low, high = self.interval()
         if low > 1.0:
             return Verdict.PAYS

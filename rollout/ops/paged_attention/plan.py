@@ -34,7 +34,8 @@ class NodeKeys:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class AttentionPlan:
-    """Made by the runner for one step, read by every layer, never written to after the first.
+    """The layout of one step's attention, made by the runner and read by every layer. Never written
+    to after the first layer.
 
     Tensors are contiguous, on one device.
 

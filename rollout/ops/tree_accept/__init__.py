@@ -1,4 +1,4 @@
-"""Which draft nodes the target's samples confirm, on the device.
+"""Acceptance on the device: the draft nodes that the target's samples confirm.
 
 Legend: B entries, N draft nodes, R sampled rows, D places of a path, at most 63.
 """
@@ -21,7 +21,7 @@ def accept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk each entry's tree from the root along the children that equal the target's samples.
 
-    Of equal siblings the first counts, and a sample below zero, which marks a row without a
+    The first of equal siblings counts. A sample below zero, which marks a row without a
     distribution, equals none.
 
     Args:

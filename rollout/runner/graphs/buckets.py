@@ -60,5 +60,5 @@ class Buckets:
 
     @property
     def input_bytes(self) -> int:
-        """Enough for what captured forwards of any bucket read."""
+        """An upper bound on the bytes that captured forwards of any bucket read as input."""
         return 72 * (max(self.rows, default=0) + 64)

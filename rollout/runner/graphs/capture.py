@@ -12,7 +12,7 @@ _MAX_OF_DRIVER = 32 << 20
 
 
 class Captured(Protocol):
-    """What was captured, to be run again."""
+    """A captured piece of device work that can be replayed."""
 
     @property
     def num_bytes(self) -> int:
@@ -98,7 +98,8 @@ class CudaCapture:
         torch.cuda.empty_cache()
 
     def _recover(self, usual: torch.cuda.Stream) -> None:
-        """After a failed capture, which torch goes on believing in, in three places."""
+        """Tell torch that a failed capture is over, in the three places where it goes on believing
+        in it."""
         # The thread stays on the stream that was captured.
         torch.cuda.set_stream(usual)
         # Up to version 2.11 the allocator, so that every `empty_cache` raises; later ones say here

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from rollout.memory.transfers import DeviceBuffer
 from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError
-from rollout.runner.transfers import DeviceBuffer
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,8 @@ class _Graph:
 
 
 class CapturedRuns:
-    """Whoever runs something places its inputs here and runs it through here.
+    """Captures runs that come often and replays them. Callers place a run's inputs here and run it
+    through here.
 
     A graph reads and writes fixed addresses: inputs in one buffer, weights and KV where they are.
     Updates of weights write in place, so graphs stay valid; memory that is given back and taken
@@ -75,7 +76,7 @@ class CapturedRuns:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is captured now, and no inputs are taken."""
+        """Whether nothing is captured now, and no inputs are taken."""
         return self.is_paused or bool(self.failure)
 
     @property
@@ -114,8 +115,8 @@ class CapturedRuns:
         return graph.results
 
     def drop(self) -> int:
-        """Let go of every graph; the bytes that come back. What came often enough to be captured is
-        captured anew as soon as it comes."""
+        """Release every graph; returns the bytes freed. A run that came often enough to be captured
+        is captured again as soon as it comes."""
         freed = self.num_bytes
         if self._graphs:
             if self._device.type == "cuda":
@@ -175,7 +176,7 @@ class CapturedRuns:
         return max(self._max_bytes() - self.num_bytes, self.num_bytes)
 
     def _outgrown(self) -> None:
-        """They hold more than they may, or there was no memory for one more."""
+        """Drop all graphs: they hold more than they may, or there was no memory for one more."""
         self._uses_wanted *= 2
         log.info(
             "%d CUDA graphs of %s hold %d MiB, %d are left of memory.graph_bytes: dropped; from "

@@ -18,10 +18,10 @@ from rollout.runner.graphs.capture import Capture
 from rollout.runner.graphs.captured_runs import CapturedRuns, Tensors
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
+"""The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
 
 Forward = Callable[[StepArrays[torch.Tensor], int], Results]
-"""From a step's inputs and the longest run."""
+"""A forward: takes a step's inputs and its longest run."""
 
 _RESULTS = ("hidden_TE", "features_TF", "routes_TC")
 
@@ -39,7 +39,7 @@ class Placed:
 
 
 class ForwardGraphs:
-    """Whoever runs a forward places its inputs here and runs it through here."""
+    """Graphs of forwards. Callers place a forward's inputs here and run it through here."""
 
     def __init__(
         self, buckets: Buckets, *, max_bytes: int, capture: Capture, device: torch.device
@@ -86,7 +86,8 @@ class ForwardGraphs:
         return hidden_TE, features_TF, routes_TC
 
     def _where(self, variant: Hashable, like: Tensors) -> Tensors:
-        """Where all graphs of a variant leave what they compute; ``like``: such results."""
+        """The first rows of the tensors that all graphs of a variant write to; made like ``like``
+        at first."""
         if variant not in self._kept:
             most = self.buckets.rows[-1]
             self._kept[variant] = {

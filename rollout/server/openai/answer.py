@@ -100,8 +100,8 @@ def finish(rollout: Rollout) -> dict[str, Any]:
 
 
 WritePart = Callable[[str, Delta], dict[str, Any] | None]
-"""A choice's next part, of the text that may be shown now and the new tokens; None: it says
-nothing."""
+"""Makes a choice's next part from the text that may be shown and the new tokens; None if it would
+say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +120,11 @@ class Answer(ABC, Generic[BodyType]):
 
     @abstractmethod
     def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
-        """A whole choice."""
+        """A choice of a whole answer."""
 
     @abstractmethod
     def part_writers(self) -> list[WritePart]:
-        """One for each choice."""
+        """The writers of parts, one for each choice."""
 
     @property
     def part_heading(self) -> Heading:
@@ -144,7 +144,7 @@ class Answer(ABC, Generic[BodyType]):
         return self.texts.whole(self.body, self.samples[index].params.stop, rollout)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """Everything at once."""
+        """The whole answer, as one object."""
         choices = [self.choice(index, rollout) for index, rollout in enumerate(rollouts)]
         usage = self.usage(rollouts)
         return self.heading.over(choices, _versions(rollouts), usage=usage, **self.answer_fields())

@@ -96,7 +96,7 @@ class ChatBody(OpenAISamplingBody):
         return {**extra, "role": message.role, "content": content}
 
     def params(self, prompt_len: int, max_context_len: int, seed: int) -> SamplingParams:
-        """Raises InvalidInputError naming the field."""
+        """The engine's sampling parameters. Raises InvalidInputError naming the field."""
         asked = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )

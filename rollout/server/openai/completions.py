@@ -48,7 +48,7 @@ class CompletionBody(OpenAISamplingBody):
 
     @property
     def only_scores(self) -> bool:
-        """Nothing is generated; the prompt's own logprobs are asked for."""
+        """Whether only the prompt's own logprobs are asked for, and nothing is generated."""
         return self.max_tokens == 0 and bool(self.echo)
 
     def check_fields(self) -> None:
@@ -68,7 +68,7 @@ class CompletionBody(OpenAISamplingBody):
             )
 
     def params(self, seed: int) -> SamplingParams:
-        """Raises InvalidInputError naming the field."""
+        """The engine's sampling parameters. Raises InvalidInputError naming the field."""
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling_params(
             max_tokens=1 if self.only_scores else max_tokens,
@@ -153,7 +153,7 @@ class _Choice:
         self._begun = False
 
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
-        """None where it would say nothing."""
+        """The next part of a stream; None if it would say nothing."""
         part = self.part(text, ScoredTokens.of(delta), delta.rollout)
         says_something = part["text"] or part["logprobs"] or part["finish_reason"]
         return part if says_something or self._answer.body.return_token_ids else None

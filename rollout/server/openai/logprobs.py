@@ -80,7 +80,7 @@ class ScoredTokens:
         )
 
     def then(self, others: ScoredTokens) -> ScoredTokens:
-        """These tokens and the others behind them."""
+        """These tokens with the others behind them."""
         return ScoredTokens(
             token_ids=[*self.token_ids, *others.token_ids],
             logprobs=[*self.logprobs, *others.logprobs],

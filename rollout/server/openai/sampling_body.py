@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import our_fields
+from rollout.sampling.parameter_names import our_fields
 from rollout.server.body_fields import Biases, Listed, biases_by_id, refuse_unknown
 from rollout.types import SamplingParams
 
@@ -30,7 +30,8 @@ class StreamOptions(BaseModel):
 
 
 class OpenAISamplingBody(BaseModel):
-    """Null means the default everywhere. Others than these fields: see `refuse_unknown`."""
+    """OpenAI's sampling fields and vLLM's. Null means the default; for other fields see
+    `refuse_unknown`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -83,7 +84,7 @@ class OpenAISamplingBody(BaseModel):
             raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
 
     def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
-        """Raises InvalidInputError naming the body's field."""
+        """The engine's sampling parameters. Raises InvalidInputError naming the body's field."""
         given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
         given["logit_bias"] = biases_by_id(self.logit_bias, "logit_bias")
         given.setdefault("seed", seed)

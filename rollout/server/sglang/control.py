@@ -38,7 +38,7 @@ class RefusedError(Exception):
 
     @property
     def response(self) -> JsonAnswer:
-        """400, or the status of an HTTPException."""
+        """The HTTP answer: status 400, or that of an HTTPException."""
         error = self.error
         status, body = error_body(error)
         message = str(error)
@@ -55,7 +55,8 @@ class RefusedError(Exception):
 
 
 async def attempt(serving: Serving, function: Callable[[Engine], T]) -> T:
-    """Its value, run between two steps. Raises RefusedError for what can be expected to fail."""
+    """Run ``function`` between two steps and return its value. Raises RefusedError for failures
+    that a caller can expect."""
 
     def run(engine: Engine) -> T:
         try:
@@ -84,6 +85,8 @@ def success(message: str = "", **answer: Any) -> JsonAnswer:
 
 
 class AbortBody(BaseModel):
+    """``rid``: the request to end. ``abort_all``: all of them instead, with the admin key."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     rid: str | None = None
@@ -91,10 +94,14 @@ class AbortBody(BaseModel):
 
 
 class PauseBody(Body):
+    """``mode``: the treatment of requests in flight."""
+
     mode: PauseMode = PauseMode.ABORT
 
 
 class FlushFields(Body):
+    """``timeout``: seconds to wait until the engine is idle."""
+
     timeout: float = Field(0.0, ge=0.0, le=_LONGEST_WAIT, allow_inf_nan=False)
 
 
@@ -183,17 +190,17 @@ _NAMES = {
     "kv_cache": MemoryTag.KV_CACHE.value,
     "cuda_graph": MemoryTag.GRAPHS.value,
 }
-"""sglang's. Other texts go to the engine, whose error lists those there are."""
+"""sglang's names of memory tags. Other names go to the engine, whose error lists the valid ones."""
 
 
 class ResumeBody(Body):
-    """``tags``: None for all that are released."""
+    """The body of a call to resume memory. ``tags``: None for all that are released."""
 
     tags: list[str] | None = None
 
 
 class ReleaseBody(ResumeBody):
-    """``tags``: None for all."""
+    """The body of a call to release memory. ``tags``: None for all."""
 
     keep_weights: bool = True  # else they are lost, and only a full update makes them serve again
 

@@ -42,7 +42,7 @@ def routes(serving: Serving) -> APIRouter:
     root = AllowedPaths("server.corpora_root", [] if configured is None else [configured])
 
     async def loaded(corpus_id: str) -> ExternalCorpus:
-        """When it is drafted from. Generation goes on meanwhile."""
+        """Wait until drafts are made from the corpus. Generation goes on meanwhile."""
         pause = _POLL_SECONDS[0]
         while True:
             corpus = await attempt(serving, lambda engine: _loaded_or_loading(engine, corpus_id))

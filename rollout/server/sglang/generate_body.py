@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import our_fields
+from rollout.sampling.parameter_names import our_fields
 from rollout.server.body_fields import Biases, KnownIds, Listed, biases_by_id, refuse_unknown
 from rollout.server.serving import Serving
 from rollout.server.streams import SampleRequest
@@ -161,7 +161,7 @@ class GenerateItem:
         return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
 
     def samples(self) -> list[SampleRequest]:
-        """None where nothing is generated."""
+        """The samples to generate; none for a prompt that is only scored."""
         return [
             SampleRequest(
                 prompt_ids=self.prompt_ids,
@@ -246,7 +246,7 @@ def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
 
 
 def _each(value: T | list[T] | None, count: int, field: str, default: T) -> list[T]:
-    """One for each prompt."""
+    """The values as one per prompt. Raises InvalidInputError for a list of another length."""
     if value is None:
         return [default] * count
     if not isinstance(value, list):

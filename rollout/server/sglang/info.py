@@ -72,7 +72,7 @@ def routes(serving: Serving) -> APIRouter:
 
 
 def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:
-    """``status``: perhaps of a while ago."""
+    """The load as sglang reports it. ``status`` may be some seconds old."""
     unfinished = serving.num_unfinished
     running = min(status.running, unfinished)
     total = status.total

@@ -11,11 +11,11 @@ from rollout.server.received_tensors import Handles, PerTensor
 from rollout.weights.manifest import Manifest, TensorSpec, UpdateOptions, named_dtype
 
 Version = Annotated[int, Field(ge=0, lt=2**63)]
-"""sglang's are texts: digits are taken."""
+"""A weight version. sglang's are texts: digits are taken."""
 
 
 class UpdateFields(Body):
-    """The fields of `UpdateOptions`; None: as it says."""
+    """The fields of `UpdateOptions`; None stands for its default."""
 
     selector: str | None = None
     flush_cache: bool | None = None
@@ -41,12 +41,15 @@ class TensorFields(UpdateFields):
 
 
 class TensorBody(TensorFields):
-    """Each text is one safetensors file in base64. Equal ones, as for several ranks, count once."""
+    """Tensors as texts, each one safetensors file in base64. Equal texts, as for several ranks,
+    count once."""
 
     serialized_named_tensors: Listed[str] = Field(min_length=1)
 
 
 class DiskBody(UpdateFields):
+    """``model_path``: a safetensors folder that the server can read."""
+
     model_path: str
     load_format: str | None = None  # or auto, safetensors
     # Taken and not looked at:
@@ -56,6 +59,8 @@ class DiskBody(UpdateFields):
 
 
 class DistributedBody(UpdateFields):
+    """The tensors that a group's sender broadcasts, in its order."""
+
     names: PerTensor[Listed[str]]
     dtypes: PerTensor[Listed[str]]
     shapes: PerTensor[Listed[Listed[int]]]
@@ -70,6 +75,8 @@ class IpcBody(UpdateFields):
 
 
 class AnnouncedTensor(Body):
+    """The dtype and shape of a tensor to come."""
+
     dtype: str
     shape: list[int]
 
@@ -100,6 +107,8 @@ class GroupBody(Body):
 
 
 class InitGroupBody(GroupBody):
+    """A group to join, at rank ``rank_offset``. Rank 0 sends."""
+
     master_address: str
     master_port: int
     rank_offset: int
@@ -110,6 +119,8 @@ class InitGroupBody(GroupBody):
 
 
 class TensorByName(Body):
+    """``truncate_size``: the most values to answer with."""
+
     name: str
     truncate_size: int = Field(100, ge=1, le=10**6)
 

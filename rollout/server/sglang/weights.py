@@ -253,7 +253,8 @@ def _decoded(body: TensorBody) -> ReceivedTensors:
 
 
 def _announced(body: DistributedBody) -> Manifest | None:
-    """None for what is not one: the call itself then says so, and takes it off the wire."""
+    """The announced manifest; None if it is malformed: the call itself then says so, and takes the
+    tensors off the wire."""
     try:
         return announced_manifest(body.names, body.dtypes, body.shapes)
     except InvalidInputError:

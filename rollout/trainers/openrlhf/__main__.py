@@ -22,7 +22,8 @@ _OPENRLHF_ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
 }
-"""What OpenRLHF hands to Ray's workers, unless it is set, where it starts Ray itself."""
+"""The environment that OpenRLHF gives Ray's workers where it starts Ray. Variables that are set
+win."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -143,7 +143,7 @@ class RolloutActor:
         self.join_group(await asyncio.to_thread(meet))
 
     def join_group(self, group: Communicator) -> None:
-        """Updates come through this group from now on."""
+        """Receive updates through this group from now on."""
         self._weights.join(group)
 
     async def update_weight(

@@ -1,4 +1,4 @@
-"""Which of OpenRLHF's arguments the engine must know, and which it cannot honour.
+"""OpenRLHF's arguments that the engine must know, and those it cannot honour.
 
 OpenRLHF makes its parser inside its main, after which it is too late to refuse: engines would be
 loading. So the arguments that matter are read here first. Names and defaults are those of 0.11.2.
@@ -39,7 +39,7 @@ ARGUMENTS: dict[str, object] = {
     **{name: default for name, (_, default) in _VALUES.items()},
     **dict.fromkeys(_FLAGS, False),
 }
-"""What is read beforehand, with OpenRLHF's defaults."""
+"""The arguments that are read before OpenRLHF's parser runs, with its defaults."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

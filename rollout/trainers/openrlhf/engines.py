@@ -17,10 +17,11 @@ from rollout.trainers.openrlhf.options import ActorSettings, OwnOptions
 from rollout.trainers.openrlhf.sample import Executor, load_executor
 
 _CALLS_AT_ONCE = 100_000
-"""Of one actor. A prompt occupies one until it is done, and an update must not wait behind them."""
+"""The most calls an actor runs at once. Each prompt occupies one until it is done, and an update
+must not wait behind them."""
 
 _SHARED_GPU = 0.2
-"""What OpenRLHF reserves of a GPU for each of those that share it."""
+"""The share of a GPU that OpenRLHF reserves for each actor where several share it."""
 
 
 class RolloutWorker(RolloutActor):

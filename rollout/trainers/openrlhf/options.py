@@ -34,7 +34,7 @@ _GIVEN_BY_OPENRLHF = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnOptions:
-    """Checked when made; nothing is loaded for it."""
+    """The launcher's own options, checked when made without loading anything."""
 
     spec: str = "ngram"  # a name in conf/spec
     spec_options: dict[str, Any] = field(default_factory=dict)  # over that file's own
@@ -59,12 +59,13 @@ class OwnOptions:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
-    """Ours, and the rest for OpenRLHF. ``--specrollout.a 1`` and ``--specrollout.a=1`` are one.
+    """The launcher's own options, and the other arguments for OpenRLHF. ``--specrollout.a 1`` and
+    ``--specrollout.a=1`` are one.
 
     A name of the engine's configuration goes there, ``spec``, ``sync_timeout`` and ``keep_kv`` to
     `OwnOptions`, any other to the worker that ``spec`` names. Values are read as YAML scalars.
-    Of one given twice the last counts. Raises InvalidInputError for an unknown name or a missing
-    value.
+    If a name is given twice the last counts. Raises InvalidInputError for an unknown name or a
+    missing value.
     """
     given: dict[str, Any] = {}
     rest: list[str] = []

@@ -48,7 +48,7 @@ class Sample:
         return output
 
     def metrics(self) -> dict[str, float]:
-        """For OpenRLHF's ``extra_logs``, which its trainer averages over samples."""
+        """The numbers for OpenRLHF's ``extra_logs``, which its trainer averages over samples."""
         steps, versions = self._verify_steps, self._weight_versions
         return {
             "specrollout/accept_length": (steps + self._accepted) / steps if steps else 0.0,

@@ -8,13 +8,14 @@ from typing import Any
 
 from rollout.engine.requests import cut_at_stop
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import our_fields, refuse_unhonoured
+from rollout.sampling.parameter_names import our_fields, refuse_unhonoured
 from rollout.types import FinishReason, Rollout, SamplingParams
 
 
 @dataclass(kw_only=True, slots=True)
 class VllmSamplingParams:
-    """Stands in for ``vllm.SamplingParams`` where vllm is not installed. Its names and defaults."""
+    """A stand-in for ``vllm.SamplingParams``, with its names and defaults, where vllm is not
+    installed."""
 
     n: int = 1
     temperature: float = 1.0
@@ -58,7 +59,7 @@ def engine_params(params: Any) -> SamplingParams:
 
 
 def _given(params: Any) -> dict[str, Any]:
-    """What is not at its default: vLLM gets new parameters with every release."""
+    """The parameters that differ from their defaults: vLLM gets new ones with every release."""
     names = getattr(params, "__struct_fields__", None)  # vLLM's own class is a msgspec.Struct
     if names is None:
         names = [field.name for field in fields(params)]

@@ -26,12 +26,13 @@ from rollout.weights.group import WeightGroup
 
 BACKEND_VARIABLE = "SPECROLLOUT_SYNC_BACKEND"
 TIMEOUT_VARIABLE = "SPECROLLOUT_SYNC_TIMEOUT"
-"""Environment of every Ray worker, set by the launcher: OpenRLHF's trainer hands neither over."""
+"""Environment variables of every Ray worker, set by the launcher: OpenRLHF's trainer hands on
+neither backend nor timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatelessProcessGroup:
-    """Where ``world_size`` processes are going to meet; rank 0 is the trainer."""
+    """The address at which ``world_size`` processes will meet; rank 0 is the trainer."""
 
     host: str
     port: int
@@ -52,7 +53,7 @@ class PyNcclCommunicator:
     """
 
     def __init__(self, group: StatelessProcessGroup, device: object) -> None:
-        """``device``: of the tensors; with nccl this process's current one."""
+        """Meet the others. ``device`` is what vllm's class takes and is not used."""
         self._group = WeightGroup(
             master_address=group.host,
             master_port=group.port,
@@ -65,7 +66,8 @@ class PyNcclCommunicator:
         self.device = self._group.device  # where a receiver's tensors must be
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: object = None) -> None:
-        """From rank 0 into ``tensor`` of the others. ``stream``: it is there on return, on any.
+        """Broadcast ``tensor`` of rank 0, into ``tensor`` of the others. It is there on return,
+        whatever ``stream``.
 
         Raises WeightUpdateError when another process is gone or the time is over; the group is
         closed then.
@@ -78,7 +80,7 @@ class PyNcclCommunicator:
 VLLM_VERSION = "0.29.0"  # the one OpenRLHF 0.11.2 names; it asks for the number alone
 
 SETUP_HOOK = f"{__name__}.install"
-"""For Ray: what each of its workers calls before anything of OpenRLHF is imported."""
+"""Path of the function that each of Ray's workers calls before anything of OpenRLHF is imported."""
 
 
 class MissingPackageError(RolloutError, ImportError):
@@ -86,7 +88,7 @@ class MissingPackageError(RolloutError, ImportError):
 
 
 def is_installed(package: str) -> bool:
-    """Really installed: a stand-in does not count."""
+    """Whether a package is really installed: a stand-in does not count."""
     module = sys.modules.get(package)
     if module is not None:
         return not hasattr(module, "__specrollout_stand_in__")

@@ -18,7 +18,9 @@ class Communicator(Protocol):
 
     device: torch.device
 
-    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None: ...
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        """Receive into ``tensor``, which is on the communicator's device."""
+        ...
 
 
 class WeightSync:
@@ -36,7 +38,7 @@ class WeightSync:
         self._silence: asyncio.Task[None] | None = None
 
     def join(self, group: Communicator) -> None:
-        """Updates come through this group from now on."""
+        """Receive updates through this group from now on."""
         self._group = group
 
     async def receive(

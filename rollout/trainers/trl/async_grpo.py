@@ -13,7 +13,7 @@ __all__ = ["RolloutWorker", "WeightTransfer"]
 
 
 class WeightTransfer:
-    """Each update is one transaction between two steps of the engine.
+    """Sends weights to the engine, each update as one transaction between two steps.
 
     Rollouts in flight go on under the new weights: with mode ``in_place`` they keep their KV, with
     ``retract`` it is recomputed. ``partial`` allows updates without some of the model's tensors:

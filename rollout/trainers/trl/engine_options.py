@@ -1,4 +1,4 @@
-"""From what TRL says about vLLM's engine to the options of ours."""
+"""The engine's options from those that TRL has for vLLM's engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def engine_overrides(
 
 
 def require_room_for_each(accelerator: Any, cluster_options: Mapping[str, Any]) -> None:
-    """Each of the trainer's processes has replicas of its own, and all must find room in one Ray.
+    """Require a Ray in which the replicas of each of the trainer's processes find room.
 
     Raises InvalidInputError where one could take another's, or end the Ray the others are in.
     """

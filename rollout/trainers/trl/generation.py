@@ -23,9 +23,9 @@ from rollout.types import Rollout
 
 
 class SpecGeneration:
-    """Made by the trainer, with the arguments of trl.generation.vllm_generation.VLLMGeneration.
+    """Stands in for trl.generation.vllm_generation.VLLMGeneration, whose arguments it takes.
 
-    What follows TRL's own arguments comes from `specrollout_generation`.
+    Arguments after TRL's own come from `specrollout_generation`.
     Arguments that are about a vLLM server (``server_*``, ``group_port``) say nothing here, nor does
     ``trust_remote_code``: no code of a checkpoint is ever run. Those that cannot be honoured raise
     InvalidInputError.

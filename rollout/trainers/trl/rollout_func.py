@@ -88,7 +88,8 @@ class SpecRollout:
 
 
 class _AroundTraining(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Where weights change at one global step: begun again, or the best ones loaded at the end."""
+    """Calls ``then`` when training begins and ends: weights can change there without a global step,
+    for training may begin again or the best weights be loaded."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then

@@ -169,8 +169,8 @@ class _Shared:
 
 
 class _Heartbeat:
-    """Where TRL's loop puts the time of day whenever it is alive. Its age goes by a clock that
-    nobody sets."""
+    """The time since TRL's loop last said that it is alive. TRL writes the time of day; ``age``
+    goes by a clock that nobody sets."""
 
     def __init__(self) -> None:
         self._beat = time.monotonic()
@@ -205,7 +205,7 @@ class _GenerationLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # trl is untype
         self._num_begun: Counter[int] = Counter()  # conversations, by group
 
     def stop(self) -> None:
-        """From any thread."""
+        """End the loop. May be called from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop_event.set)
 
@@ -251,7 +251,7 @@ class _GenerationLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # trl is untype
         return rollout.token_ids, rollout.logprobs
 
     def _rate(self, name: str, numerator: float, denominator: float) -> None:
-        """Goes out with the next metrics, summed over rollouts."""
+        """Add to a rate that goes out with the next metrics, summed over rollouts."""
         sums = self._rates[name]
         sums[0] += numerator
         sums[1] += denominator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import FIELD_OF, our_fields, refuse_unhonoured
+from rollout.sampling.parameter_names import FIELD_OF, our_fields, refuse_unhonoured
 from rollout.types import Rollout, SamplingParams
 
 

@@ -63,7 +63,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
 
     @property
     def _server(self) -> Any:
-        """Looked up late: hybrid workers exist before their server."""
+        """The server's handle, looked up late: hybrid workers exist before their server."""
         if self._handle is None:
             self._handle = ray.get_actor(server_name(self.replica_rank))
         return self._handle
@@ -105,7 +105,7 @@ async def send_weights(
 
 
 class _Update:
-    """Calls of the server up to the first that fails."""
+    """A series of calls to the server, which ends with the first that fails."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -142,7 +142,7 @@ async def _handles(
 async def _copied(
     weights: AsyncIterator[tuple[str, torch.Tensor]], num_bytes: int
 ) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-    """In lists of about ``num_bytes``. What is handed out is valid until the next is asked for."""
+    """Copies of the tensors on the CPU, in lists of about ``num_bytes``."""
     some: list[tuple[str, torch.Tensor]] = []
     size = 0
     async for name, tensor in weights:

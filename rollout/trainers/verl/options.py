@@ -49,7 +49,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Nothing, an empty mapping, or a section whose switch is off."""
+    """Whether a value is nothing, an empty mapping, or a section whose switch is off."""
     if not value:
         return True
     read = value.get if isinstance(value, Mapping) else lambda name: getattr(value, name, None)
@@ -106,7 +106,7 @@ class ServerOptions:
     keeps_weights: bool  # over sleep, in a copy
 
     def engine_config(self) -> EngineConfig:
-        """Raises InvalidInputError."""
+        """The configuration of the server's engine. Raises InvalidInputError."""
         try:
             return engine_config(self.model_path, dict(self.engine))
         except InvalidInputError as error:
@@ -117,14 +117,14 @@ class ServerOptions:
             raise InvalidInputError(f"{OWN}.{name}", error.value, remedy) from None
 
     def worker_factory(self) -> WorkerFactory:
-        """Raises InvalidInputError."""
+        """The factory of the engine's worker. Raises InvalidInputError."""
         return worker_factory(self.spec, **self.spec_options)
 
 
 def server_options(
     rollout: Any, model: Any, own: Mapping[str, Any], *, standalone: bool
 ) -> ServerOptions:
-    """From verl's RolloutConfig and HFModelConfig.
+    """The server's options from verl's RolloutConfig and HFModelConfig.
 
     ``own``: ``engine_kwargs.specrollout`` as plain containers. Raises InvalidInputError naming the
     field for whatever cannot be honoured.

@@ -1,4 +1,4 @@
-"""From the requests a verl agent loop sends to the engine's: their parameters and their seeds."""
+"""Parameters and seeds of the engine's requests, from those a verl agent loop sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
-from rollout.sampling_names import our_fields, refuse_unhonoured
+from rollout.sampling.parameter_names import our_fields, refuse_unhonoured
 from rollout.types import SamplingParams
 
 _LIMITS = ("max_tokens", "max_new_tokens")
@@ -23,7 +23,8 @@ class ResponseLimits:
     response_length: int
 
     def default(self, prompt_len: int) -> int:
-        """Where a request names no limit: what is left of both lengths, by several turns too."""
+        """The limit for a request that names none: what is left of both lengths, after several
+        turns too."""
         return min(self.response_length, self.prompt_length + self.response_length - prompt_len)
 
 
@@ -79,7 +80,7 @@ _COUNTED_STEPS = 8  # trainer steps of which samples are counted; replicas are a
 
 @dataclass(frozen=True, slots=True)
 class RequestStart:
-    """How a request begins."""
+    """The seed that a request begins with, and the length of its prompt."""
 
     seed: int  # the request seed
     prompt_len: int  # so many tokens are the prompt; what follows was generated before a cut
@@ -106,7 +107,7 @@ class RequestSeeds:
         self._num_cut = 0
 
     def start(self, key: int, num_tokens: int, step: int) -> RequestStart:
-        """For a request of ``num_tokens`` tokens.
+        """The start of a request of ``num_tokens`` tokens: a cut request's own, else a new one.
 
         ``key``: of those tokens, `rollout.engine.tokenizer.prompt_group`. ``step``: the trainer
         step of the weights the request begins under.

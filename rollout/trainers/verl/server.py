@@ -24,7 +24,8 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 class Server:
-    """Between `abort_all_requests` and `resume_generation` requests wait, or are sent back."""
+    """A server of verl's requests. Between `abort_all_requests` and `resume_generation` requests
+    wait, or are sent back."""
 
     def __init__(
         self, config: Any, model_config: Any, *, replica_rank: int, standalone: bool, seeds: Any
@@ -105,7 +106,8 @@ class Server:
         return self._output(rollout, wants_logprobs)
 
     async def _remember(self, tokens: list[int], start: RequestStart) -> None:
-        """So that the request goes on as if never cut when it comes back, here or elsewhere."""
+        """Remember a cut request's start, so that it goes on as if never cut when it comes back to
+        any replica."""
         await self._seeds.cut.remote(prompt_group(tokens), start)
 
     def _output(self, rollout: Rollout, wants_logprobs: bool) -> TokenOutput:
@@ -238,7 +240,7 @@ class Server:
             await self._engine.resume(tags)
 
     async def clear_kv_cache(self) -> None:
-        """The corpus stays."""
+        """Drop the prefix cache. The corpus stays."""
         await self._engine.call(lambda engine: engine.flush_cache())
 
     # Profiling is refused at start; verl calls these all the same.

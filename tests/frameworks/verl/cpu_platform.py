@@ -15,7 +15,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
 
 
 class CpuDevice(ModuleType):
-    """What verl calls on torch.cuda: torch.cpu, and no memory of its own."""
+    """The calls of torch.cuda that verl makes, answered by torch.cpu without memory of its own."""
 
     def __init__(self) -> None:
         super().__init__("cpu_device")

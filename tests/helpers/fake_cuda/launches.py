@@ -18,7 +18,7 @@ MAX_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """All of a tensor that a launch looks at: its dtype, and where it lies."""
+    """The parts of a tensor that a launch looks at: its dtype and its address."""
 
     dtype: torch.dtype
     address: int
@@ -47,7 +47,7 @@ class Launch:
 
 
 class Launches:
-    """``run`` stands in for JITFunction.run."""
+    """The launches of Triton kernels. ``run`` stands in for JITFunction.run."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
@@ -90,7 +90,7 @@ class Launches:
         self._seen.note(Kind.LAUNCH, kernel.__name__)
 
     def distinct(self) -> list[Launch]:
-        """One of each that is compiled by itself."""
+        """One launch of each variant that is compiled by itself."""
         return list({launch.key: launch for launch in self.all}.values())
 
 

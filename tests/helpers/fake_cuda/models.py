@@ -57,14 +57,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class NoTruth(dict):
-    """Of no rollout anything is known: every tree is random."""
+    """Recorded rollouts of an oracle that knows none: every tree is random."""
 
     def __missing__(self, key: object) -> list[int]:
         return []
 
 
 def make_engine(folder: Path, name: str, *, nodes: int = 0, **options: Any) -> RolloutEngine:
-    """On the pretended GPU, its weights sent by an update. ``nodes``: of the largest draft tree."""
+    """An engine on the pretended GPU, its weights sent by an update. ``nodes``: of the largest
+    draft tree."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     config = engine_config(str(folder), {"device": "cuda", "load_format": "dummy"} | options)

@@ -70,7 +70,7 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """Replaying computes nothing: tensors of a pretended device hold nothing."""
+    """A graph whose replay computes nothing: tensors of a pretended device hold nothing."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
@@ -90,7 +90,7 @@ def forbid_in_capture(seen: Seen, what: str) -> None:
 
 
 def cuda_functions(seen: Seen, free_bytes: int) -> dict[str, Any]:
-    """What replaces ``torch.cuda.<name>``."""
+    """Replacements for functions of ``torch.cuda`` by name."""
     default = FakeStream(seen, "default stream")
     thread = SimpleNamespace(stream=default)
 

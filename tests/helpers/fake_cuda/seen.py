@@ -1,4 +1,4 @@
-"""What a pretended GPU was asked for, in order."""
+"""The events of a pretended GPU, in order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Seen:
 
     @contextmanager
     def since(self) -> Iterator[Seen]:
-        """What comes within: a part of this one, filled when it ends."""
+        """The events within the context, filled in when it ends."""
         first, part = len(self.events), Seen()
         try:
             yield part

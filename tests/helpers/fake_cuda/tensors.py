@@ -136,7 +136,7 @@ class WatchedFunctions(TorchFunctionMode):
 
 
 class WatchedOps(TorchDispatchMode):
-    """What torch asks of the device."""
+    """Records torch's operations on the device."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def _assign(seen: Seen, tensor: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def modes(seen: Seen, memory: Memory) -> Iterator[Any]:
-    """To be entered in this order."""
+    """The modes of a pretended GPU, in the order in which to enter them."""
     yield FakeDevice(allow_non_fake_inputs=True)
     yield WatchedOps(seen)
     yield WatchedFunctions(seen, memory)

@@ -1,4 +1,4 @@
-"""What only the Triton ops have: compiled where there is a GPU, and otherwise interpreted.
+"""Tests of the Triton ops alone: compiled where there is a GPU, and otherwise interpreted.
 
 Triton reads TRITON_INTERPRET when it is imported, so tests/ops/test_interpreter.py runs this folder
 in a process of its own; in any other without a GPU these tests skip.
@@ -14,15 +14,6 @@ import torch
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = os.path.dirname(__file__)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if INTERPRETED:
-        return
-    for item in items:
-        if str(item.path).startswith(HERE):
-            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)

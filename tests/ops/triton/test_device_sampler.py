@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.memory.transfers import DeviceBuffer, download, upload
 from rollout.ops import gpu
 from rollout.ops.tree_accept.reference import walk
-from rollout.runner.transfers import DeviceBuffer, download, upload
 from rollout.sampling.rows import rows_of_continuation, sample_rows
 from rollout.sampling.sampler import sample, sample_trees, score
 from tests.helpers.requests import decode_batch, make_request, make_trees

@@ -55,7 +55,7 @@ def test_grouped_matmul_is_the_reference(
 
 
 def test_a_pair_has_the_bits_of_its_row_and_expert(compared_dtype, device) -> None:
-    """Those of ops.matmul: alone, in any company, in any order, in every tile."""
+    """The bits are those of ops.matmul: alone, in any company, in any order, in every tile."""
     x, weights, experts = grouped_operands(21, 2, 4, 40, 104, compared_dtype, device, False)
     one_block = [tile for tile in tiles(compared_dtype) if tile not in TWO_BLOCK_TILES]
     for tile in one_block[: 1 if INTERPRETED else None]:

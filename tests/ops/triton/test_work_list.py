@@ -176,8 +176,8 @@ def blocks_read(item: Item, plan: AttentionPlan) -> int:
     ids=["8x(1+8)", "32, one at 16k", "16, one at 16k", "256", "1x(1+8)"],
 )
 def test_steps_are_shared_out_evenly(device, contexts, nodes, programs, chain, times) -> None:
-    """As the engine pads them, on an H200: so many programs have work, none walks more blocks, and
-    together they read no more than so many times what must be read."""
+    """Steps are padded as by the engine on an H200: so many programs have work, none walks more
+    blocks, and together they read no more than so many times what must be read."""
     plan = plan_of([Entry(keys - 1, 1, list(range(nodes))) for keys in contexts])
     q, padded = engine_step(torch.zeros(len(contexts) * (1 + nodes), 1, 1), plan)
     items = check(padded, len(q), H200, device)

@@ -1,4 +1,4 @@
-"""Which nodes are bought, against every choice there is."""
+"""The chosen nodes are the best of every possible choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is timed before the first step are forwards as they come again."""
+"""The forwards that are timed before the first step are steady-state."""
 
 from __future__ import annotations
 

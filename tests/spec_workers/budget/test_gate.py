@@ -137,7 +137,7 @@ def test_a_temperature_that_did_not_pay_is_left_alone():
 
 @pytest.mark.parametrize("late", [1, 2])
 def test_steps_that_are_judged_late_do_not_close_it_anew(late):
-    """Those under way when it closes were begun while it was open."""
+    """Steps in flight when the gate closes were begun while it was open."""
     gate, under_way, opened = Gate(), [], []
     for _ in range(5000):
         opened.append(gate.is_open)

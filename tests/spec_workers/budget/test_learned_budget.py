@@ -23,7 +23,7 @@ FREE = StepTimes()  # nothing to be learned of sampling and drafting
 
 
 class Machine(CostCurve):
-    """Whose times are given."""
+    """A cost curve with given times."""
 
     def __init__(self, times) -> None:
         super().__init__(1, 4096, 512)
@@ -164,7 +164,7 @@ def test_it_begins_later_than_it_goes_on():
 
 
 def test_prices_are_those_of_this_batch_whatever_came_before():
-    """As of a budget that was never asked before."""
+    """The prices equal those of a budget that was never asked before."""
     rng = np.random.default_rng(2)
     budget, ever = make_budget(), [
         entry_of(k, samples=samples, slots=slots, run_len=run_len)

@@ -77,7 +77,7 @@ def test_counts_that_come_back_after_a_long_time():
 
 
 def test_what_one_count_tells_leaves_the_rest_known():
-    """Of the time of another count nothing is forgotten while only one is seen."""
+    """The times of other counts are not forgotten while only one count is seen."""
     cost, rng = LinearCost(), np.random.default_rng(4)
     show(cost, rng, 2000, a_few)
     show(cost, rng, 20_000, one_count)

@@ -1,4 +1,4 @@
-"""What steps cost, kept per device."""
+"""The costs of steps, kept per device."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_of_a_phase_that_took_what_it_will_not_again_nothing_is_learned():
 
 
 def test_a_machine_that_changed_between_steps_looked_at_is_followed_sooner():
-    """Of one step in many that were taken, each tells more than if it were one in one."""
+    """An observation that stands for many steps counts for more than one that stands for itself."""
     times = StepTimes(forward=20.0, sample=1.0, draft=0.1)
 
     def after(steps):

@@ -77,7 +77,7 @@ def drafting_engine(target: Path, draft: Path, **options) -> RolloutEngine:
 
 
 def accept_length(engine: RolloutEngine) -> float:
-    """Of other prompts than those that are trained on."""
+    """The accept length on other prompts than those that are trained on."""
     engine.reset_metrics()
     engine.generate(OTHERS, PARAMS)
     return engine.metrics().accept_length

@@ -1,4 +1,5 @@
-"""What of a ring is trained on, what is held out, and where cached prefixes' features come from."""
+"""The sequences of a ring that are trained on or held out, and the source of cached prefixes'
+features."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def ring():
 
 
 def features(tokens: list[int], version: int = 0) -> torch.Tensor:
-    """As a target's: a row is a function of the tokens up to its own, and of the weights."""
+    """Features like a target's: a row is a function of the tokens up to its own, and of the
+    weights."""
     prefix_sums = torch.tensor(tokens, dtype=torch.float32).cumsum(0)
     return (prefix_sums + 1000 * version)[:, None].expand(-1, 2 * HIDDEN)
 

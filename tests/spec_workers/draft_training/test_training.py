@@ -61,7 +61,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 
 @pytest.fixture(scope="module")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of few tokens, so that there is something to learn in a few steps."""
+    """A target of few tokens, so that there is something to learn in a few steps."""
     folder = tmp_path_factory.mktemp("target")
     return save_tiny_llama(folder, vocab_size=VOCAB, num_layers=7, hidden_size=32, num_heads=4)
 
@@ -140,7 +140,7 @@ def test_loss_falls_and_accept_length_rises(kind, target, rollouts):
 
 
 def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
-    """What the paper's attention pattern means: for each row, its chain behind the rows before."""
+    """The paper's attention pattern: each row sees its own chain behind the rows before."""
     draft = make_draft("eagle3", target, rollouts)
     plain = plain_model(draft, tmp_path, target)
     sequences = computed(target, draft.features | AuxHiddenStates(final=True), rollouts[:3])

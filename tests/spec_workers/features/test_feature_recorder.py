@@ -1,4 +1,4 @@
-"""What is recorded of a request is what the target computes of its tokens, however it was run."""
+"""Recorded features equal the target's own of the same tokens, however the request was run."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_size_that_holds_nothing_is_refused():
 
 
 def test_a_record_that_does_not_add_up_is_never_handed_out(ring):
-    """As where the processor showed the reader new bytes and an old count."""
+    """A processor may show the reader new bytes and an old count."""
     for number in range(3):
         write(ring, number, 4)
     reader = ring.reader()

@@ -1,4 +1,4 @@
-"""Which slots of a draft's pool are a request's own, and when that is looked at."""
+"""The slots of a draft's pool that belong to a request, and when that is looked at."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Running:
 
     @property
     def positions(self) -> list[int]:
-        """Those the draft would attend to now."""
+        """The positions that the draft would attend to now."""
         world, row = self.world, self.request.row
         world.kv.follow(np.array([row]), np.array([self.computed]), [self.request.tokens])
         slots = world.memory.req_to_token.table[row, : self.computed].tolist()

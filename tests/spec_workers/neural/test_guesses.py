@@ -1,5 +1,5 @@
-"""What a draft thinks of behind each node, on the host's arrays and on a device's; and what is
-learned of a step: each emitted token against the guesses made where it came."""
+"""Guesses behind each node, on the host's arrays and on a device's; and learning from a step: each
+emitted token against the guesses made where it came."""
 
 from __future__ import annotations
 

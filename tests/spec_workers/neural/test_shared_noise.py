@@ -33,7 +33,7 @@ TABLES = component_tables()
 
 
 def candidates(requests, logits: torch.Tensor, position: int, count: int) -> Candidates:
-    """Of each request's row, on the host's arrays."""
+    """The candidates of each request's row, on the host's arrays."""
     ends = np.full(len(requests), position)
     inputs = {
         name: torch.from_numpy(each)
@@ -58,7 +58,7 @@ def logits_pair(round_: int, error: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def truncated(logits, params, temperature):
-    """What the sampler keeps of the target's logits, at temperature 1."""
+    """The target's logits at temperature 1 with the truncation that the sampler applies."""
     logits = logits / (temperature or 1)
     if not params:
         return logits
@@ -185,7 +185,7 @@ def test_a_vocabulary_of_less_than_the_candidates_wanted():
 
 
 def test_a_draft_that_was_right_for_long_is_doubted_soon_when_it_is_not():
-    """What a component was never believed in for is not lost for ever."""
+    """A component that was not believed for long can be believed again."""
     mixture, count = LearnedMixture(), 1000
     contexts_R = np.zeros(count, dtype=np.int64)
     components = np.zeros((count, 1, COMPONENTS - 1), dtype=np.float32)

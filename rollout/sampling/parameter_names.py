@@ -27,7 +27,7 @@ FIELD_OF: Mapping[str, str] = {
     "seed": "seed",
     "sampling_seed": "seed",  # sglang's
 }
-"""Their name -> the field of SamplingParams that means the same."""
+"""Other engines' names of parameters, with the field of SamplingParams that means the same."""
 
 WITHOUT_EFFECT = frozenset({
     # How text is made of tokens
@@ -36,7 +36,7 @@ WITHOUT_EFFECT = frozenset({
     "output_kind", "stream_interval", "output_text_buffer_length", "skip_clone",
     "skip_reading_prefix_cache", "use_cache",
 })  # fmt: skip
-"""No token and no logprob depends on these."""
+"""Parameters that no token and no logprob depends on."""
 
 ONLY_VALUE: Mapping[str, object] = {
     "n": 1,

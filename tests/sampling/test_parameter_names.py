@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from rollout.errors import InvalidInputError
-from rollout.sampling_names import (
+from rollout.sampling.parameter_names import (
     FIELD_OF,
     ONLY_VALUE,
     WITHOUT_EFFECT,

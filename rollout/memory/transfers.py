@@ -1,4 +1,4 @@
-"""Between host and device: many small arrays as one copy.
+"""Transfers between host and device: many small arrays as one copy.
 
 A copy costs about as much to start as a kernel, so what a step sends and what it reads back travel
 packed, as words of four bytes. On the CPU, where tensors are views of arrays, nothing is packed.
@@ -30,12 +30,12 @@ _DTYPES: dict[np.dtype, torch.dtype] = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
 }
-"""Those that travel."""
+"""The dtypes that can cross to the device, with torch's name for each."""
 
 _NUMPY_DTYPES = {dtype: own for own, dtype in _DTYPES.items()}
 
 _ALIGNMENT = 16
-"""Bytes: what torch and Triton want of the start of any tensor."""
+"""The alignment in bytes that torch and Triton want for a tensor's start."""
 
 _INT32 = np.dtype(np.int32)
 _LEAVES = (np.ndarray, torch.Tensor)
@@ -62,7 +62,7 @@ def upload(record: Any, device: torch.device) -> Any:
 
 
 class DeviceBuffer:
-    """Memory on a device that is sent to again and again.
+    """Device memory that records are sent to, again and again.
 
     Arrays go one behind the other, in the record's order: those of the same shapes and dtypes to
     the same places. What lay there is overwritten, in the order of the device's work.
@@ -85,7 +85,7 @@ class DeviceBuffer:
         return _rebuilt(record, iter(views))
 
     def _view(self, first: int, dtype: np.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Made once, for torch takes microseconds for each."""
+        """A view of the buffer, made once, since torch takes microseconds for each."""
         key = (first, dtype, shape)
         view = self._views.get(key)
         if view is None:
@@ -132,12 +132,12 @@ class Download:
 
 
 def download(record: Any) -> Any:
-    """`Download`, read at once."""
+    """Read a record from the device and wait for it; see `Download`."""
     return Download(record).read()
 
 
 def _leaves(record: Any) -> list[Any]:
-    """Its arrays or tensors, in order."""
+    """The arrays or tensors of a record, in order."""
     if isinstance(record, dict):
         return list(record.values())
     found: list[Any] = []
@@ -165,7 +165,7 @@ def _rebuilt(record: Any, leaves: Iterator[Any]) -> Any:
 
 
 def _packed(arrays: list[NDArray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
-    """All of them as words on the host, and where each begins."""
+    """The arrays as int32 words on the host, one behind another, and the word each begins at."""
     pieces: list[Any] = []  # arrays and bytes
     firsts: list[int] = []
     total = 0
@@ -189,5 +189,5 @@ def _view(words: torch.Tensor, first: int, dtype: np.dtype, shape: tuple[int, ..
 
 
 def _host_words(count: int, *, pinned: bool) -> torch.Tensor:
-    """On the host also where a script has made another device torch's default."""
+    """An uninitialised int32 tensor [count] on the host, whatever torch's default device is."""
     return torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=pinned)
