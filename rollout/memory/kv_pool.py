@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.models.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.storage import allocate_storage, free_storage, prefer_huge_pages
 
 
 class KvPool:
@@ -33,6 +33,7 @@ class KvPool:
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.writes_S = np.zeros(num_slots + 1, dtype=np.int64)
         self._forwards = 0
+        self.allocate()
 
     def note_forward(self, slots: np.ndarray) -> None:
         """Record that a forward is about to write these slots."""
@@ -51,6 +52,8 @@ class KvPool:
         return sum(free_storage(tensor) for tensor in self.keys + self.values)
 
     def allocate(self) -> None:
-        """Allocate the same slots again, with undefined contents."""
+        """Have memory for every slot, with undefined contents where it was released."""
         for tensor in self.keys + self.values:
             allocate_storage(tensor)
+            if tensor.device.type == "cpu":
+                prefer_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.itemsize)

@@ -11,6 +11,7 @@ import ctypes
 import numpy as np
 import torch
 
+from rollout.models.layers.storage import prefer_huge_pages
 from rollout.ops.panels import LANES, read_panels, write_panels
 
 
@@ -25,6 +26,7 @@ class PackedWeight:
     def __init__(self, weight_OI: torch.Tensor, opaque: torch.Tensor) -> None:
         """``opaque``: the weight as oneDNN reordered it."""
         self.opaque = opaque  # [O, I], layout torch._mkldnn
+        prefer_huge_pages(torch.ops.mkldnn.data_ptr(opaque), self.num_bytes)
         self.panels_PUL = _panels(opaque)
         if self.panels_PUL is not None and not _same_bits(self._unpacked(), weight_OI):
             self.panels_PUL = None
