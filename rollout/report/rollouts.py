@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Mapping
@@ -18,7 +19,9 @@ MAX_ROLLOUTS = 200  # whose texts a report holds, for all runs
 _MAX_PROMPT_LETTERS = 2000
 _MAX_TEXT_LETTERS = 4000
 _TITLE_LETTERS = 90
-_PLACE = re.compile(rb'\{"prompt_index": (\d+), "sample_index": (\d+),')  # as the job writes rows
+_PLACE = re.compile(
+    rb'\{"prompt_index": (\d{1,18}), "sample_index": (\d{1,18}),'
+)  # as the job writes rows
 _REWARDS = ("reward", "score")
 
 Place = tuple[int, int]  # prompt index and sample index
@@ -79,16 +82,9 @@ class RolloutTexts:
         named = run.settings.get("output")
         if not isinstance(named, str) or not places:
             return {}
-        path = next(
-            (each for each in (Path(named), run.path.parent / Path(named).name) if each.is_file()),
-            None,
-        )
-        if path is None or path.suffix == ".parquet":
-            reason = "it is not here" if path is None else "texts are read from JSONL alone"
-            self.notes.append(f"Texts of rollouts are missing: output {named}, {reason}.")
-            return {}
         found: dict[Place, RolloutText] = {}
         try:
+            path = _output(named, run.path.parent)
             with path.open("rb") as file:
                 for line in file:
                     begins = _PLACE.match(line)
@@ -101,8 +97,19 @@ class RolloutTexts:
                     if len(found) == len(places):
                         break
         except OSError as error:
-            self.notes.append(f"Texts of rollouts are missing: {path}, {error.strerror}.")
+            shown = first_line(named)
+            self.notes.append(f"Texts of rollouts are missing: output {shown}: {error.strerror}.")
         return found
+
+
+def _output(named: str, folder: Path) -> Path:
+    """The file that a run wrote its rollouts to, where it was or beside the log. Raises OSError."""
+    for path in (Path(named), folder / Path(named).name):
+        if path.is_file():  # and no pipe that would never end
+            if path.suffix == ".parquet":
+                raise OSError(errno.EINVAL, "texts are read from JSONL alone")
+            return path
+    raise OSError(errno.ENOENT, "there is no such file")
 
 
 def first_line(text: str) -> str:

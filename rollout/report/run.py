@@ -30,15 +30,18 @@ class ColumnsBuilder:
         return {name: np.array(values, dtype=np.float64) for name, values in self._values.items()}
 
 
+_LARGEST = 1e15  # of what a run counts; more is damage, and would overflow sums
+
+
 def number(value: object) -> float:
-    """``value`` as a finite float; NaN for anything else that JSON can hold."""
+    """``value`` as a float; NaN for anything that is no figure of a run."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return float("nan")
     try:
         result = float(value)
     except OverflowError:  # an integer of hundreds of digits
         return float("nan")
-    return result if abs(result) != float("inf") else float("nan")
+    return result if abs(result) <= _LARGEST else float("nan")
 
 
 def total(values: np.ndarray) -> float:

@@ -97,7 +97,7 @@ def test_torn_lines_and_unknown_kinds_do_not_count(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_unknown(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    values = ["NaN", "null", "Infinity", "true", '"12"', "[]", "9" * 400, "-3", "0.5"]
+    values = ["NaN", "null", "Infinity", "true", '"12"', "[]", "9" * 400, "1e300", "-3", "0.5"]
     path.write_text(
         "".join(
             f'{{"kind": "step", "step": {step}, "total_ms": {value}, "running": {value}}}\n'
@@ -106,8 +106,8 @@ def test_what_is_no_number_is_unknown(tmp_path: Path) -> None:
     )
     (run,) = read_log(path).runs
     known = [not math.isnan(value) for value in run.steps["total_ms"]]
-    assert known == [False] * 7 + [True] * 2
-    write_report([path])
+    assert known == [False] * 8 + [True] * 2
+    print_verdicts(Console(file=io.StringIO()), write_report([path])[1])
 
 
 def test_runs_of_one_file_each_begin_at_their_own_start(tmp_path: Path) -> None:
@@ -478,7 +478,10 @@ def test_an_output_that_is_gone_or_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").unlink()
     assert "Texts of rollouts are missing" in html_of(path)
     (tmp_path / "rollouts.jsonl").mkdir()
-    assert "it is not here" in html_of(path)
+    assert "there is no such file" in html_of(path)
+    for name in ("9" * 300, "a\0b", ""):
+        lines = [run_line() | {"output": name}, *SHORT_RUN[1:]]
+        assert "Texts of rollouts are missing" in html_of(write_lines(path, lines))
 
 
 def test_what_a_log_and_an_output_hold_is_not_markup(tmp_path: Path) -> None:
