@@ -246,12 +246,14 @@ def _text(progress: RunProgress) -> str:
 
 
 PLOT = "training.html"
+_MAX_POINTS = 1000  # of a line
 
 
 def plot_training(log: Path, plot: Path) -> None:
     """Draw a log. Raises InvalidInputError if it cannot be read."""
     records = read_log(log)
     steps = [record for record in records if record["event"] == "step"]
+    steps = steps[:: 1 + len(steps) // _MAX_POINTS]
     checks = [record for record in records if record["event"] == "held out"]
     unit, unit_name = time_unit(max(record["seconds"] for record in records))
 
