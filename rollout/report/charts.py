@@ -145,7 +145,7 @@ def _lengths(log: Log, texts: RolloutTexts) -> Chart:
         shown = [index for index, group in enumerate(run.groups) if group in columns]
         for index in shown:
             names[columns[run.groups[index]]] = count(run.rollouts["prompt_index"][index])
-        beside = (series - (len(log.runs) - 1) / 2) * 0.25
+        beside = (series - (len(log.runs) - 1) / 2) * min(0.25, 0.8 / len(log.runs))
         points = [
             [
                 columns[run.groups[index]] + beside,

@@ -31,7 +31,6 @@ SOURCES = {
 class CostCurve:
     """Milliseconds of a forward, without drafting and sampling, by context and query rows."""
 
-    device: str
     rows_R: np.ndarray
     contexts_C: np.ndarray
     milliseconds_CR: np.ndarray
@@ -68,7 +67,6 @@ def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
         return None
     observations = _table(cost.get("observations"), shape)
     return CostCurve(
-        str(budget.get("device", "")),
         rows,
         contexts,
         milliseconds,
