@@ -96,7 +96,7 @@ def test_a_reload_keeps_the_history(live, tab):
     # One that another life of the server left is not gone on with.
     tab.evaluate("""addEventListener("pagehide", () => {
         const left = JSON.parse(sessionStorage.getItem(HISTORY));
-        left.samples = [{ ...samples[0], time: -600 }];
+        left.samples = [{ ...samples[0], time: samples[0].time - 60 }];
         sessionStorage.setItem(HISTORY, JSON.stringify(left));
     })""")
     open_page(tab, live)
