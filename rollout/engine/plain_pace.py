@@ -84,9 +84,3 @@ class Saving:
     def speedup_error(self) -> float:
         """Half of the 95 % interval of `speedup`."""
         return self.error_seconds / self.run_seconds if self.run_seconds else 0.0
-
-    def __str__(self) -> str:
-        shown = f"{self.seconds:+.1f} s \N{PLUS-MINUS SIGN} {self.error_seconds:.1f}"
-        if not self.is_told:
-            return f"no difference can be told: {shown}"
-        return f"{shown} ({self.speedup:.2f}x), measured against plain steps between the others"

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.engine.metrics import EngineMetrics
-from rollout.engine.plain_pace import Saving
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,12 +96,15 @@ class Summary:
             return "nothing was drafted"
         if not self.metrics.forecast_steps:
             return "not measured: spec.budget=learned knows what steps cost"
-        metrics = self.metrics
-        saved, error = (
-            seconds / self.replicas
-            for seconds in (metrics.saved_seconds, metrics.saved_error_seconds)
+        saved = self.metrics.saved_seconds / self.replicas
+        error = self.metrics.saved_error_seconds / self.replicas
+        if abs(saved) <= error:
+            return f"no difference can be told: {saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f}"
+        speedup = (self.seconds + saved) / self.seconds if self.seconds else 1.0
+        return (
+            f"{saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f} ({speedup:.2f}x), measured against "
+            "plain steps between the others"
         )
-        return str(Saving(saved, error, self.seconds))
 
 
 class JobStatus(enum.Enum):

@@ -96,7 +96,6 @@ def test_a_stall_is_booked_to_nobody() -> None:
 def test_a_saving_within_its_error_is_no_difference() -> None:
     told = Saving(seconds=2.0, error_seconds=0.5, run_seconds=10.0)
     assert (told.is_told, told.speedup, told.speedup_error) == (True, 1.2, 0.05)
-    assert "(1.20x)" in str(told)
-    for seconds in (0.5, -0.5):
-        assert "no difference can be told" in str(Saving(seconds, 0.5, 10.0))
+    assert not Saving(0.5, 0.5, 10.0).is_told
+    assert not Saving(-0.5, 0.5, 10.0).is_told
     assert Saving(0.0, 0.0, 0.0).speedup == 1.0
