@@ -7,6 +7,7 @@ Shape legend: B entries of a batch, T query rows of a step, N draft nodes of a s
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -165,10 +166,12 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True)
 class RequestStats:
-    """Counters of one request. The scheduler fills the first two, the worker the others."""
+    """Counters of one request. The scheduler fills the first two, the engine the third, the worker
+    the others."""
 
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     preemptions: int = 0
+    first_token_seconds: float | None = None  # from its submission; None before that token
     verify_steps: int = 0  # target forwards that sampled for this request
     proposed: int = 0  # draft nodes that the worker proposed
     drafted: int = 0  # proposed nodes that were verified
@@ -230,6 +233,7 @@ class Request:
     prompt_index: int = 0  # engine
     sample_index: int = 0  # engine
     stop_check: StopCheck  # engine
+    submitted: float = field(default_factory=time.monotonic)
 
     computed_len: int = 0  # scheduler: tokens whose KV is in slots
     row: int = -1  # scheduler: row of req_to_token while running

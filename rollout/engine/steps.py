@@ -199,7 +199,9 @@ class StepRunner:
         with self.all_or_none():
             result = step.finish()
         stepped = time.perf_counter()
-        ended = [self._end(request) for request in self.scheduler.commit(step.batch, result)]
+        finished = self.scheduler.commit(step.batch, result)
+        _note_first_tokens(step.batch)
+        ended = [self._end(request) for request in finished]
         self._hand_out(ended)
         now = time.perf_counter()
         result.times.schedule = step.schedule_ms + (now - stepped) * 1e3
@@ -229,3 +231,12 @@ class StepRunner:
         )
         self._cache_hits = hits
         self.metrics.record(step.batch, result, metrics, ended, took_turns=step.halved)
+
+
+def _note_first_tokens(batch: Batch) -> None:
+    """Book the time to its first token for each request that has it since this step."""
+    now = time.monotonic()
+    for entry in batch.entries:
+        request = entry.request
+        if request.stats.first_token_seconds is None and len(request.tokens) > request.prompt_len:
+            request.stats.first_token_seconds = now - request.submitted

@@ -1,5 +1,5 @@
-"""`specrollout report`: from a run's log to a page and plots. Reads files only."""
+"""`specrollout report`: from the logs of runs to a verdict and a page. Reads files only."""
 
-from rollout.report.report import Report, write_report
+from rollout.report.report import write_report
 
-__all__ = ["Report", "write_report"]
+__all__ = ["write_report"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from rollout.report.run import Columns, Run, number, ratio, total
+from rollout.report.run import Run, number, ratio, total
 
 UNKNOWN = "-"
-PHASES = ("forward", "draft", "sample", "schedule")
 
 
 def figures(run: Run) -> dict[str, str]:
@@ -18,16 +18,13 @@ def figures(run: Run) -> dict[str, str]:
     return {
         "settings": _settings(run),
         "rollouts": _rollouts(run),
-        "generated tokens": count(_generated(run)),
+        "generated tokens": count(counter(run, "generated_tokens")),
         "generating time": seconds(run.seconds),
-        "tokens/s": count(ratio(_generated(run), run.seconds)),
+        "tokens/s": count(tokens_per_second(run)),
         "engine steps": _steps(run),
-        "accept length": decimal(_accept_length(run)),
-        "nodes proposed / verified / accepted": _nodes(run),
+        "accept length": decimal(accept_length(run)),
+        "draft tokens proposed / verified / accepted": _nodes(run),
         "accepted of verified": _accepted(run),
-        "milliseconds per step, predicted / real": _step_time(run),
-        "gain, predicted / real": _gain(run),
-        "time": _shares(run),
         "preemptions": count(_preemptions(run)),
         "peak memory": _memory(run),
     }
@@ -58,26 +55,60 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {round(value) % 60:02} s"
 
 
-def name_of(settings: Mapping[str, object]) -> str | None:
-    """The spec's short name, such as ``ngram`` for ``spec_workers.ngram.build``; None if
-    unknown."""
+_SPECS = {
+    "none": "no drafts",
+    "ngram": "n-gram drafts",
+    "eagle": "EAGLE drafts",
+    "multi_layer_eagle": "MTP drafts",
+    "hybrid": "n-gram and neural drafts",
+}
+
+
+def described(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was asked to do, by setting, in words."""
     spec = settings.get("spec")
     target = spec.get("_target_") if isinstance(spec, Mapping) else spec
-    return None if not target else str(target).removesuffix(".build").rpartition(".")[2]
+    kind = str(target or "").removesuffix(".build").rpartition(".")[2]
+    words = {"spec": _SPECS.get(kind, kind)} if kind else {}
+    for name in ("budget", "num_draft_tokens", "corpus_path"):
+        if isinstance(spec, Mapping) and spec.get(name) is not None:
+            words[name] = f"{name} {spec[name]}"
+    for name in ("model", "data"):
+        if name in settings:
+            words[name] = str(settings[name])
+    for name in ("temperature", "n", "max_new_tokens", "max_running", "seed", "exact", "replicas"):
+        if name in settings:
+            words[name] = f"{name} {settings[name]}"
+    return words
 
 
 def _settings(run: Run) -> str:
-    settings = run.settings
-    parts = [f"spec={name_of(settings)}"] if name_of(settings) else []
-    options = settings.get("spec")
-    if isinstance(options, Mapping):
-        draft_options = ("budget", "num_draft_tokens", "corpus_path")
-        parts += [
-            f"{name}={options[name]}" for name in draft_options if options.get(name) is not None
-        ]
-    shown = ("temperature", "n", "max_new_tokens", "max_running")
-    parts += [f"{name}={settings[name]}" for name in shown if name in settings]
-    return ", ".join(parts) or UNKNOWN
+    shown = described(run.settings)
+    return (
+        ", ".join(text for name, text in shown.items() if name not in ("model", "data")) or UNKNOWN
+    )
+
+
+def name_runs(runs: Sequence[Run]) -> None:
+    """Name each run by what tells it from the others: settings, else its file and number."""
+    if len(runs) < 2:
+        return
+    descriptions = [described(run.settings) for run in runs]
+    differing = [
+        name
+        for name in dict.fromkeys(name for each in descriptions for name in each)
+        if len({each.get(name) for each in descriptions}) > 1
+    ]
+    # Only drafting has its options: they say nothing beside its name where all of those differ.
+    if len({each.get("spec") for each in descriptions}) == len(runs):
+        differing = ["spec", *(name for name in differing if name in ("model", "temperature"))]
+    names = [", ".join(each[name] for name in differing if name in each) for each in descriptions]
+    several_files = len({run.path for run in runs}) > 1
+    for run, name in zip(runs, names, strict=True):
+        own = run.path.stem if several_files else f"run {run.number}"
+        if several_files and sum(other.path == run.path for other in runs) > 1:
+            own += f", run {run.number}"
+        run.name = f"{name} ({own})" if name else own
 
 
 def _rollouts(run: Run) -> str:
@@ -87,7 +118,7 @@ def _rollouts(run: Run) -> str:
     return f"{run.num_rollouts:,} ({', '.join(f'{many:,} {reason}' for reason, many in reasons)})"
 
 
-def _counter(run: Run, name: str) -> float:
+def counter(run: Run, name: str) -> float:
     """The engine's total; else the sum over steps; else, for a thinned log, over rollouts."""
     known = number(run.totals.get(name))
     if np.isfinite(known):
@@ -102,11 +133,12 @@ def _preemptions(run: Run) -> float:
     so_far = so_far[np.isfinite(so_far)]
     if len(so_far) and not np.isfinite(number(run.totals.get("preemptions"))):
         return float(so_far[-1])
-    return _counter(run, "preemptions")
+    return counter(run, "preemptions")
 
 
-def _generated(run: Run) -> float:
-    return _counter(run, "generated_tokens")
+def tokens_per_second(run: Run) -> float | None:
+    """Generated tokens per second of generation; None where no time is known."""
+    return ratio(counter(run, "generated_tokens"), run.seconds)
 
 
 def _steps(run: Run) -> str:
@@ -116,7 +148,8 @@ def _steps(run: Run) -> str:
     return count(run.num_steps)
 
 
-def _accept_length(run: Run) -> float | None:
+def accept_length(run: Run) -> float | None:
+    """Tokens per target forward of a request; None where nothing was sampled."""
     known = number(run.totals.get("accept_length"))
     if np.isfinite(known) and known > 0:
         return known
@@ -124,54 +157,15 @@ def _accept_length(run: Run) -> float | None:
 
 
 def _nodes(run: Run) -> str:
-    return " / ".join(count(_counter(run, name)) for name in ("proposed", "drafted", "accepted"))
+    return " / ".join(count(counter(run, name)) for name in ("proposed", "drafted", "accepted"))
 
 
 def _accepted(run: Run) -> str:
-    verified = _counter(run, "drafted")
+    verified = counter(run, "drafted")
     if not verified:
         return UNKNOWN
-    share = _counter(run, "accepted") / verified
-    return f"{percent(share)}, estimated {percent(_counter(run, 'expected_accepted') / verified)}"
-
-
-def _step_time(run: Run) -> str:
-    has_forecast = run.has_forecast
-    if not has_forecast.any():
-        return UNKNOWN
-    predicted, real = (
-        run.steps["predicted_ms"][has_forecast].mean(),
-        run.step_ms[has_forecast].mean(),
-    )
-    error = np.median(
-        np.abs(
-            run.steps["predicted_ms"][has_forecast] / np.maximum(run.step_ms[has_forecast], 1e-9)
-            - 1
-        )
-    )
-    return f"{predicted:.2f} / {real:.2f}, half of the steps within {error:.0%}"
-
-
-def _gain(run: Run) -> str:
-    if not run.has_forecast.any():
-        return UNKNOWN
-    predicted, real = (_counter(run, name) / 1e3 for name in ("predicted_gain_ms", "gain_ms"))
-    return f"{predicted:+.2f} s / {real:+.2f} s"
-
-
-def phase_milliseconds(steps: Columns) -> dict[str, np.ndarray]:
-    """[steps] milliseconds by phase; `rest` is the remainder of the total."""
-    phases = {phase: np.nan_to_num(steps[f"{phase}_ms"]) for phase in PHASES}
-    whole = np.nan_to_num(steps["total_ms"])
-    return phases | {"rest": np.maximum(whole - np.sum(list(phases.values()), axis=0), 0.0)}
-
-
-def _shares(run: Run) -> str:
-    phases = {name: total(values) for name, values in phase_milliseconds(run.steps).items()}
-    whole = sum(phases.values())
-    if not whole:
-        return UNKNOWN
-    return ", ".join(f"{name} {ms / whole:.1%}" for name, ms in phases.items())
+    share = counter(run, "accepted") / verified
+    return f"{percent(share)}, estimated {percent(counter(run, 'expected_accepted') / verified)}"
 
 
 def _memory(run: Run) -> str:

@@ -11,13 +11,26 @@ import numpy as np
 from rollout.report.run import number
 
 NUM_TENTHS = 10
+_NEURAL = {
+    "eagle": "EAGLE draft model",
+    "eagle3": "EAGLE-3 draft model",
+    "mtp": "MTP draft model",
+}
+SOURCES = {
+    "group": "other samples of the prompt",
+    "live": "rollouts of other prompts",
+    "external": "external corpora",
+    "gap": "other samples, past one different token",
+    **_NEURAL,
+    **{f"ngram+{name}": f"corpus and {words} alike" for name, words in _NEURAL.items()},
+}
+"""What drafts are copied from or guessed by, in words, by the names that the engine gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
     """Milliseconds of a forward, without drafting and sampling, by context and query rows."""
 
-    device: str
     rows_R: np.ndarray
     contexts_C: np.ndarray
     milliseconds_CR: np.ndarray
@@ -54,7 +67,6 @@ def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
         return None
     observations = _table(cost.get("observations"), shape)
     return CostCurve(
-        str(budget.get("device", "")),
         rows,
         contexts,
         milliseconds,
@@ -81,17 +93,6 @@ def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
     if expected is None or accepted is None:
         return None
     return NodeValues(sources, depths, expected, accepted)
-
-
-def scalars(learned: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """Every scalar below ``learned`` with its dotted name; lists are left out."""
-    values: list[tuple[str, object]] = []
-    for name, value in learned.items():
-        if isinstance(value, Mapping):
-            values += scalars(value, f"{prefix}{name}.")
-        elif isinstance(value, (str, int, float)):
-            values.append((f"{prefix}{name}", value))
-    return values
 
 
 def _part(whole: Mapping[str, Any], name: str) -> Mapping[str, Any]:

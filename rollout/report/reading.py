@@ -105,7 +105,8 @@ def read_log(path: Path) -> Log:
     with_lines = [run for run in runs if run.num_lines] or runs[
         -1:
     ]  # a run that stopped at once has none
-    return Log(path=path, runs=_one_after_the_other(with_lines), num_unreadable=num_unreadable)
+    closed = [run.close(path, number) for number, run in enumerate(with_lines, start=1)]
+    return Log(runs=closed, num_unreadable=num_unreadable)
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
@@ -118,16 +119,6 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     if "kind" not in line and "step" in line and "total_ms" in line:
         line["kind"] = "step"  # a log of steps alone has no kinds
     return line if line.get("kind") in _KINDS else None
-
-
-def _one_after_the_other(open_runs: list[_OpenRun]) -> list[Run]:
-    runs: list[Run] = []
-    for index, each in enumerate(open_runs, start=1):
-        run = each.close(index)
-        if runs:
-            run.offset = runs[-1].offset + runs[-1].seconds
-        runs.append(run)
-    return runs
 
 
 class _OpenRun:
@@ -173,11 +164,12 @@ class _OpenRun:
                 self._totals = _without_stamp(line)
         self.num_lines += 1
 
-    def close(self, run_number: int) -> Run:
+    def close(self, path: Path, run_number: int) -> Run:
         steps, rollouts = self._steps.columns(), self._rollouts.columns()
         settings = self._settings or {}
         times = Timeline(steps, number(settings.get("time")))
         return Run(
+            path=path,
             number=run_number,
             settings=settings,
             step_seconds=times.step_seconds,

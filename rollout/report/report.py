@@ -1,74 +1,101 @@
-"""`specrollout report`: writes a folder with a page and its plots from a log."""
+"""`specrollout report`: a verdict in the terminal and a page of one file, from logs of runs."""
 
 from __future__ import annotations
 
 import argparse
-import base64
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from rich.console import Console
 
 from rollout.errors import InvalidInputError
-from rollout.report import tables
-from rollout.report.figures import figures
-from rollout.report.plots import Picture, draw_all
+from rollout.report.charts import charts
+from rollout.report.figures import figures, name_runs
+from rollout.report.page import render_page
 from rollout.report.reading import read_log
-from rollout.report.run import Log, number
-from rollout.report.tables import Table
+from rollout.report.rollouts import RolloutTexts
+from rollout.report.run import Log, Run, number
+from rollout.report.tables import tables
+from rollout.report.verdict import Verdict, print_verdicts, verdicts
 
-_TEMPLATE = Path(__file__).with_name("page.html.j2")
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A titled table of the page."""
-
-    title: str
-    caption: str
-    table: Table
-    missing: str  # shown instead of an empty table
+MAX_RUNS = 6  # more could not be told apart in a chart
 
 
-def page(log: Log, pictures: list[Picture]) -> str:
-    """The page as HTML that loads nothing else."""
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["data_uri"] = _data_uri
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    by_run = [figures(run) for run in log.runs]
-    return template.render(
-        title=f"{log.path.name}: report of {_runs(log)}",
-        subtitle=_subtitle(log),
-        notes=_notes(log),
-        runs=[run.number for run in log.runs],
+def write_report(
+    paths: Sequence[Path], page: Path | None = None, run: str = "all"
+) -> tuple[Path, list[Verdict]]:
+    """Write the page of one or several logs. Returns its path, and the verdict on each run.
+
+    Args:
+        paths: the logs; the runs of all are drawn over each other, each from its start.
+        page: the HTML file; default: beside the first log, ``run.html`` for ``run.jsonl``. An
+            earlier one is replaced.
+        run: of each log, ``all``, ``last``, or the number of a run.
+
+    Raises InvalidInputError for a log that cannot be read, a run it does not have, or a page that
+    cannot be written; nothing is written then.
+    """
+    log = _chosen(paths, run)
+    name_runs(log.runs)
+    texts = RolloutTexts(log.runs)
+    found = verdicts(log.runs)
+    by_run = [figures(each) for each in log.runs]
+    html = render_page(
+        f"{', '.join(path.name for path in paths)}: report of {_how_many(log.runs)}",
+        charts(log, texts),
+        subtitle=_subtitle(log.runs),
+        notes=[*_notes(log), *texts.notes],
+        verdicts=found,
+        runs=[each.name for each in log.runs],
         figures=[(name, [each[name] for each in by_run]) for name in by_run[0]],
-        pictures=pictures,
-        sections=_sections(log),
+        tables=tables(log, texts),
     )
+    page = paths[0].with_suffix(".html") if page is None else page
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_bytes(html)
+    except OSError as error:
+        raise InvalidInputError(
+            "output", str(page), f"cannot be written: {error.strerror}; give another file"
+        ) from None
+    return page, found
 
 
-def _data_uri(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def _chosen(paths: Sequence[Path], run: str) -> Log:
+    logs = [read_log(path) for path in paths]
+    runs = [each for log in logs for each in _runs(log.runs, run)]
+    num_left_out = max(len(runs) - MAX_RUNS, 0)
+    num_unreadable = sum(log.num_unreadable for log in logs)
+    return Log(runs=runs[num_left_out:], num_unreadable=num_unreadable, num_left_out=num_left_out)
 
 
-def _runs(log: Log) -> str:
-    if len(log.runs) == 1:
-        return "one run" if log.runs[0].number == 1 else f"run {log.runs[0].number}"
-    return f"{len(log.runs)} runs"
+def _runs(runs: list[Run], run: str) -> list[Run]:
+    if run == "all":
+        return runs
+    if run == "last":
+        return runs[-1:]
+    for each in runs:
+        if run == str(each.number):
+            return [each]
+    numbers = f"a number from 1 to {len(runs)}" if len(runs) > 1 else "1"
+    raise InvalidInputError("run", run, f"must be all, last or {numbers}: {runs[0].path}")
 
 
-def _subtitle(log: Log) -> str:
+def _how_many(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs"
+    return "one run" if runs[0].number == 1 else f"run {runs[0].number}"
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
     """The models, the prompts and the day of the runs."""
     parts = []
     for name in ("model", "data"):
-        values = dict.fromkeys(str(run.settings[name]) for run in log.runs if name in run.settings)
+        values = dict.fromkeys(str(run.settings[name]) for run in runs if name in run.settings)
         if values:
             parts.append(f"{name}: {', '.join(values)}")
-    started = number(log.runs[0].settings.get("time"))
+    started = number(runs[0].settings.get("time"))
     if 0 < started < 4e9:
         when = datetime.datetime.fromtimestamp(started).astimezone()
         parts.append(f"begun {when:%Y-%m-%d %H:%M %Z}")
@@ -83,118 +110,37 @@ def _notes(log: Log) -> list[str]:
             f"{lines} of the log could not be read and did not count: torn when a run was killed, "
             "or of a kind this version does not know."
         )
-    if len(log.runs) > 1:
+    if log.num_left_out:
         notes.append(
-            "The runs are drawn one after the other, without the time between them; dashed lines "
-            "are where one begins."
+            f"The last {MAX_RUNS} runs are shown, {log.num_left_out:,} before them are not: "
+            "--run N shows one of them."
         )
     return notes
-
-
-def _sections(log: Log) -> list[Section]:
-    slowest, groups = tables.slowest_rollouts(log), tables.groups(log)
-    if len(log.runs) == 1:
-        slowest, groups = slowest.without("run"), groups.without("run")
-    none_finished = "No rollout had finished when the log ended."
-    sections = [
-        Section(
-            "Slowest rollouts",
-            "From the first target forward to the end. A click on a column sorts by it.",
-            slowest,
-            none_finished,
-        ),
-        Section("Groups", "The samples of each prompt.", groups, none_finished),
-    ]
-    run = next((run for run in reversed(log.runs) if run.learned), log.runs[-1])
-    values, learned = tables.draft_values(run), tables.learned_values(run)
-    if values is not None:
-        sections.append(Section(
-            "What drafts were worth",
-            "Accepted nodes against those the estimates expected, by what proposed them and how "
-            "deep in the tree.",
-            values, "",
-        ))  # fmt: skip
-    if learned is not None:
-        sections.append(Section("What the engine learned", "As it stood at the end.", learned, ""))
-    return sections
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The files that were written."""
-
-    page: Path
-    plots: list[Path]
-
-
-def write_report(path: Path, folder: Path | None = None, run: str = "all") -> Report:
-    """Write ``index.html`` and a PNG file per plot.
-
-    Args:
-        path: the log.
-        folder: default: beside the log, ``run.report`` for ``run.jsonl``. An earlier report there
-            is replaced.
-        run: ``all``, ``last``, or the number of a run.
-
-    Raises InvalidInputError for a log that cannot be read, a run it does not have, a folder that
-    cannot be written, or if matplotlib is missing; nothing is written then.
-    """
-    log = _chosen(read_log(path), run)
-    pictures = draw_all(log)
-    text = page(log, pictures)
-    folder = path.with_suffix(".report") if folder is None else folder
-    plots: list[Path] = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            plot = folder / f"{picture.plot.name}.png"
-            if picture.missing is None:
-                plot.write_bytes(picture.light)
-                plots.append(plot)
-            else:
-                plot.unlink(missing_ok=True)
-        (folder / "index.html").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(
-            "output", str(folder), f"cannot be written: {error.strerror}; give another folder"
-        ) from None
-    return Report(folder / "index.html", plots)
-
-
-def _chosen(log: Log, run: str) -> Log:
-    if run == "all":
-        return log
-    if run == "last":
-        return log.only(log.runs[-1])
-    for each in log.runs:
-        if run == str(each.number):
-            return log.only(each)
-    numbers = f"a number from 1 to {len(log.runs)}" if len(log.runs) > 1 else "1"
-    raise InvalidInputError("run", run, f"must be all, last or {numbers}")
 
 
 def run_report(arguments: Sequence[str]) -> None:
     """Run the subcommand. Exits with code 2 for unknown arguments; raises InvalidInputError."""
     parser = argparse.ArgumentParser(
         prog="specrollout report",
-        description="Draw the log of a run: accept length and batch width over time, the tail, the "
-        "cost of a step, calibration, where the time went, lengths by group, predicted and real "
-        "gain. Writes index.html, a page that needs nothing else, and a PNG file per plot. A run "
-        "writes its log with log.jsonl=FILE, and may still be going on.",
+        description="Say how fast a run was, what drafts gained and where the time went, and write "
+        "a page with its charts, prompts and rollouts: one HTML file that needs nothing else. "
+        "Several logs are compared. A run writes its log with log.jsonl=FILE, and may still be "
+        "going on.",
     )
-    parser.add_argument("log", type=Path, metavar="RUN.jsonl", help="what log.jsonl named")
     parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="default: beside the log, RUN.report",
+        "logs", type=Path, nargs="+", metavar="RUN.jsonl", help="what log.jsonl named"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: beside the first log, RUN.html"
     )
     parser.add_argument(
         "--run",
         default="all",
         metavar="all|last|N",
-        help="which runs of a log that several went on with; default: all, one after the other",
+        help="which runs of a log that several went on with; default: all, drawn over each other",
     )
     given = parser.parse_args(arguments)
-    report = write_report(given.log, given.output, given.run)
-    print(f"wrote {report.page} and {len(report.plots)} plots beside it")
+    page, found = write_report(given.logs, given.output, given.run)
+    console = Console(highlight=False, soft_wrap=True)
+    print_verdicts(console, found)
+    console.print(f"wrote {page}", markup=False)

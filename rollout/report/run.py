@@ -1,10 +1,10 @@
-"""The data of a log: its runs, on one axis of generating time."""
+"""The data of logs: their runs, each from the start of its own generation."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,18 @@ class ColumnsBuilder:
         return {name: np.array(values, dtype=np.float64) for name, values in self._values.items()}
 
 
+_LARGEST = 1e15  # of what a run counts; more is damage, and would overflow sums
+
+
 def number(value: object) -> float:
-    """``value`` as a finite float; NaN for anything else that JSON can hold."""
+    """``value`` as a float; NaN for anything that is no figure of a run."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return float("nan")
     try:
         result = float(value)
     except OverflowError:  # an integer of hundreds of digits
         return float("nan")
-    return result if abs(result) != float("inf") else float("nan")
+    return result if abs(result) <= _LARGEST else float("nan")
 
 
 def total(values: np.ndarray) -> float:
@@ -55,7 +58,6 @@ STEP_FIELDS = (
     "time",
     "step",
     "running",
-    "waiting",
     "query_tokens",
     "sampling",
     "generated_tokens",
@@ -63,37 +65,29 @@ STEP_FIELDS = (
     "drafted",
     "accepted",
     "expected_accepted",
-    "predicted_ms",
-    "plain_ms",
-    "predicted_gain_ms",
-    "gain_ms",
     "schedule_ms",
     "draft_ms",
     "forward_ms",
     "sample_ms",
     "total_ms",
+    "saved_seconds",
+    "saved_error_seconds",
     "preemptions",
     "peak_memory_bytes",
 )
 ROLLOUT_FIELDS = (
     "time",
     "step",
-    "request_id",
     "prompt_index",
     "sample_index",
     "prompt_tokens",
     "generated_tokens",
-    "cached_tokens",
     "preemptions",
     "verify_steps",
     "proposed",
     "drafted",
     "accepted",
     "expected_accepted",
-    "predicted_ms",
-    "total_ms",
-    "predicted_gain_ms",
-    "gain_ms",
 )
 
 
@@ -101,9 +95,10 @@ ROLLOUT_FIELDS = (
 class Run:
     """The log of one run. Seconds count from the start of its generation."""
 
+    path: Path
     number: int  # from 1, in the order of the file
+    name: str = ""  # in legends: how it differs from the other runs of a report
     settings: Mapping[str, Any] = field(default_factory=dict)
-    offset: float = 0.0  # generating seconds of the runs before it
     step_seconds: np.ndarray  # [steps] when each ended; non-decreasing
     steps: Columns  # STEP_FIELDS
     rollouts: Columns  # ROLLOUT_FIELDS
@@ -137,24 +132,21 @@ class Run:
         return float(max([*self.step_seconds[-1:], *known[-1:]], default=0.0))
 
     @property
-    def step_ms(self) -> np.ndarray:
-        """[steps] milliseconds of drafting, forward and sampling, which `predicted_ms` predicts."""
-        return self.steps["total_ms"] - np.nan_to_num(self.steps["schedule_ms"])
+    def num_replicas(self) -> int:
+        """Engines side by side, whose times the counters add up."""
+        known = number(self.settings.get("replicas"))
+        return int(known) if known >= 1 else 1
 
-    @property
-    def has_forecast(self) -> np.ndarray:
-        """[steps] bool: whether the step's time was predicted; the log has 0 where it was not."""
-        return (np.nan_to_num(self.steps["predicted_ms"]) > 0) & np.isfinite(self.step_ms)
+    def accept_length(self, index: int) -> float | None:
+        """Tokens per target forward of a rollout; None where unknown."""
+        forwards = float(self.rollouts["verify_steps"][index])
+        return ratio(forwards + float(self.rollouts["accepted"][index]), forwards)
 
 
 @dataclass(kw_only=True, slots=True)
 class Log:
-    """A log and its runs."""
+    """The runs of one or several logs."""
 
-    path: Path
     runs: list[Run]  # at least one
     num_unreadable: int = 0  # lines
-
-    def only(self, run: Run) -> Log:
-        """The log with this run alone."""
-        return replace(self, runs=[replace(run, offset=0.0)])
+    num_left_out: int = 0  # runs

@@ -1,4 +1,4 @@
-"""The tables of a page: slowest rollouts, groups, the value of drafts, learned values."""
+"""The tables of a page: rollouts with their texts, prompts, and the value of drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollout.report.figures import UNKNOWN, count, decimal
-from rollout.report.learned import NodeValues, node_values, scalars
+from rollout.report.learned import SOURCES, NodeValues, node_values
+from rollout.report.rollouts import RolloutText, RolloutTexts
 from rollout.report.run import Log, Run, ratio, total
 
 MAX_ROWS = 200
@@ -23,68 +24,86 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """A table's row, and the rollout that it opens to where its text is known."""
+
+    cells: list[Cell]
+    opened: RolloutText | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """A table that the page can sort by any column."""
+    """A table that the page can sort by any column, or the reason why it is empty."""
 
     name: str
+    title: str
+    caption: str
     columns: list[str]
-    rows: list[list[Cell]]
-    num_left_out: int = 0
+    rows: list[Row]
+    missing: str = "No rollout had finished when the log ended."
 
     def without(self, column: str) -> Table:
         """The table without the column of that name."""
         index = self.columns.index(column)
-        rows = [row[:index] + row[index + 1 :] for row in self.rows]
+        rows = [replace(row, cells=row.cells[:index] + row.cells[index + 1 :]) for row in self.rows]
         return replace(self, columns=self.columns[:index] + self.columns[index + 1 :], rows=rows)
 
-    @classmethod
-    def of(cls, name: str, columns: list[str], rows: list[list[Cell]], by: int) -> Table:
-        """A table of the ``MAX_ROWS`` rows that are largest in column ``by``."""
-        rows.sort(key=lambda row: _last_if_unknown(row[by].sort_by))
-        return cls(name, columns, rows[:MAX_ROWS], max(0, len(rows) - MAX_ROWS))
+
+def tables(log: Log, texts: RolloutTexts) -> list[Table]:
+    """All tables of a log."""
+    found = [_rollouts(log, texts), _prompts(log, texts)]
+    if len(log.runs) == 1:
+        found = [table.without("run") for table in found]
+    values = [each for run in log.runs if (each := _draft_values(run)) is not None]
+    return [*found, *values]
 
 
-def slowest_rollouts(log: Log) -> Table:
-    """Rollouts by the time from their first forward to their end."""
+def _rollouts(log: Log, texts: RolloutTexts) -> Table:
     columns = [
-        "run", "prompt", "sample", "seconds", "forwards", "prompt tokens", "tokens",
-        "finished by", "accept length", "proposed", "verified", "accepted", "gain ms",
-        "ended at s",
+        "prompt", "run", "sample", "seconds", "prompt tokens", "tokens", "finished by",
+        "accept length", "drafted", "accepted", "reward", "ended at s",
     ]  # fmt: skip
     rows = []
     for run in log.runs:
-        taken = run.ended_seconds - run.began_seconds
-        by_time = np.argsort(-np.nan_to_num(taken, nan=-1.0), kind="stable")[:MAX_ROWS]
-        for index in by_time:
+        for index in texts.chosen[id(run)]:
             of = {name: float(values[index]) for name, values in run.rollouts.items()}
-            accept_length = ratio(of["verify_steps"] + of["accepted"], of["verify_steps"])
-            rows.append([
-                _cell(run.number, count),
-                _cell(of["prompt_index"], count),
+            opened = texts.of(run, index)
+            rows.append(Row([
+                Cell(texts.title(run, index), of["prompt_index"]),
+                Cell(run.name, run.name),
                 _cell(of["sample_index"], count),
-                _cell(float(taken[index]), lambda value: decimal(value, 2)),
-                _cell(of["verify_steps"], count),
+                _cell(float(run.ended_seconds[index] - run.began_seconds[index]), _hundredths),
                 _cell(of["prompt_tokens"], count),
                 _cell(of["generated_tokens"], count),
                 Cell(run.finish_reasons[index], run.finish_reasons[index]),
-                _cell(accept_length, lambda value: decimal(value, 2)),
-                _cell(of["proposed"], count),
+                _cell(run.accept_length(index), _hundredths),
                 _cell(of["drafted"], count),
                 _cell(of["accepted"], count),
-                _cell(of["gain_ms"], lambda value: decimal(value, 1)),
-                _cell(run.offset + float(run.ended_seconds[index]),
-                      lambda value: decimal(value, 2)),
-            ])  # fmt: skip
-    table = Table.of("slowest", columns, rows, columns.index("seconds"))
+                _cell(opened.reward if opened else None, _hundredths),
+                _cell(float(run.ended_seconds[index]), _hundredths),
+            ], opened))  # fmt: skip
+    _sort_down(rows, columns.index("seconds"))
     num_rollouts = sum(run.num_rollouts for run in log.runs)
-    return replace(table, num_left_out=num_rollouts - len(table.rows))
+    sampled = (
+        f"{len(rows)} of {num_rollouts:,}: the slowest half, and others spread over the rest."
+        if num_rollouts > len(rows)
+        else "The slowest first."
+    )
+    table = Table(
+        "rollouts",
+        "Rollouts",
+        f"{sampled} A click on a row opens its prompt and text, one on a column sorts by it.",
+        columns,
+        rows,
+    )
+    has_reward = any(row.opened and row.opened.reward is not None for row in rows)
+    return table if has_reward else table.without("reward")
 
 
-def groups(log: Log) -> Table:
-    """A row per prompt group, by the longest rollout."""
+def _prompts(log: Log, texts: RolloutTexts) -> Table:
     columns = [
-        "run", "prompt", "rollouts", "mean tokens", "shortest", "longest", "accept length",
-        "verified", "accepted", "gain ms", "done at s",
+        "prompt", "run", "rollouts", "mean tokens", "shortest", "longest", "accept length",
+        "drafted", "accepted", "done at s",
     ]  # fmt: skip
     rows = []
     for run in log.runs:
@@ -92,22 +111,23 @@ def groups(log: Log) -> Table:
             of = {name: values[members] for name, values in run.rollouts.items()}
             forwards = total(of["verify_steps"])
             lengths = of["generated_tokens"]
-            rows.append([
-                _cell(run.number, count),
-                _cell(float(of["prompt_index"][0]), count),
+            rows.append(Row([
+                Cell(texts.title(run, int(members[0])), float(of["prompt_index"][0])),
+                Cell(run.name, run.name),
                 _cell(len(members), count),
                 _cell(_of_known(np.mean, lengths), lambda value: decimal(value, 1)),
                 _cell(_of_known(np.min, lengths), count),
                 _cell(_of_known(np.max, lengths), count),
-                _cell(ratio(forwards + total(of["accepted"]), forwards),
-                      lambda value: decimal(value, 2)),
+                _cell(ratio(forwards + total(of["accepted"]), forwards), _hundredths),
                 _cell(total(of["drafted"]), count),
                 _cell(total(of["accepted"]), count),
-                _cell(total(of["gain_ms"]), lambda value: decimal(value, 1)),
-                _cell(_of_known(np.max, run.offset + run.ended_seconds[members]),
-                      lambda value: decimal(value, 2)),
-            ])  # fmt: skip
-    return Table.of("groups", columns, rows, columns.index("longest"))
+                _cell(_of_known(np.max, run.ended_seconds[members]), _hundredths),
+            ]))  # fmt: skip
+    _sort_down(rows, columns.index("longest"))
+    left_out = f" The {MAX_ROWS} with the longest of {len(rows):,}." if len(rows) > MAX_ROWS else ""
+    return Table(
+        "prompts", "Prompts", f"The samples of each prompt.{left_out}", columns, rows[:MAX_ROWS]
+    )
 
 
 def members_of_groups(run: Run) -> dict[str, np.ndarray]:
@@ -118,37 +138,42 @@ def members_of_groups(run: Run) -> dict[str, np.ndarray]:
     return {group: np.array(indices) for group, indices in members.items()}
 
 
-def draft_values(run: Run) -> Table | None:
-    """Accepted against expected nodes by source and depth; None if nothing was learned."""
+def _draft_values(run: Run) -> Table | None:
+    """Accepted against expected draft tokens by source and depth; None if nothing was learned."""
     values: NodeValues | None = node_values(run.learned)
     if values is None:
         return None
     rows = []
     for row, source in enumerate(values.sources):
-        cells = [Cell(source, source)]
+        words = SOURCES.get(source, source)
+        cells = [Cell(words, words)]
         for accepted, expected in zip(
             values.accepted_SD[row], values.expected_SD[row], strict=True
         ):
-            share = ratio(float(accepted), float(expected)) if np.isfinite(expected) else None
+            seen = np.isfinite(accepted + expected) and max(accepted, expected) >= 0.5
+            share = ratio(float(accepted), float(expected)) if seen else None
             shown = (
                 UNKNOWN if share is None else f"{accepted:,.0f} of {expected:,.0f}, {share:.2f}x"
             )
             cells.append(Cell(shown, float("nan") if share is None else share))
-        rows.append(cells)
-    return Table("values", ["source", *(f"depth {depth}" for depth in values.depths)], rows)
-
-
-def learned_values(run: Run) -> Table | None:
-    """Every learned scalar by name; None if nothing was learned."""
-    rows = [
-        [Cell(name, name), Cell(f"{value:,.4g}" if isinstance(value, float) else str(value), name)]
-        for name, value in scalars(run.learned)
-    ]
-    return Table("learned", ["what", "value"], rows) if rows else None
+        rows.append(Row(cells))
+    return Table(
+        "values",
+        f"What drafts were worth{f': {run.name}' if run.name else ''}",
+        "Accepted draft tokens against those expected of the estimates, by where they came from "
+        "and how many tokens ahead they were guessed. 1.00x is a right estimate; older ones count "
+        "less.",
+        ["drafts from", *(f"{depth} ahead" for depth in values.depths)],
+        rows,
+    )
 
 
 def _cell(value: float | None, text: Callable[[float | None], str]) -> Cell:
     return Cell(text(value), float("nan") if value is None else value)
+
+
+def _hundredths(value: float | None) -> str:
+    return decimal(value, 2)
 
 
 def _of_known(reduce: Callable[[np.ndarray], float], values: np.ndarray) -> float | None:
@@ -156,6 +181,12 @@ def _of_known(reduce: Callable[[np.ndarray], float], values: np.ndarray) -> floa
     return float(reduce(known)) if len(known) else None
 
 
-def _last_if_unknown(value: float | str) -> float:
-    assert not isinstance(value, str), "tables are cut by a number"
-    return float("inf") if value != value else -value
+def _sort_down(rows: list[Row], column: int) -> None:
+    """Sort rows by a column of numbers, the largest first and what is unknown last."""
+
+    def key(row: Row) -> float:
+        value = row.cells[column].sort_by
+        assert not isinstance(value, str), "a column of numbers"
+        return float("inf") if value != value else -value
+
+    rows.sort(key=key)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from rollout.server import metrics, status
 from rollout.server.body_fields import ERRORS
 from rollout.server.errors import add_error_handlers
-from rollout.server.metrics import CountRequests
+from rollout.server.http_metrics import CountRequests
 from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameOrigin, require_admin
 from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving

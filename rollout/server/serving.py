@@ -17,7 +17,7 @@ from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
 from rollout.server.errors import DrainingError, QueueFullError
-from rollout.server.metrics import HttpMetrics
+from rollout.server.http_metrics import HttpMetrics
 from rollout.server.open_update import OpenUpdate
 from rollout.server.status import StatusCache
 from rollout.server.streams import DeltaStream, SampleRequest, call_soon

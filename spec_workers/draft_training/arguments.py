@@ -23,7 +23,7 @@ def train_draft_parser() -> argparse.ArgumentParser:
         prog="specrollout train-draft",
         description="Train a draft on recorded rollouts of a model, so that spec=eagle or "
         "spec=mtp can use it. The folder then holds the draft (config.json, "
-        "model.safetensors), training.jsonl and training.png, and what --resume needs. The "
+        "model.safetensors), training.jsonl and training.html, and what --resume needs. The "
         "draft written is the one with the best accept length on held-out rollouts. Ctrl-C saves "
         "and stops.",
     )

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import rich
 import rich.progress
 import torch
@@ -21,7 +22,8 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import load_model, resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.offline.job import StopSignals
-from rollout.report.plots.canvas import LIGHT, Theme, legend_beside, render, time_unit
+from rollout.report.page import render_page
+from rollout.report.panels import Chart, make_line, make_panel, panels_or, time_unit
 from spec_workers.draft_training.arguments import (
     check_options,
     naming_options,
@@ -46,10 +48,6 @@ from spec_workers.draft_training.training_run import (
     TrainingRun,
     read_log,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
@@ -181,7 +179,7 @@ def _conclude(
 ) -> int:
     try:
         plot_training(given.output / LOG, given.output / PLOT)
-    except InvalidInputError as error:  # matplotlib is an extra; the draft is written anyway
+    except InvalidInputError as error:  # the draft is written, whatever became of its log
         console.print(f"no plot: {error}", highlight=False, markup=False, soft_wrap=True)
     assert run.best is not None, "measured before the first step"
     ending = f"wrote {given.output}"
@@ -247,31 +245,34 @@ def _text(progress: RunProgress) -> str:
     )
 
 
-PLOT = "training.png"
+PLOT = "training.html"
+_MAX_POINTS = 1000  # of a line
 
 
 def plot_training(log: Path, plot: Path) -> None:
-    """Draw a log. Raises InvalidInputError if matplotlib is missing or the log cannot be read."""
+    """Draw a log. Raises InvalidInputError if it cannot be read."""
     records = read_log(log)
-    plot.write_bytes(render(lambda figure, theme: _draw(figure, theme, records), LIGHT, (8.0, 6.0)))
-
-
-def _draw(figure: Figure, theme: Theme, records: list[Record]) -> None:
     steps = [record for record in records if record["event"] == "step"]
+    steps = steps[:: 1 + len(steps) // _MAX_POINTS]
     checks = [record for record in records if record["event"] == "held out"]
-    unit, name = time_unit(max(record["seconds"] for record in records))
-    above, below = figure.subplots(2, 1, sharex=True)
+    unit, unit_name = time_unit(max(record["seconds"] for record in records))
 
-    def times(of: list[Record]) -> list[float]:
-        return [record["seconds"] / unit for record in of]
+    def drawn(label: str, of: list[Record], values: list[float], series: int) -> dict[str, Any]:
+        seconds = np.array([record["seconds"] for record in of])
+        return make_line(label, seconds / unit, np.array(values), series, dots=len(of) < 40)
 
-    depth = len(steps[-1]["cross_entropies"]) if steps else 0
-    for step in range(depth):
-        known = [record for record in steps if step < len(record["cross_entropies"])]
-        losses = [record["cross_entropies"][step] for record in known]
-        above.plot(times(known), losses, label=f"guess {step + 1}")
-    above.set_title("Cross entropy with the target's distribution, nats")
-    legend_beside(above)
-    below.plot(times(checks), [record["accept_length"] for record in checks], marker="o")
-    below.set_title("Accept length on held-out rollouts, tokens per forward")
-    below.set_xlabel(f"time of training, {name}")
+    losses = []
+    for depth in range(len(steps[-1]["cross_entropies"]) if steps else 0):
+        known = [record for record in steps if depth < len(record["cross_entropies"])]
+        values = [record["cross_entropies"][depth] for record in known]
+        losses.append(drawn(f"guess {depth + 1}", known, values, depth))
+    accepted = drawn("", checks, [record["accept_length"] for record in checks], 0)
+    panels = [
+        make_panel(
+            "cross entropy with the target's distribution, nats", lines=losses, xLabel=unit_name
+        ),
+        make_panel("tokens per forward on held-out rollouts", lines=[accepted], xLabel=unit_name),
+    ]
+    found, missing = panels_or(panels, "Training has not begun.")
+    chart = Chart("over_time", "Over the time of training", "", found, missing)
+    plot.write_bytes(render_page(f"{plot.parent.name}: training", [chart]))

@@ -1,15 +1,13 @@
-"""The page of a real run, opened in headless Chromium."""
+"""The report of a real run: the command, and its page in headless Chromium."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
-from html.parser import HTMLParser
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,18 +15,18 @@ from rollout.cli import main
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, LogConfig, OutputConfig, RunConfig, run_job
+from rollout.report import write_report
 from rollout.types import SamplingParams
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.browser import Tab, browser
 from tests.helpers.run_logs import learned_line
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
-SECTIONS = ("accept_length", "tail", "cost", "calibration", "time", "lengths", "forecast")
+ATTACK = "</script><script>document.title = 'taken'</script><img src=x onerror='document.title=1'>"
 
 
 @pytest.fixture(scope="module")
 def log(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a job on the tiny model, with what a longer one would have learned."""
+    """The log of a job on the tiny model, with what a longer one would have learned, and with a
+    rollout whose text is an attack."""
     folder = tmp_path_factory.mktemp("run")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": [5 + i, 6, 7]}) + "\n" for i in range(6)))
@@ -46,137 +44,98 @@ def log(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     path = folder / "run.jsonl"
     with path.open("a") as file:
         file.write(json.dumps(learned_line()) + "\n")
+    output = folder / "rollouts.jsonl"
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    output.write_text("".join(json.dumps(row | {"prompt": ATTACK}) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture(scope="module")
-def page(log: Path) -> Path:
-    arguments = [sys.executable, "-m", "rollout.cli", "report", str(log)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    shown = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    assert shown.returncode == 0, shown.stderr
-    page = log.with_suffix(".report") / "index.html"
-    assert shown.stdout.startswith(f"wrote {page} and ")
-    return page
+def tab(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """The log's page, opened."""
+    page, _ = write_report([log])
+    with browser(tmp_path_factory.mktemp("browser")) as tab:
+        tab.emulate(1280, 900)
+        tab.open(page.as_uri())
+        tab.wait_for("location.protocol === 'file:' && document.readyState === 'complete'")
+        yield tab
+        assert tab.complaints == []
 
 
-def chromium(address: str, folder: Path, *arguments: str) -> str:
-    """What it prints. Nothing of the page may be said to be wrong."""
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
-    command = [
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
-        "--enable-logging=stderr", "--virtual-time-budget=10000", f"--user-data-dir={folder}",
-        *arguments, address,
-    ]  # fmt: skip
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert shown.returncode == 0, shown.stderr
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    return shown.stdout
+def cells(tab: Tab, table: str, column: str) -> list[str]:
+    """The texts of a column, in the order they are shown."""
+    return tab.evaluate(f"""(() => {{
+        const table = document.querySelector("#{table} table");
+        const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+        const at = names.indexOf("{column}");
+        return [...table.tBodies].map((body) => body.rows[0].cells[at].textContent);
+    }})()""")
 
 
-class PageReader(HTMLParser):
-    """Ids, text of the figures, and rows of each sortable table."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.plots = ""
-        self.num_images = 0
-        self.rows: dict[str, list[list[str]]] = {}
-        self.sorted_by: list[tuple[str, str]] = []
-        self.figures: list[str] = []
-        self._table = ""
-        self._cell: list[str] | None = None
-        self._sort = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.ids |= {given["id"]} if "id" in given else set()
-        self.plots = given.get("data-plots", self.plots)
-        self.num_images += tag == "img"
-        if tag == "table":
-            self._table = given.get("data-name", "figures")
-            self.rows[self._table] = []
-        elif tag == "tr":
-            self.rows[self._table].append([])
-        elif tag in ("td", "th"):
-            self._cell = []
-            self._sort = given.get("aria-sort", "")
-
-    def handle_data(self, data: str) -> None:
-        if self._cell is not None:
-            self._cell.append(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("td", "th") and self._cell is not None:
-            text = "".join(self._cell).strip()
-            self.rows[self._table][-1].append(text)
-            if self._sort:
-                self.sorted_by.append((text, self._sort))
-            self._cell = None
-
-    def column(self, table: str, name: str) -> list[str]:
-        header, *rows = self.rows[table]
-        return [row[header.index(name)] for row in rows]
+def click(tab: Tab, selector: str) -> None:
+    tab.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
 
-def test_the_page_of_a_run_in_a_browser(page: Path, log: Path, tmp_path: Path) -> None:
-    shown = PageReader(chromium(page.as_uri(), tmp_path / "user", "--dump-dom"))
-    assert set(SECTIONS) | {"figures", "slowest", "groups", "values", "learned"} <= shown.ids
-    pngs = sorted(path.stem for path in page.parent.glob("*.png"))
-    assert {"accept_length", "tail", "cost", "calibration", "time", "lengths"} <= set(pngs)
-    assert shown.num_images == len(pngs)
-    assert shown.plots == f"{len(pngs)}/{len(pngs)}"  # decoded, as the page's script found
-    figures = dict(shown.rows["figures"])
+def test_what_the_page_shows(tab: Tab, log: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     rollouts = [line for line in lines if line["kind"] == "rollout"]
-    assert figures["rollouts"].startswith(f"{len(rollouts)} (")
-    assert figures["generated tokens"] == f"{sum(r['generated_tokens'] for r in rollouts):,}"
-    assert len(shown.column("slowest", "tokens")) == len(rollouts)
-    assert len(shown.column("groups", "prompt")) == 6
+    figures = tab.text("#figures")
+    assert f"{sum(r['generated_tokens'] for r in rollouts):,}" in figures
+    assert "plain decoding" in tab.text(".verdict")
+    assert tab.evaluate("document.querySelectorAll('.verdict .share').length") == 6
+    assert len(cells(tab, "rollouts", "tokens")) == len(rollouts)
+    assert len(cells(tab, "prompts", "prompt")) == 6
+    drawn = "[...document.querySelectorAll('svg.chart')].map((svg) => svg.children.length > 3)"
+    assert tab.evaluate(drawn) == [True] * tab.evaluate("document.scripts.length - 2")
+    assert tab.evaluate("document.querySelectorAll('#over_time polyline').length") >= 3
 
 
-@pytest.mark.parametrize("direction", ["ascending", "descending"])
-def test_tables_sort(page: Path, tmp_path: Path, direction: str) -> None:
-    address = f"{page.as_uri()}#sort=slowest/tokens/{direction}"
-    shown = PageReader(chromium(address, tmp_path / "user", "--dump-dom"))
-    lengths = [int(text) for text in shown.column("slowest", "tokens")]
-    assert lengths == sorted(lengths, reverse=direction == "descending")
-    assert len(set(lengths)) > 1
-    assert shown.sorted_by == [("tokens", direction)]
+def test_rollouts_open_and_are_only_text(tab: Tab) -> None:
+    assert tab.evaluate("document.querySelector('#rollouts .opened').hidden")
+    click(tab, "#rollouts td button")
+    assert not tab.evaluate("document.querySelector('#rollouts .opened').hidden")
+    assert tab.text("#rollouts .opened pre") == ATTACK
+    assert tab.evaluate("document.images.length") == 0
+    assert "report of one run" in tab.evaluate("document.title")
+    click(tab, "#rollouts td button")
+    assert tab.evaluate("document.querySelector('#rollouts .opened').hidden")
 
 
-@pytest.mark.parametrize(("clicks", "direction"), [(1, "descending"), (2, "ascending")])
-def test_a_click_sorts(page: Path, tmp_path: Path, clicks: int, direction: str) -> None:
-    button = "document.querySelector('table[data-name=groups] th:nth-child(3) button')"
-    script = f"<script>for (let i = 0; i < {clicks}; i++) {button}.click();</script></body>"
-    clicked = tmp_path / "clicked.html"
-    clicked.write_text(page.read_text().replace("</body>", script))
-    shown = PageReader(chromium(clicked.as_uri(), tmp_path / "user", "--dump-dom"))
-    assert shown.sorted_by == [("mean tokens", direction)]
-    means = [float(text) for text in shown.column("groups", "mean tokens")]
-    assert means == sorted(means, reverse=direction == "descending")
+@pytest.mark.parametrize("is_descending", [True, False])
+def test_a_click_sorts(tab: Tab, is_descending: bool) -> None:
+    click(tab, "#rollouts th:nth-child(5) button")
+    shown = [int(text) for text in cells(tab, "rollouts", "tokens")]
+    assert shown == sorted(shown, reverse=is_descending)
+    assert len(set(shown)) > 1
+
+
+def hover(tab: Tab, selector: str) -> Any:
+    return tab.evaluate(f"""(() => {{
+        const target = document.querySelector({json.dumps(selector)});
+        const {{ left, top, width, height }} = target.getBoundingClientRect();
+        const at = {{ clientX: left + width / 2, clientY: top + height / 2, bubbles: true }};
+        target.dispatchEvent(new PointerEvent("pointermove", at));
+        return tip.hidden ? "" : tip.textContent;
+    }})()""")
+
+
+def test_charts_tell_what_is_under_the_pointer(tab: Tab) -> None:
+    assert re.match(r"[\d.]+ seconds\n[\d.]+", hover(tab, "#over_time svg"))
+    assert ATTACK[:20] in hover(tab, "#lengths .mark")
+    assert "accept length" in hover(tab, "#last .span")
+    assert hover(tab, ".share").startswith("forward ")
+    assert hover(tab, "h1") == ""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_follows_the_readers_colours(page: Path, tmp_path: Path, scheme: str) -> None:
-    picture = tmp_path / "page.png"
-    preferred = {"dark": 0, "light": 1}[scheme]
-    chromium(
-        page.as_uri(), tmp_path / "user", f"--screenshot={picture}", "--window-size=1200,1800",
-        f"--blink-settings=preferredColorScheme={preferred}",
-    )  # fmt: skip
-    from matplotlib.image import imread
-
-    brightness = imread(picture)[..., :3].mean(axis=(1, 2))
-    assert brightness.shape == (1800,)
-    assert brightness.std() > 0.005  # not blank
-    # Half of the rows are mostly background, those with a plot among them.
-    middle = sorted(brightness)[900]
-    assert middle < 0.3 if scheme == "dark" else middle > 0.85
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_fits_any_reader(tab: Tab, width: int, scheme: str) -> None:
+    tab.emulate(width, 900, scheme)
+    fits = "svg.viewBox.baseVal.width === svg.clientWidth"
+    tab.wait_for(f"[...document.querySelectorAll('svg.chart')].every((svg) => {fits})")
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == {"light": "rgb(246, 248, 250)", "dark": "rgb(13, 17, 23)"}[scheme]
 
 
 def test_the_command(
@@ -196,6 +155,13 @@ def test_the_command(
     assert re.search(r"specrollout report RUN.jsonl", run("--help")[1])
     assert run("report")[0] == 2
     assert run("report", str(log), "--colour")[0] == 2
+    page = tmp_path / "page.html"
+    code, out, _ = run("report", str(log), "--output", str(page))
+    assert code == 0
+    assert "forward" in out
+    assert "tokens/s" in out
+    assert out.endswith(f"wrote {page}\n")
+    assert page.exists()
     code, out, err = run("report", str(tmp_path / "nowhere.jsonl"))
     assert (code, out) == (2, "")
     assert err.startswith("error: log=")

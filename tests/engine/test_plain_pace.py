@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.metrics import MetricsRecorder, StepMetrics
-from rollout.engine.plain_pace import PlainPace
+from rollout.engine.plain_pace import PlainPace, Saving
 from rollout.types import Batch, EntryResult, StepForecast, StepResult, StepTimes
 
 
@@ -92,3 +92,11 @@ def test_a_stall_is_booked_to_nobody() -> None:
         else:
             book(recorder, 10.0)
     assert abs(recorder.total.gain_ms) < 0.05 * 300 * 20
+
+
+def test_a_saving_within_its_error_is_no_difference() -> None:
+    told = Saving(seconds=2.0, error_seconds=0.5, run_seconds=10.0)
+    assert (told.is_told, told.speedup, told.speedup_error) == (True, 1.2, 0.05)
+    assert not Saving(0.5, 0.5, 10.0).is_told
+    assert not Saving(-0.5, 0.5, 10.0).is_told
+    assert Saving(0.0, 0.0, 0.0).speedup == 1.0

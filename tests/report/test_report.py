@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from rollout.errors import InvalidInputError
 from rollout.report import write_report
-from rollout.report.figures import figures
+from rollout.report.bins import MAX_BINS, Bins
+from rollout.report.charts import charts
+from rollout.report.figures import figures, name_runs
 from rollout.report.learned import calibration, cost_curve, node_values
-from rollout.report.plots import PLOTS, Picture, draw_all
-from rollout.report.plots.canvas import LIGHT, render
-from rollout.report.plots.over_time import MAX_BINS, Bins
+from rollout.report.panels import Chart
 from rollout.report.reading import read_log
-from rollout.report.report import page
+from rollout.report.report import MAX_RUNS
+from rollout.report.rollouts import MAX_ROLLOUTS, RolloutTexts
 from rollout.report.run import Log
-from rollout.report.tables import MAX_ROWS, groups, slowest_rollouts
+from rollout.report.tables import tables
+from rollout.report.verdict import print_verdicts, time_shares, verdicts
 from tests.helpers.run_logs import (
     STARTED,
     learned_line,
@@ -36,15 +39,23 @@ from tests.helpers.run_logs import (
 )
 
 SHORT_RUN = [run_line(), rollout_line(0, 0, 5, 5, time=STARTED + 1)]
-PNG = b"\x89PNG\r\n\x1a\n"
+CHARTS = {"over_time", "saved", "lengths", "cost", "calibration", "last"}
 
 
 def log_of(tmp_path: Path, lines: list[dict[str, Any]]) -> Log:
     return read_log(write_lines(tmp_path / "run.jsonl", lines))
 
 
-def by_name(pictures: list[Picture]) -> dict[str, Picture]:
-    return {picture.plot.name: picture for picture in pictures}
+def charts_of(log: Log) -> dict[str, Chart]:
+    return {chart.name: chart for chart in charts(log, RolloutTexts(log.runs))}
+
+
+def html_of(*paths: Path, **options: Any) -> str:
+    return write_report(paths, **options)[0].read_text()
+
+
+def totals_line(**values: float) -> dict[str, Any]:
+    return {"kind": "totals", "time": STARTED + 10, "forecast_steps": 9, **values}
 
 
 # Reading
@@ -56,7 +67,7 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     (run,) = log.runs
     steps = [line for line in lines if line["kind"] == "step"]
     assert run.num_steps == len(steps) == 60
-    for name in ("query_tokens", "accepted", "total_ms", "gain_ms"):
+    for name in ("query_tokens", "accepted", "total_ms"):
         assert run.steps[name].tolist() == [line[name] for line in steps]
     np.testing.assert_allclose(run.step_seconds, [line["time"] - STARTED for line in steps])
     assert run.num_rollouts == 32
@@ -81,12 +92,12 @@ def test_torn_lines_and_unknown_kinds_do_not_count(tmp_path: Path) -> None:
     log = read_log(path)
     assert log.num_unreadable == 7
     assert [run.num_steps for run in log.runs] == [20]
-    assert "7 lines of the log could not be read" in page(log, [])
+    assert "7 lines of the log could not be read" in html_of(path)
 
 
 def test_what_is_no_number_is_unknown(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    values = ["NaN", "null", "Infinity", "true", '"12"', "[]", "9" * 400, "-3", "0.5"]
+    values = ["NaN", "null", "Infinity", "true", '"12"', "[]", "9" * 400, "1e300", "-3", "0.5"]
     path.write_text(
         "".join(
             f'{{"kind": "step", "step": {step}, "total_ms": {value}, "running": {value}}}\n'
@@ -95,16 +106,15 @@ def test_what_is_no_number_is_unknown(tmp_path: Path) -> None:
     )
     (run,) = read_log(path).runs
     known = [not math.isnan(value) for value in run.steps["total_ms"]]
-    assert known == [False] * 7 + [True] * 2
-    write_report(path)
+    assert known == [False] * 8 + [True] * 2
+    print_verdicts(Console(file=io.StringIO()), write_report([path])[1])
 
 
-def test_runs_follow_one_another_without_the_time_between(tmp_path: Path) -> None:
+def test_runs_of_one_file_each_begin_at_their_own_start(tmp_path: Path) -> None:
     first, second = run_lines(num_steps=30), run_lines(num_steps=50, started=STARTED + 1e5, seed=1)
     log = log_of(tmp_path, [*first, *second])
     assert [run.num_steps for run in log.runs] == [30, 50]
-    assert log.runs[1].offset == pytest.approx(log.runs[0].seconds)
-    assert log.runs[1].offset + log.runs[1].seconds < 1e3
+    assert all(run.seconds < 1e3 for run in log.runs)
     without_its_first_line = log_of(tmp_path, [*first, *second[1:]])
     assert [run.num_steps for run in without_its_first_line.runs] == [30, 50]
 
@@ -147,8 +157,8 @@ def test_no_log(tmp_path: Path, content: str | None, reason: str) -> None:
     if content is not None:
         path.write_text(content)
     with pytest.raises(InvalidInputError, match=f"log='.*run.jsonl': .*{reason}"):
-        write_report(path)
-    assert not (tmp_path / "run.report").exists()
+        write_report([path])
+    assert not (tmp_path / "run.html").exists()
 
 
 # What is shown
@@ -158,16 +168,14 @@ def test_figures_are_sums_over_the_log(tmp_path: Path) -> None:
     lines = run_lines(num_steps=80)
     steps = [line for line in lines if line["kind"] == "step"]
     shown = figures(log_of(tmp_path, lines).runs[0])
-    names = ("proposed", "drafted", "accepted", "generated_tokens", "sampling", "gain_ms")
+    names = ("proposed", "drafted", "accepted", "generated_tokens", "sampling")
     sums = {name: sum(step[name] for step in steps) for name in names}
-    assert shown["nodes proposed / verified / accepted"] == (
+    assert shown["draft tokens proposed / verified / accepted"] == (
         f"{sums['proposed']:,} / {sums['drafted']:,} / {sums['accepted']:,}"
     )
     assert shown["generated tokens"] == f"{sums['generated_tokens']:,}"
     assert shown["accept length"] == f"{sums['generated_tokens'] / sums['sampling']:.3f}"
-    assert shown["gain, predicted / real"].endswith(f"/ {sums['gain_ms'] / 1e3:+.2f} s")
-    assert shown["time"].startswith("forward 80.0%, draft 3.0%, sample 10.0%, schedule 2.0%")
-    assert shown["settings"].startswith("spec=ngram, temperature=0.7")
+    assert shown["settings"].startswith("n-gram drafts, temperature 0.7")
 
 
 def test_the_engines_totals_count_where_steps_were_left_out(tmp_path: Path) -> None:
@@ -197,22 +205,20 @@ def test_of_a_thinned_log_without_totals_rollouts_are_counted(tmp_path: Path) ->
     assert log.runs[0].steps_per_line == 5.0
     shown = figures(log.runs[0])
     assert shown["generated tokens"] == f"{sum(r['generated_tokens'] for r in rollouts):,}"
-    assert shown["gain, predicted / real"].endswith(
-        f"/ {sum(r['gain_ms'] for r in rollouts) / 1e3:+.2f} s"
-    )
 
 
 def test_tables_have_the_slowest_first_and_say_what_they_leave_out(tmp_path: Path) -> None:
     log = log_of(tmp_path, run_lines(num_steps=100, num_groups=70))
-    slowest = slowest_rollouts(log)
-    assert len(slowest.rows) == MAX_ROWS
-    assert slowest.num_left_out == 280 - MAX_ROWS
-    taken = [row[slowest.columns.index("seconds")].sort_by for row in slowest.rows]
+    rollouts, prompts, values = tables(log, RolloutTexts(log.runs))
+    assert len(rollouts.rows) == MAX_ROLLOUTS
+    assert f"{MAX_ROLLOUTS} of 280" in rollouts.caption
+    taken = [row.cells[rollouts.columns.index("seconds")].sort_by for row in rollouts.rows]
     assert taken == sorted(taken, reverse=True)
     assert max(log.runs[0].ended_seconds) == pytest.approx(taken[0])
-    by_group = groups(log)
-    assert len(by_group.rows) == 70
-    assert {row[by_group.columns.index("rollouts")].text for row in by_group.rows} == {"4"}
+    assert min(taken) < np.median(log.runs[0].ended_seconds)  # not the slowest alone
+    assert len(prompts.rows) == 70
+    assert {row.cells[prompts.columns.index("rollouts")].text for row in prompts.rows} == {"4"}
+    assert values.rows[0].cells[0].text == "other samples of the prompt"
 
 
 def test_learned_parts_may_be_missing_or_odd() -> None:
@@ -244,7 +250,7 @@ def test_bins_against_slices(tmp_path: Path, num_steps: int) -> None:
     parts = np.array_split(np.arange(num_steps), len(bins.ends))
     assert len(bins.ends) == min(num_steps, MAX_BINS)
     assert bins.total(run.steps["accepted"]).sum() == run.steps["accepted"].sum()
-    assert bins.ends[-1] == run.step_seconds[-1]
+    assert bins.ends[-1] == run.step_seconds[-1] == run.step_seconds[bins.last[-1]]
     sizes = bins.total(np.ones(num_steps))
     assert sizes.max() - sizes.min() <= 1
     assert len(parts) == len(sizes)
@@ -253,54 +259,65 @@ def test_bins_against_slices(tmp_path: Path, num_steps: int) -> None:
         known = sampled[start:end][np.isfinite(sampled[start:end])]
         expected = known.mean() if len(known) else np.nan
         np.testing.assert_allclose(bins.mean(sampled)[index], expected)
-        middle = np.median(known) if len(known) else np.nan
-        np.testing.assert_allclose(bins.median(sampled)[index], middle)
 
 
-def test_every_plot_of_a_whole_run_is_drawn(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "run.jsonl", run_lines(num_steps=60))
-    report = write_report(path)
-    assert [plot.name for plot in report.plots] == [f"{plot.name}.png" for plot in PLOTS]
-    assert all(plot.read_bytes().startswith(PNG) for plot in report.plots)
-    html = report.page.read_text()
-    assert html.count("data:image/png;base64,") == 2 * len(PLOTS)  # light and dark
+def test_a_page_holds_all_it_needs(tmp_path: Path) -> None:
+    html = html_of(write_lines(tmp_path / "run.jsonl", saved_run()))
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", html)  # nothing but itself
-    assert "http:" not in html
-    assert "https:" not in html
+    assert html.count("https:") == 0
+    assert html.count("http:") == html.count("http://www.w3.org/2000/svg") == 1
+    assert "unsafe" not in html.split("<title>")[0]
+    for name in CHARTS:
+        assert f'<section id="{name}">' in html
+    panels = re.findall(r'<script type="application/json">(.*?)</script>', html)
+    assert len(panels) == 3 + 5
+    for panel in panels:
+        json.loads(panel, parse_constant=pytest.fail)
 
 
-def test_points_reach_the_cost_plot(tmp_path: Path) -> None:
-    """Of steps the forward alone, as the curve is; with prefill, which has more rows than roots
-    and nodes, or with no forward told they are none of its points."""
-    from matplotlib.figure import Figure
+def saved_run(**options: Any) -> list[dict[str, Any]]:
+    """A whole run whose steps tell what was saved so far."""
+    lines = run_lines(num_steps=60, **options)
+    for line in lines:
+        if line["kind"] == "step":
+            line |= {"saved_seconds": 0.01 * line["step"], "saved_error_seconds": 0.2}
+    return lines
 
+
+def test_points_reach_the_cost_chart(tmp_path: Path) -> None:
+    """Steps with prefill have more rows than roots and draft tokens: they are left out, as are
+    those that do not tell their forward's time."""
     decode = step_line(1, query_tokens=9, sampling=3, drafted=6, total_ms=20.0, schedule_ms=1.0,
                        draft_ms=2.0, forward_ms=13.0, sample_ms=4.0)  # fmt: skip
     prefill = {**decode, "step": 2, "query_tokens": 64, "forward_ms": 90.0}
     untold = {**decode, "step": 3, "forward_ms": None}
-    (plot,) = [plot for plot in PLOTS if plot.name == "cost"]
-    figure = Figure()
-    plot.draw(figure, LIGHT, log_of(tmp_path, [decode, prefill, untold]))
-    points = figure.axes[0].collections[0].get_offsets()
-    np.testing.assert_array_equal(np.asarray(points), [[9.0, 13.0]])
-    assert figure.axes[0].get_ylabel() == "forward (ms)"
+    (panel,) = charts_of(log_of(tmp_path, [decode, prefill, untold]))["cost"].panels
+    assert [mark["points"][0][:2] for mark in panel["marks"]] == [[9.0, 13.0]] * 2
+    assert [len(mark["points"]) for mark in panel["marks"]] == [1, 1]
+    assert panel["lines"] == []
+
+
+def test_the_learned_curve_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    (panel,) = charts_of(log_of(tmp_path, [learned_line()]))["cost"].panels
+    rows = [[point[0] for point in line["points"]] for line in panel["lines"]]
+    assert rows == [[4, 8, 16, 32, 64], [4, 8, 16]]
 
 
 @pytest.mark.parametrize(
     ("lines", "missing"),
     [
-        ([run_line()], {plot.name for plot in PLOTS}),
-        ([step_line(1)], {"cost", "calibration", "time", "lengths", "forecast"}),
+        ([run_line()], CHARTS),
+        ([step_line(1)], CHARTS),
         (
             [step_line(1, total_ms=9.0, sampling=2, generated_tokens=3, running=2)],
-            {"cost", "calibration", "lengths", "forecast"},
+            CHARTS - {"over_time"},
         ),
-        (run_lines(num_steps=30, spec="none"), {"calibration", "forecast"}),
-        ([rollout_line(0, 0, 5, 5, time=STARTED)], {plot.name for plot in PLOTS} - {"lengths"}),
-        ([learned_line()], {"accept_length", "tail", "time", "lengths", "forecast"}),
+        (run_lines(num_steps=30, spec="none"), {"calibration", "saved"}),
+        ([rollout_line(0, 0, 5, 5, time=STARTED)], CHARTS - {"lengths"}),
+        ([learned_line()], CHARTS - {"cost", "calibration"}),
         (
             [step_line(1, running=1, total_ms=3.0), {"kind": "rollout"}, {"kind": "learned"}],
-            {"cost", "calibration", "lengths", "forecast"},
+            CHARTS - {"over_time"},
         ),
     ],
     ids=[
@@ -316,63 +333,193 @@ def test_points_reach_the_cost_plot(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said_in_words(
     tmp_path: Path, lines: list[dict[str, Any]], missing: set[str]
 ) -> None:
-    log = log_of(tmp_path, lines)
-    pictures = by_name(draw_all(log))
-    assert {name for name, picture in pictures.items() if picture.missing} == missing
-    html = page(log, list(pictures.values()))
+    path = write_lines(tmp_path / "run.jsonl", lines)
+    found = charts_of(read_log(path))
+    assert {name for name, chart in found.items() if chart.missing} == missing
+    assert {name for name, chart in found.items() if not chart.panels} == missing
+    html = html_of(path)
     for name in missing:
-        assert pictures[name].missing in html
-    assert html.count("<img ") == len(pictures) - len(missing)
+        assert found[name].missing in html
 
 
-def test_an_earlier_reports_plots_do_not_stay(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "run.jsonl", [learned_line()])
-    folder = tmp_path / "new" / "folder"
-    assert (write_report(path, folder).page.parent / "calibration.png").exists()
-    write_lines(path, SHORT_RUN)
-    assert [plot.name for plot in write_report(path, folder).plots] == ["lengths.png"]
-    assert not (folder / "calibration.png").exists()
+# The verdict
+
+
+@pytest.mark.parametrize(
+    ("saved_ms", "error_ms", "says"),
+    [
+        (2000.0, 1000.0, "1.20 \N{PLUS-MINUS SIGN} 0.10 times as fast as plain decoding"),
+        (-2000.0, 1000.0, "0.80 \N{PLUS-MINUS SIGN} 0.10 times as fast as plain decoding"),
+        (500.0, 1000.0, "No difference from plain decoding can be told: 1.05"),
+        (-500.0, 1000.0, "No difference from plain decoding can be told: 0.95"),
+    ],
+)
+def test_the_verdict_in_the_terminal_is_that_of_the_page(
+    tmp_path: Path, saved_ms: float, error_ms: float, says: str
+) -> None:
+    lines = [
+        run_line(),
+        step_line(10, sampling=100, generated_tokens=150, drafted=80),
+        totals_line(gain_ms=saved_ms, gain_variance_ms2=(error_ms / 1.96) ** 2, drafted=80,
+                    generated_tokens=600, accept_length=1.5, forward_ms=6000.0, draft_ms=1000.0,
+                    sample_ms=500.0, schedule_ms=300.0, total_ms=8000.0),
+    ]  # fmt: skip
+    path = write_lines(tmp_path / "run.jsonl", lines)
+    page, found = write_report([path])
+    terminal = io.StringIO()
+    print_verdicts(Console(file=terminal, width=200), found)
+    shown = ["forward 60.0%", "drafting 10.0%", "sampling 5.0%", "scheduling 3.0%",
+             "rest of steps 2.0%", "between steps 20.0%"]  # fmt: skip
+    for text in (terminal.getvalue(), page.read_text()):
+        for expected in (says, *shown, "accept length", "1.50", "tokens/s"):
+            assert expected in text
+    assert dict(found[0].facts)["tokens/s"] == "60"
+
+
+def test_a_verdict_says_what_it_cannot_know(tmp_path: Path) -> None:
+    def sentence(*lines: dict[str, Any]) -> str:
+        return verdicts(log_of(tmp_path, [run_line(), *lines]).runs)[0].sentence
+
+    assert "Nothing was drafted" in sentence(step_line(1, drafted=0))
+    assert "was not measured" in sentence(step_line(1, drafted=3))
+    assert "was not measured" in sentence(
+        totals_line(drafted=3, gain_ms=0.0, gain_variance_ms2=0.0) | {"forecast_steps": 0}
+    )
+    # A run that was killed has no totals yet.
+    told = step_line(8, drafted=3, saved_seconds=4.0, saved_error_seconds=1.0)
+    assert "1.50 \N{PLUS-MINUS SIGN} 0.12 times as fast" in sentence(told)
+
+
+def test_shares_add_up_also_where_a_clock_was_set_back(tmp_path: Path) -> None:
+    lines = [run_line(), step_line(1, total_ms=9e6, forward_ms=8e6)]
+    shares = time_shares(log_of(tmp_path, lines).runs[0])
+    assert sum(share.share for share in shares) == pytest.approx(1.0)
+    assert shares[-1].share == 0.0
+    assert time_shares(log_of(tmp_path, [run_line()]).runs[0]) == []
+
+
+# Several runs
+
+
+def test_runs_of_two_logs_are_named_by_what_differs(tmp_path: Path) -> None:
+    plain = write_lines(tmp_path / "a.jsonl", run_lines(num_steps=20, spec="none"))
+    drafting = write_lines(tmp_path / "b.jsonl", saved_run(started=STARTED + 1e6))
+    page, found = write_report([plain, drafting])
+    assert page == tmp_path / "a.html"
+    assert [verdict.name for verdict in found] == ["no drafts (a)", "n-gram drafts (b)"]
+    assert "times as many tokens per second as no drafts (a)" in found[1].sentence
+    html = page.read_text()
+    panel = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', html)[0])
+    assert [line["label"] for line in panel["lines"]] == ["no drafts (a)", "n-gram drafts (b)"]
+    assert all(line["points"][0][0] < 1 for line in panel["lines"])  # from their own starts
+    names = read_log(plain).runs + read_log(plain).runs
+    name_runs(names)
+    assert [run.name for run in names] == ["run 1", "run 1"]
 
 
 def test_one_run_of_several(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "run.jsonl", [*SHORT_RUN, run_line(spec="none"), *SHORT_RUN[1:]])
-    assert "run 1</th>" in write_report(path).page.read_text()
-    assert "spec=ngram, " not in write_report(path, run="last").page.read_text()
-    assert "spec=none, " not in write_report(path, run="1").page.read_text()
+    assert "no drafts (run 2)</th>" in html_of(path)
+    assert "n-gram drafts" not in html_of(path, run="last")
+    assert "no drafts," not in html_of(path, run="1")
     with pytest.raises(InvalidInputError, match="run='3': must be all, last or a number from 1"):
-        write_report(path, run="3")
+        write_report([path], run="3")
 
 
-def test_what_a_log_holds_is_not_markup(tmp_path: Path) -> None:
-    lines = [{**line, "model": "<script>alert(1)</script>", "finish_reason": '"><img src=x>'}
-             for line in SHORT_RUN]  # fmt: skip
-    html = write_report(write_lines(tmp_path / "run.jsonl", lines)).page.read_text()
-    assert "<script>alert" not in html
-    assert "<img src=x>" not in html
+def test_more_runs_than_colours(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "run.jsonl", SHORT_RUN * (MAX_RUNS + 2))
+    html = html_of(path)
+    assert f"The last {MAX_RUNS} runs are shown, 2 before them are not" in html
+    assert html.count('<section class="verdict">') == MAX_RUNS
+
+
+# Texts of prompts and rollouts
+
+
+def with_output(tmp_path: Path, rows: list[bytes], lines: list[dict[str, Any]]) -> Path:
+    output = tmp_path / "rollouts.jsonl"
+    output.write_bytes(b"\n".join(rows))
+    lines = [{**line, "output": str(output)} if line["kind"] == "run" else line for line in lines]
+    return write_lines(tmp_path / "run.jsonl", lines)
+
+
+def row_of(prompt: int, sample: int, /, **values: Any) -> bytes:
+    return json.dumps({"prompt_index": prompt, "sample_index": sample, **values}).encode()
+
+
+def test_rollouts_can_be_read(tmp_path: Path) -> None:
+    rows = [
+        b'{"prompt_index": 0, "sample_index": 0, torn',
+        b"[1]",
+        row_of(0, 0, text="four", prompt="two and two?", reward=0.75),
+        row_of(0, 1, text="five", prompt=[{"role": "system", "content": "Add."},
+                                         {"role": "user", "content": "two\nand three?"}]),
+        row_of(1, 0, text=None, token_ids=[7, 8], prompt_ids=[5, 6], score=1),
+        row_of(9, 9, text="another run's"),
+    ]  # fmt: skip
+    ended = [rollout_line(*place, 5, 5, time=STARTED) for place in ((0, 0), (0, 1), (1, 0), (2, 0))]
+    path = with_output(tmp_path, rows, [run_line(), *ended])
+    log = read_log(path)
+    texts = RolloutTexts(log.runs)
+    found = [texts.of(log.runs[0], index) for index in range(4)]
+    assert [each and each.text for each in found] == ["four", "five", "token ids [7, 8]", None]
+    assert [each and each.reward for each in found] == [0.75, None, 1.0, None]
+    assert found[1].prompt == "system: Add.\nuser: two\nand three?"
+    assert texts.title(log.runs[0], 2) == "1: token ids [5, 6]"
+    assert texts.title(log.runs[0], 3) == "2"
+    html = html_of(path)
+    for expected in ("two and two?", "four", "0.75", "prompt.sample"):
+        assert expected in html
+    assert "another run" not in html
+
+
+def test_an_output_that_is_gone_or_of_another_kind(tmp_path: Path) -> None:
+    path = with_output(tmp_path, [], SHORT_RUN)
+    (tmp_path / "rollouts.jsonl").unlink()
+    assert "Texts of rollouts are missing" in html_of(path)
+    (tmp_path / "rollouts.jsonl").mkdir()
+    assert "there is no such file" in html_of(path)
+    for name in ("9" * 300, "a\0b", ""):
+        lines = [run_line() | {"output": name}, *SHORT_RUN[1:]]
+        assert "Texts of rollouts are missing" in html_of(write_lines(path, lines))
+
+
+def test_what_a_log_and_an_output_hold_is_not_markup(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>]]>--><!--\u2028\"'\ud800"
+    lines = [{**line, "model": evil, "finish_reason": evil, "group": evil} for line in SHORT_RUN]
+    html = html_of(with_output(tmp_path, [row_of(0, 0, text=evil, prompt=evil)], lines))
+    assert html.count("</script>") == html.count("<script")
+    for markup in ("<script>alert", "<img", "<!--", "-->"):
+        assert markup not in html
+    assert html.count("alert(1)") > 5
+
+
+def test_long_texts_are_cut(tmp_path: Path) -> None:
+    row = row_of(0, 0, text="x" * 2**20, prompt="y" * 2**20)
+    html = html_of(with_output(tmp_path, [row], SHORT_RUN))
+    assert "more letters)" in html
+    assert len(html) < 100_000
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "run.jsonl", SHORT_RUN)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInputError, match=r"output='.*file': cannot be written: File exists"):
-        write_report(path, tmp_path / "file")
-
-
-def test_matplotlib_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InvalidInputError, match=r"matplotlib.*pip install 'specrollout\[report\]'"):
-        render(lambda figure, theme: None, LIGHT, (4, 3))
+    with pytest.raises(InvalidInputError, match=r"output='.*page': cannot be written"):
+        write_report([path], tmp_path / "file" / "page")
 
 
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     names = ("running", "query_tokens", "sampling", "generated_tokens", "drafted", "accepted",
-             "predicted_ms", "gain_ms", "total_ms", "forward_ms")  # fmt: skip
+             "saved_seconds", "saved_error_seconds", "total_ms", "forward_ms")  # fmt: skip
     line = json.dumps(step_line(0, **dict.fromkeys(names, 3.0)))
+    ended = json.dumps(rollout_line(0, 0, 5, 5, time=STARTED))
     with path.open("w") as file:
         for step in range(100_000):
             file.write(line.replace('"step": 0', f'"step": {step}') + "\n")
+            if step % 10 == 0:
+                file.write(ended.replace('"sample_index": 0', f'"sample_index": {step}') + "\n")
     before = time.process_time()
-    report = write_report(path)
+    page, _ = write_report([path])
     assert time.process_time() - before < 30
-    assert report.page.stat().st_size < 3_000_000
+    assert page.stat().st_size < 1_000_000

@@ -59,11 +59,20 @@ def test_tokens_are_counted_once_however_often_they_are_read(client):
         assert found["generated_tokens_total", ()] == 36
         assert found["samples_total", ("length",)] == 3
         assert found["sample_tokens_sum", ()] == 36
+        assert found["time_to_first_token_seconds_count", ()] == 3
+        assert found["time_per_output_token_seconds_count", ()] == 3
         assert found["http_requests_total", ("POST", "/generate", "200")] == 3
     assert found["requests_finished_total", ()] == 3
     assert found["prompt_tokens_total", ()] == 15
     forwards, accepted = found["target_forwards_total", ()], found["accepted_tokens_total", ()]
     assert forwards + accepted == 36
+    # The first token and the eleven that follow make up the whole of each sample.
+    first, each = (
+        found[name, ()]
+        for name in ("time_to_first_token_seconds_sum", "time_per_output_token_seconds_sum")
+    )
+    assert first > 0
+    assert first + 11 * each == pytest.approx(found["sample_seconds_sum", ()])
     phases = [value for (name, _), value in found.items() if name == "step_seconds_total"]
     assert len(phases) == 5
     assert 0 < sum(phases) < found["http_request_seconds_sum", ("POST", "/generate")]

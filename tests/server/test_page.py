@@ -75,11 +75,70 @@ def test_numbers_change_while_requests_run(live, tab, tmp_path):
     tab.wait_for(f"{shown} === {total.generated_tokens}")
     tab.wait_for("byId('state').textContent === 'idle'")
     assert tab.evaluate("byId('accept').firstChild.data") == f"{total.accept_length:.2f}"
-    assert "group" in tab.text("#values tbody")
+    assert "other samples of the prompt" in tab.text("#values tbody")
+    assert "group" not in tab.text("#values tbody")
+    for tile in ("first-token", "per-token"):
+        assert tab.evaluate(f"byId('{tile}').firstChild.data.endsWith('s')")
+    assert "\N{PLUS-MINUS SIGN}" in tab.text("#saved")
     picture = tmp_path / "page.png"
     tab.screenshot(picture)
     assert picture.stat().st_size > 10_000
     assert tab.complaints == []
+
+
+def test_a_reload_keeps_the_history(live, tab):
+    open_page(tab, live)
+    tab.wait_for("samples.length > 2")
+    first = tab.evaluate("samples[0].time")
+    open_page(tab, live)
+    tab.wait_for("samples.length > 0")
+    assert tab.evaluate("samples[0].time") == first
+    # One that another life of the server left is not gone on with.
+    tab.evaluate("""addEventListener("pagehide", () => {
+        const left = JSON.parse(sessionStorage.getItem(HISTORY));
+        left.samples = [{ ...samples[0], time: samples[0].time - 60 }];
+        sessionStorage.setItem(HISTORY, JSON.stringify(left));
+    })""")
+    open_page(tab, live)
+    tab.wait_for("samples.length > 0")
+    assert tab.evaluate("samples[0].time") > first
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "shown"),
+    [
+        (
+            3.0,
+            1.0,
+            ["3.0 \N{PLUS-MINUS SIGN} 1.0 s", "1.30 \N{PLUS-MINUS SIGN} 0.10 times as fast"],
+        ),
+        (0.5, 1.0, ["0.5 \N{PLUS-MINUS SIGN} 1.0 s", "no difference can be told"]),
+    ],
+)
+def test_time_saved_has_its_error(live, tab, saved, error, shown):
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    total = "{ drafted: 9, forecast_steps: 9, total_ms: 10000 }"
+    body = (
+        f"{{ engine: {{ total: {total} }}, saved_seconds: {saved}, saved_error_seconds: {error} }}"
+    )
+    assert tab.evaluate(f"saved({body})") == shown
+
+
+def test_the_cost_curve_is_drawn_where_it_was_measured(live, tab):
+    open_page(tab, live)
+    tab.wait_for(SHOWN)
+    drawn = tab.evaluate("""(() => {
+        const cost = { contexts: [256, 512], rows: [1, 2, 4, 8],
+            milliseconds: [[10, 11, 12, 13], [20, 21, 22, 23]],
+            observations: [[0, 3, 2, 0], [0, 0, 0, 0]] };
+        const last_step = { query_tokens: 0, forward_ms: 0 };
+        showCost({ engine: { learned: { budget: { cost } }, replicas: {}, last_step } });
+        const charted = byId("cost-chart");
+        const corners = [...charted.querySelectorAll("polyline")].map((line) => line.points.length);
+        return [corners, charted.querySelectorAll(".dot").length];
+    })()""")
+    assert drawn == [[2], 2]
 
 
 def test_it_says_why_nothing_runs(live, tab):
@@ -180,7 +239,7 @@ def test_it_asks_nobody_else(live, tab):
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert page.headers["x-content-type-options"] == "nosniff"
-    assert len(page.content) < 40_000
+    assert len(page.content) < 50_000
     open_page(tab, live)
     tab.wait_for(SHOWN)
     asked = tab.evaluate("performance.getEntriesByType('resource').map((e) => e.name)")

@@ -2,6 +2,7 @@
 // server is only ever written as text.
 
 const KEY = "specrollout-key";
+const HISTORY = "specrollout-history";
 const EVERY_MS = 1000;
 const KEPT_SECONDS = 300;
 const GAP_SECONDS = 5; // nothing is drawn between answers that are further apart
@@ -27,7 +28,19 @@ function sampleOf(body) {
   return { time: body.uptime - body.age, ...counts(body.engine), replicas: Object.fromEntries(replicas) };
 }
 
+// The history that this tab left when it was reloaded, if this server's life goes on with it.
+function recall(sample) {
+  const left = JSON.parse(sessionStorage.getItem(HISTORY) ?? "null");
+  sessionStorage.removeItem(HISTORY);
+  if (!left?.samples.length) return;
+  const passed = (Date.now() - left.at) / 1000;
+  const last = left.samples.at(-1);
+  const goesOn = Math.abs(last.time + passed - sample.time) < GAP_SECONDS + STALE_SECONDS;
+  if (goesOn && left.model === byId("model").textContent) samples = left.samples;
+}
+
 function remember(sample) {
+  if (!samples.length) recall(sample);
   const last = samples.at(-1);
   const beganAnew = last && (sample.time < last.time - 1 || sample.generated < last.generated);
   if (beganAnew) samples = [];
@@ -102,11 +115,26 @@ function showState(body) {
   byId("since").textContent = late
     ? `as of ${duration(body.age)} ago: the engine is in a long step or an update`
     : `up ${duration(body.uptime)}`;
-  byId("model").textContent = body.model;
   document.title = `${engine.unavailable_reason ? "stopped" : whole(engine.running)} · ${body.model}`;
 }
 
-function showTiles({ engine }) {
+function saved({ engine, saved_seconds: seconds, saved_error_seconds: error }) {
+  const { total } = engine;
+  if (!total.drafted) return ["–", "nothing was drafted"];
+  if (!total.forecast_steps) return ["–", "not measured: needs spec.budget=learned"];
+  const shown = `${decimal(seconds, 1)} ± ${decimal(error, 1)} s`;
+  if (Math.abs(seconds) <= error) return [shown, "no difference can be told"];
+  const [speedup, range] = [1 + (1000 * seconds) / total.total_ms, (1000 * error) / total.total_ms];
+  return [shown, `${decimal(speedup, 2)} ± ${decimal(range, 2)} times as fast`];
+}
+
+function milliseconds(seconds) {
+  if (seconds === null) return "–";
+  return seconds < 1 ? `${decimal(1000 * seconds, seconds < 0.1 ? 1 : 0)} ms` : `${decimal(seconds, 2)} s`;
+}
+
+function showTiles(body) {
+  const { engine, latency } = body;
   const { total } = engine;
   const share = (count) => decimal(100 * ratio(count, engine.kv_slots), 1);
   setText("running", whole(engine.running));
@@ -114,6 +142,9 @@ function showTiles({ engine }) {
   setText("rate", decimal(tokensPerSecond(), 0));
   setText("accept", decimal(acceptLength(total), 2),
     `${decimal(ratio(total.generated_tokens, total.target_forwards), 2)} since the start`);
+  setText("saved", ...saved(body));
+  setText("first-token", milliseconds(latency.first_token_seconds), "median of recent samples");
+  setText("per-token", milliseconds(latency.token_seconds), "median of recent samples");
   setText("kv", `${share(engine.kv_used)} %`, `${share(engine.kv_cached)} % cached`);
   setText("finished", whole(total.finished));
   setText("generated", whole(total.generated_tokens));
@@ -142,8 +173,8 @@ function overTime(id, begun, now, lines) {
   const heights = lines.flatMap(({ points }) => points.map(([, y]) => y)).filter(Number.isFinite);
   drawChart(byId(id), {
     lines: lines.map(({ label, points }) => ({ label, points: points.map(([time, y]) => [time - now, y]) })),
-    xAxis: linearAxis(begun - now, 0),
-    yAxis: linearAxis(0, Math.max(1, ...heights) * 1.05),
+    x: { from: begun - now, to: 0 },
+    y: { from: 0, to: Math.max(1, ...heights) * 1.05 },
     xLabel: "seconds",
     height: 150,
   });
@@ -155,29 +186,28 @@ function learnedOf(engine) {
   return all.map(({ learned }) => learned?.budget).find((budget) => budget?.cost) ?? {};
 }
 
+// Only what was measured: the engine's own curve goes on beyond that by extrapolation.
 function showCost({ engine }) {
   const { cost } = learnedOf(engine);
-  const measured = cost?.contexts
-    .map((context, index) => ({ context, ms: cost.milliseconds[index], seen: cost.observations[index] }))
-    .filter(({ seen }) => seen.some((count) => count > 0))
-    .slice(0, MAX_CONTEXTS);
-  byId("cost").hidden = !measured?.length;
-  if (!measured?.length) return;
+  const lines = (cost?.contexts ?? []).map((context, index) => ({
+    label: `context up to ${whole(context)}`,
+    points: cost.rows.flatMap((rows, at) => (cost.observations[index][at] > 0 ? [[rows, cost.milliseconds[index][at]]] : [])),
+    dots: true,
+  })).filter(({ points }) => points.length).slice(0, MAX_CONTEXTS);
+  byId("cost").hidden = !lines.length;
+  if (!lines.length) return;
   const step = engine.last_step;
-  const heights = measured.flatMap(({ ms }) => ms);
-  const ring = step.query_tokens > 0 && step.forward_ms > 0 ? [step.query_tokens, step.forward_ms] : null;
-  if (ring) heights.push(ring[1]);
+  const marks = step.query_tokens > 0 && step.forward_ms > 0
+    ? [{ label: "the latest step", points: [[step.query_tokens, step.forward_ms]], series: lines.length }] : [];
+  const points = [...lines, ...marks].flatMap((each) => each.points);
+  const [rows, heights] = [points.map(([x]) => x), points.map(([, y]) => y)];
   drawChart(byId("cost-chart"), {
-    lines: measured.map(({ context, ms, seen }) => ({
-      label: measured.length === 1 ? "" : `context to ${whole(context)}`,
-      points: ms.map((height, index) => [cost.rows[index], height]),
-      seen: seen.map((count) => count > 0),
-    })),
-    xAxis: logAxis(cost.rows[0], Math.max(cost.rows.at(-1), ring?.[0] ?? 0)),
-    yAxis: logAxis(Math.min(...heights) * 0.9, Math.max(...heights) * 1.1),
+    lines,
+    marks,
+    x: { from: Math.min(...rows), to: Math.max(...rows, Math.min(...rows) + 1), log: true },
+    y: { from: Math.min(...heights) * 0.9, to: Math.max(...heights) * 1.1, log: true },
     xLabel: "query tokens",
     height: 280,
-    ring,
   });
 }
 
@@ -186,14 +216,14 @@ function showValues({ engine }) {
   byId("values").hidden = !values;
   if (!values) return;
   const head = byId("values").querySelector("thead tr");
-  head.replaceChildren(...["source", ...values.depths.map((depth) => `depth ${depth}`)].map((name) => {
+  head.replaceChildren(...["drafts from", ...values.depths.map((depth) => `${depth} ahead`)].map((name) => {
     const cell = document.createElement("th");
     cell.scope = "col";
     cell.textContent = name;
     return cell;
   }));
   fill("values", values.sources.map((source, row) => [
-    source,
+    SOURCES[source] ?? source,
     ...values.expected[row].map((expected, depth) => {
       const accepted = values.accepted[row][depth];
       if (expected < 0.5 && accepted < 0.5) return "–";
@@ -254,6 +284,7 @@ function showCorpora({ engine }) {
 }
 
 function show(body) {
+  byId("model").textContent = body.model;
   remember(sampleOf(body));
   byId("key-form").hidden = true;
   byId("forget").hidden = !sessionStorage.getItem(KEY);
@@ -263,7 +294,7 @@ function show(body) {
 
 function askForKey() {
   const refused = sessionStorage.getItem(KEY) !== null;
-  sessionStorage.removeItem(KEY);
+  sessionStorage.clear();
   samples = [];
   byId("content").hidden = true;
   setState("waiting", refused ? "the key was refused" : "a key is needed");
@@ -311,6 +342,10 @@ async function follow() {
 }
 
 document.addEventListener("visibilitychange", () => document.hidden || wake());
+addEventListener("pagehide", () => {
+  const left = { at: Date.now(), model: byId("model").textContent, samples };
+  if (samples.length) sessionStorage.setItem(HISTORY, JSON.stringify(left));
+});
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEY, byId("key").value);

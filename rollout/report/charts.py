@@ -1,0 +1,267 @@
+"""The charts of a report as data that charts.js draws, in the order of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollout.report.bins import Bins
+from rollout.report.figures import count
+from rollout.report.learned import NUM_TENTHS, calibration, cost_curve
+from rollout.report.panels import Chart, Panel, make_line, make_panel, panels_or, short, time_unit
+from rollout.report.rollouts import RolloutTexts
+from rollout.report.run import Log, Run
+from rollout.report.verdict import saving_of
+
+T = TypeVar("T")
+
+_MAX_POINTS = 1500
+_MAX_CONTEXTS = 6
+_MAX_GROUPS = 40
+_MAX_SPANS = 24
+_GREY = 6  # the series of what is only a guide
+
+
+def charts(log: Log, texts: RolloutTexts) -> list[Chart]:
+    """All charts of a log."""
+    return [
+        _over_time(log),
+        _saved(log),
+        _lengths(log, texts),
+        _cost(log),
+        _calibration(log),
+        _last_rollouts(log, texts),
+    ]
+
+
+def _over_time(log: Log) -> Chart:
+    unit, unit_name = time_unit(max(run.seconds for run in log.runs))
+
+    def panel(caption: str, values: Callable[[Run, Bins], np.ndarray]) -> Panel:
+        lines = []
+        for series, run in enumerate(log.runs):
+            if run.num_steps:
+                bins = Bins(run)
+                lines.append(make_line(run.name, bins.ends / unit, values(run, bins), series))
+        return make_panel(caption, lines=lines, height=170, xLabel=unit_name)
+
+    def rate(run: Run, bins: Bins) -> np.ndarray:
+        generated = bins.total(run.steps["generated_tokens"]) * run.steps_per_line
+        took = np.diff(bins.ends, prepend=0.0)
+        return np.where(took > 0, generated / np.where(took > 0, took, 1.0), np.nan)
+
+    panels = [
+        panel("tokens per second", rate),
+        panel(
+            "accept length: tokens per target forward of a request",
+            lambda run, bins: bins.ratio(run.steps["generated_tokens"], run.steps["sampling"]),
+        ),
+        panel("requests running", lambda run, bins: bins.mean(run.steps["running"])),
+    ]
+    return Chart(
+        "over_time",
+        "Over time",
+        "Means of consecutive steps, from the start of generation. While requests run out at the "
+        "end, the tail, each step is worth less and drafts are worth more.",
+        *panels_or(panels, "The log holds no steps yet."),
+    )
+
+
+def _saved(log: Log) -> Chart:
+    unit, unit_name = time_unit(max(run.seconds for run in log.runs))
+    lines = []
+    for series, run in enumerate(log.runs):
+        if not run.num_steps or saving_of(run) is None or not np.nansum(run.steps["drafted"]):
+            continue
+        ends = Bins(run).last
+        saved, error = (
+            run.steps[name][ends] / run.num_replicas
+            for name in ("saved_seconds", "saved_error_seconds")
+        )
+        seconds = run.step_seconds[ends]
+        lines.append(
+            make_line(run.name, seconds / unit, saved, series, saved - error, saved + error)
+        )
+    panel = make_panel("seconds saved", lines=lines, height=170, xLabel=unit_name, y_from=None)
+    return Chart(
+        "saved",
+        "Time saved by drafts",
+        "Against plain decoding, summed up since the start. The band is the 95 % interval: where "
+        "it covers 0, no difference can be told.",
+        *panels_or(
+            [panel], "Not measured: nothing was drafted, or spec.budget is not learned, which "
+            "compares drafting steps with plain ones.",
+        ),
+    )  # fmt: skip
+
+
+def _last_rollouts(log: Log, texts: RolloutTexts) -> Chart:
+    unit, unit_name = time_unit(max(run.seconds for run in log.runs))
+    panels = []
+    for series, run in enumerate(log.runs):
+        known = np.flatnonzero(np.isfinite(run.began_seconds + run.ended_seconds))
+        order = known[np.argsort(-run.ended_seconds[known], kind="stable")]
+        chosen = order[: max(_MAX_SPANS // len(log.runs), 6)]
+        spans = [
+            [
+                short(run.began_seconds[index] / unit),
+                short(run.ended_seconds[index] / unit),
+                texts.tip(run, int(index)),
+            ]
+            for index in chosen
+        ]
+        if spans:
+            panels.append({
+                "caption": run.name or "prompt.sample, the last to end on top",
+                "spans": [{"points": spans, "series": series}],
+                "x": {"from": 0, "to": short(max(run.seconds / unit, 1e-3))},
+                "y": {"names": [texts.sample_name(run, int(index)) for index in chosen]},
+                "xLabel": unit_name,
+            })  # fmt: skip
+    return Chart(
+        "last",
+        "The last rollouts",
+        "From their first target forward to their end. Named prompt.sample; the prompt, length and "
+        "accept length are shown on hovering.",
+        *panels_or(panels, "No rollout had finished when the log ended."),
+    )
+
+
+def _lengths(log: Log, texts: RolloutTexts) -> Chart:
+    """Prompts that several runs share are drawn in one column."""
+    lengths: dict[str, list[float]] = {}
+    for run in log.runs:
+        for group, length in zip(run.groups, run.rollouts["generated_tokens"], strict=True):
+            if np.isfinite(length):
+                lengths.setdefault(group, []).append(float(length))
+    longest = sorted(lengths, key=lambda group: -float(np.mean(lengths[group])))[:_MAX_GROUPS]
+    columns = {group: column for column, group in enumerate(longest)}
+    names = [""] * len(longest)
+    marks = []
+    for series, run in enumerate(log.runs):
+        shown = [index for index, group in enumerate(run.groups) if group in columns]
+        for index in shown:
+            names[columns[run.groups[index]]] = count(run.rollouts["prompt_index"][index])
+        beside = (series - (len(log.runs) - 1) / 2) * min(0.25, 0.8 / len(log.runs))
+        points = [
+            [
+                columns[run.groups[index]] + beside,
+                short(run.rollouts["generated_tokens"][index]),
+                texts.tip(run, index),
+            ]
+            for index in _thinned(shown)
+        ]
+        marks.append({"label": run.name, "points": points, "series": series})
+    panel = make_panel("generated tokens", marks=marks, height=220, xLabel="prompt")
+    panel["x"] = {"names": names}
+    left_out = (
+        f" The longest {len(longest)} of {len(lengths)}." if len(lengths) > len(longest) else ""
+    )
+    return Chart(
+        "lengths",
+        "Lengths by prompt",
+        "Generated tokens of each sample, the prompts with the longest on average first."
+        + left_out,
+        *panels_or([panel] if longest else [], "No rollout had finished when the log ended."),
+    )
+
+
+def _cost(log: Log) -> Chart:
+    """The cost of decoding, of the last run that tells of it: measured, and learned there."""
+    run = next((run for run in reversed(log.runs) if cost_curve(run.learned)), log.runs[-1])
+    steps = run.steps
+    decodes = steps["query_tokens"] == steps["sampling"] + np.nan_to_num(steps["drafted"])
+    chosen = decodes & (steps["sampling"] > 0) & (steps["forward_ms"] > 0)
+    rows, took = steps["query_tokens"][chosen], steps["forward_ms"][chosen]
+    marks = []
+    if len(rows):
+        tops = took <= np.quantile(took, 0.97) * 1.5  # steps that the machine interrupted
+        points = [[short(row), short(ms)] for row, ms in zip(rows[tops], took[tops], strict=True)]
+        marks.append({"label": "each step", "points": _thinned(points), "small": True,
+                      "series": _GREY})  # fmt: skip
+        marks.append({"label": "median and quartiles", "points": _quartiles(rows, took),
+                      "series": 0})  # fmt: skip
+    lines: list[dict[str, Any]] = []
+    curve = cost_curve(run.learned)
+    if curve is not None:
+        for context in np.flatnonzero((curve.observations_CR > 0).any(axis=1))[:_MAX_CONTEXTS]:
+            seen = curve.observations_CR[context] > 0
+            lines.append(make_line(f"learned, context up to {curve.contexts_C[context]:,.0f}",
+                               curve.rows_R[seen], curve.milliseconds_CR[context][seen],
+                               len(lines) + 1, dots=True))  # fmt: skip
+    panel = make_panel("milliseconds of a forward", lines=lines, marks=marks, height=260,
+                   xLabel="query tokens of a forward: roots and draft tokens")  # fmt: skip
+    return Chart(
+        "cost",
+        "Cost of a forward",
+        "Steps of decoding alone, without drafting and sampling; the learned curve only where it "
+        f"was measured.{f' Of {run.name}.' if run.name else ''}",
+        *panels_or(
+            [panel], "No forward only decoded, and no curve was learned (spec=none learns none)."
+        ),
+    )
+
+
+def _quartiles(rows: np.ndarray, took: np.ndarray) -> list[list[Any]]:
+    """Median and quartiles of the steps by rows: one point per count while there are few."""
+    distinct = np.unique(rows)
+    edges = (distinct[1:] + distinct[:-1]) / 2
+    if len(distinct) > 24:
+        edges = np.unique(np.quantile(rows, np.linspace(0, 1, 25)[1:-1]))
+    bins = np.digitize(rows, edges)
+    points: list[list[Any]] = []
+    for index in np.unique(bins):
+        here = bins == index
+        low, middle, high = np.quantile(took[here], (0.25, 0.5, 0.75))
+        row = np.median(rows[here])
+        tip = f"{row:,.0f} query tokens\nmedian {middle:.2f} ms of {here.sum():,} steps"
+        points.append([*map(short, (row, middle)), tip, *map(short, (low, high))])
+    return points
+
+
+def _calibration(log: Log) -> Chart:
+    guide = {"label": "perfect", "points": [[0, 0], [1, 1]], "dashed": True, "series": _GREY}
+    marks = []
+    for series, run in enumerate(log.runs):
+        found = calibration(run.learned)
+        if found is None:
+            continue
+        points: list[list[Any]] = []
+        for tenth in range(NUM_TENTHS):
+            nodes, accepted = found.count_K[tenth], found.accepted_K[tenth]
+            if nodes <= 0:
+                continue
+            estimate, share = found.expected_K[tenth] / nodes, accepted / nodes
+            tip = f"estimated {estimate:.0%}, accepted {share:.0%}\nof {nodes:,.0f} draft tokens"
+            points.append([*map(short, (estimate, share)), tip, *_interval(share, nodes)])
+        marks.append({"label": run.name or "accepted, 95 % interval", "points": points,
+                      "series": series})  # fmt: skip
+    panel = make_panel("share accepted", marks=marks, height=260, xLabel="estimated probability")
+    panel |= {"lines": [guide], "x": {"from": 0, "to": 1}, "y": {"from": 0, "to": 1}}
+    return Chart(
+        "calibration",
+        "Are the estimates right?",
+        "Verified draft tokens by the probability they were estimated to be accepted with, and the "
+        "share of them that was. On the dashed line both are equal.",
+        *panels_or(
+            [panel] if marks else [], "No draft token was judged by a learned budget, or the log "
+            "ends before that was written (spec=none drafts nothing).",
+        ),
+    )  # fmt: skip
+
+
+def _interval(share: float, nodes: float) -> list[float | None]:
+    """Wilson's score interval of a binomial share (E. B. Wilson, JASA 1927), at 95 %."""
+    z = 1.96
+    middle = (share + z**2 / (2 * nodes)) / (1 + z**2 / nodes)
+    spread = math.sqrt(max(share * (1 - share), 0.0) / nodes + (z / (2 * nodes)) ** 2)
+    half = z * spread / (1 + z**2 / nodes)
+    return [short(min(middle - half, share)), short(max(middle + half, share))]
+
+
+def _thinned(values: list[T]) -> list[T]:
+    """At most ``_MAX_POINTS`` of them, evenly spread."""
+    return values[:: -(-len(values) // _MAX_POINTS) or 1]

@@ -1,0 +1,167 @@
+"""The verdict on each run: how fast it was, what drafts gained, and where the time went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from rollout.engine.plain_pace import Saving
+from rollout.report.figures import (
+    UNKNOWN,
+    accept_length,
+    count,
+    counter,
+    decimal,
+    percent,
+    seconds,
+    tokens_per_second,
+)
+from rollout.report.run import Run, number, total
+
+_PHASES = {
+    "forward": "forward_ms",
+    "drafting": "draft_ms",
+    "sampling": "sample_ms",
+    "scheduling": "schedule_ms",
+}
+_COLORS = ("blue", "red", "green", "magenta", "yellow", "white")  # of a terminal
+_BLOCKS = ("\N{FULL BLOCK}", "\N{DARK SHADE}", "\N{MEDIUM SHADE}", "\N{LIGHT SHADE}", "=", ".")
+_PLAIN_BLOCKS = ("#", "%", "+", "-", "=", ".")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a run's time."""
+
+    name: str
+    begin: float  # of 1
+    share: float  # of 1
+
+    @property
+    def label(self) -> str:
+        """The part's name and share."""
+        return f"{self.name} {percent(self.share)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict on a run, as both the page and the terminal show it."""
+
+    name: str  # of the run; empty where there is one alone
+    speedup: str  # short: a factor with its error
+    sentence: str
+    facts: list[tuple[str, str]]
+    shares: list[Share]  # that add up to 1; none where no time is known
+
+
+def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+    """The verdict on each run; all but the first are compared with it."""
+    return [_verdict(run, runs[0]) for run in runs]
+
+
+def _verdict(run: Run, first: Run) -> Verdict:
+    saving = saving_of(run)
+    speedup, sentence = _speedup(run, saving)
+    rate, first_rate = tokens_per_second(run), tokens_per_second(first)
+    if run is not first and rate and first_rate:
+        sentence += (
+            f" It made {rate / first_rate:.2f} times as many tokens per second as {first.name}; "
+            "one run of each has no error, and a machine's pace differs from run to run."
+        )
+    return Verdict(
+        name=run.name,
+        speedup=speedup,
+        sentence=sentence,
+        facts=[
+            ("tokens/s", count(rate)),
+            ("speedup", speedup),
+            ("accept length", decimal(accept_length(run), 2)),
+            ("rollouts", count(run.num_rollouts)),
+            ("tokens", count(counter(run, "generated_tokens"))),
+            ("time", seconds(run.seconds)),
+        ],
+        shares=time_shares(run),
+    )
+
+
+def saving_of(run: Run) -> Saving | None:
+    """What drafts saved; None where the log does not tell."""
+    variance = number(run.totals.get("gain_variance_ms2"))
+    saved = number(run.totals.get("gain_ms")) / 1e3
+    error = 1.96 * math.sqrt(variance) / 1e3 if variance >= 0 else math.nan
+    if not math.isfinite(saved + error):
+        known = np.flatnonzero(
+            np.isfinite(run.steps["saved_seconds"] + run.steps["saved_error_seconds"])
+        )
+        if not len(known):
+            return None
+        saved, error = (
+            float(run.steps[name][known[-1]]) for name in ("saved_seconds", "saved_error_seconds")
+        )
+    return Saving(saved / run.num_replicas, error / run.num_replicas, run.seconds)
+
+
+def _speedup(run: Run, saving: Saving | None) -> tuple[str, str]:
+    """The speedup's factor, and a sentence on it."""
+    if not counter(run, "drafted"):
+        return UNKNOWN, "Nothing was drafted: this is plain decoding."
+    if saving is None or number(run.totals.get("forecast_steps")) == 0:
+        return UNKNOWN, (
+            "What drafts saved was not measured: spec.budget=learned compares drafting steps with "
+            "plain ones."
+        )
+    factor = f"{saving.speedup:.2f} \N{PLUS-MINUS SIGN} {saving.speedup_error:.2f}"
+    saved = f"{saving.seconds:+.1f} s \N{PLUS-MINUS SIGN} {saving.error_seconds:.1f}"
+    if not saving.is_told:
+        return factor, (
+            f"No difference from plain decoding can be told: {factor} times as fast covers 1.0 "
+            f"({saved} saved)."
+        )
+    return factor, (
+        f"{factor} times as fast as plain decoding ({saved} saved), measured against plain steps "
+        "between the drafting ones."
+    )
+
+
+def time_shares(run: Run) -> list[Share]:
+    """Where the time of generation went, the phases of steps first."""
+    known = {name: _milliseconds(run, field) for name, field in _PHASES.items()}
+    in_steps = max(_milliseconds(run, "total_ms"), sum(known.values()))
+    known["rest of steps"] = in_steps - sum(known.values())
+    known["between steps"] = max(run.seconds * run.num_replicas * 1e3 - in_steps, 0.0)
+    whole = sum(known.values())
+    shares: list[Share] = []
+    for name, milliseconds in known.items() if whole > 0 else ():
+        begin = shares[-1].begin + shares[-1].share if shares else 0.0
+        shares.append(Share(name, begin, milliseconds / whole))
+    return shares
+
+
+def _milliseconds(run: Run, field: str) -> float:
+    known = number(run.totals.get(field))
+    return max(known, 0.0) if known == known else total(run.steps[field]) * run.steps_per_line
+
+
+def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
+    """Print the verdicts, each with its bar."""
+    blocks = _BLOCKS if console.encoding.startswith("utf") else _PLAIN_BLOCKS
+    for verdict in found:
+        if verdict.name:
+            console.print(Text(verdict.name, style="bold"))
+        console.print(Text(verdict.sentence))
+        facts = [f"{name} {value}" for name, value in verdict.facts if name != "speedup"]
+        console.print(Text("   ".join(facts)))
+        if verdict.shares:
+            width = max(min(console.width, 80), 10)
+            bar, legend = Text(), Text()
+            for share, block, color in zip(verdict.shares, blocks, _COLORS, strict=True):
+                end = round((share.begin + share.share) * width)
+                bar.append(block * (end - len(bar)), style=color)
+                legend.append(f"{block} ", style=color).append(f"{share.label}   ")
+            console.print(bar)
+            console.print(legend)
