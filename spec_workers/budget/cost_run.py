@@ -44,9 +44,10 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     graphs = target.graphs
     warm_ups = 1 if graphs is None else 2  # its second forward is captured
     best: dict[int, float] = {}
+    padded = {rows: max(rows, target.minimum_rows) for rows in _SIZES}
     with (
         gpu.on(target.model.device),
-        trial_forwards(target.memory, target.runner, _SIZES) as forwards,
+        trial_forwards(target.memory, target.runner, sorted(set(padded.values()))) as forwards,
     ):
         clock = _Clock(group, seconds)
         for turn in range(warm_ups + _TURNS):
@@ -58,8 +59,9 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
                 milliseconds = clock.milliseconds(forward)
                 if turn >= warm_ups and (graphs is None or graphs.is_warm):
                     best[rows] = min(milliseconds, best.get(rows, milliseconds))
-    for rows, milliseconds in best.items():
-        curve.observe(rows, CONTEXT + rows, milliseconds)
+    for rows in _SIZES:
+        if padded[rows] in best:
+            curve.observe(rows, CONTEXT + rows, best[padded[rows]])
 
 
 class _Clock:
