@@ -63,7 +63,7 @@ def test_one_thread_where_two_wait_for_each_other(monkeypatch, caplog):
     caplog.set_level("INFO")
     choose_threads({1: Machine(monkeypatch).forward(0.071, 0.199)})
     assert torch.get_num_threads() == 1
-    assert "1 CPU threads (num_threads sets another number)" in caplog.text
+    assert "CPU threads: 1 (num_threads sets another number)" in caplog.text
     assert "71.0 ms with 1, 199.0 ms with 2" in caplog.text
 
 
