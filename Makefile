@@ -17,10 +17,6 @@ NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/ops/csrc/* ngram_na
 
 BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.26" ninja
 
-# Idle OpenMP threads yield the core after microseconds instead of milliseconds: on a machine that
-# does anything else as well, spinning ones cost a factor of ten and more.
-export GOMP_SPINCOUNT ?= 10000
-
 .PHONY: help
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -82,6 +78,9 @@ demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on t
 # In the order of the folders, the many short files of spec_workers and weights come last and fill both.
 # Where bytecode may not be written, pytest compiles its plugins and all tests anew in each process.
 TEST_PROCESSES ?= 2
+
+# As `rollout` sets it itself where it is imported before torch.
+test test-gpu bench: export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests

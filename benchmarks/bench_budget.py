@@ -1,191 +1,206 @@
 """Question: is speculation with its learned budget never slower than plain decoding, faster where
 drafts pay, and as fast as the best fixed number of draft tokens?
 
-    python benchmarks/bench_budget.py [--only GRPO] [--repeats 1]
+    python benchmarks/bench_budget.py [--only "open prompts, ngram"] [--pairs 40]
     python benchmarks/bench_budget.py --trace rollouts.npz=2.1 --only replay
 
-Engines that decode the same work take turns of a fraction of a second and must emit the same
-tokens; a speedup is the median over the repeats. Bars: at least 0.97x to 2x plain decoding, by what
-there is to repeat; at least the best fixed number; at most a tenth of the time outside the forward;
-exactness at most 1.1x. Traces, given with the speedup that is their bar, are replayed under a
-roofline's prices (`budget_replay.py`); one is sampled from the model at temperature 1 and kept in
-runs/, whose bar is 1.0.
+One engine decodes the same work with drafts and without, one right after the other, in an order
+drawn at random (`rollout/offline/compare`). A row with a bar is the lower end of the speedup's 95 %
+interval. On two idle cores the parts take 10 minutes for the open prompts of each kind of drafts
+(eagle and hybrid where --draft is there), 3 for the greedy one, 1 to 3 for each second epoch, 9 for
+the GRPO step and 1 for the cold start. Traces, given with the speedup that is their bar, are
+replayed under a roofline's prices (`budget_replay.py`); one is sampled at temperature 1 and kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 from budget_replay import replay_rows
-from harness.command import Command, Part, Parts
-from harness.engines import PLAIN, corpus_of, fixed, make_engine, warm_up
+from harness.command import POSITIVE, Command, Part, Parts
+from harness.engines import PLAIN, corpus_of, forget, make_engine, warm_up
 from harness.prompts import OPEN_PROMPTS, REPETITIVE_PROMPTS, chat, reasoning_prompts
-from harness.race import Races, hold_races
 from harness.rows import Row, row
-from harness.timing import in_turns, paired
 from harness.traces import load_trace, synthetic_trace
 
-from rollout import Rollout, RolloutEngine, SamplingParams
-from rollout.types import Prompt
+from rollout import RolloutEngine, SamplingParams
+from rollout.offline.compare.comparison import Comparison, Work
+from rollout.offline.compare.paired_times import PairedTimes
+from spec_workers.budget import FixedBudget
+from spec_workers.options import SpecOptions
+from spec_workers.step_learning import StepLearning
 
-BUDGET = "budget"
 GRPO = "GRPO step, third epoch, T 0.5"
-"""Few prompts, many samples, a few stragglers. The step is over when its last rollout is, so the
-tail in which few requests run counts as much as the beginning in which all do."""
 
-_FIXED = (2, 4, 8, 16)  # draft tokens; none at all is plain decoding
-_KV_BYTES = 512 << 20
+_BATCHES = (32, 16, 8, 4, 1)
+"""From wide to narrow, as a batch runs empty: the gate looks anew at half the width."""
+
+_SETTLING = 5  # pairs, within which the gate closes
+_FIXED = (2, 4, 8, 16)  # draft tokens
+_JOB_SECONDS = 60.0
 _SAMPLED = Path("runs/sampled_temperature_1.npz")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    name: str
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    batch: int
-    bar: float  # least speedup
-    epochs_before: int = 0  # run, untimed and with other seeds, before each timed pass
+def hold(comparison: Comparison, work: Work, name: str) -> PairedTimes:
+    """Compare all of the work. Raises RuntimeError where drafts changed a token or a logprob."""
+    compared = comparison.run(work, math.inf)
+    print(f"{name}: {compared}", flush=True)
+    if compared.differing:
+        raise RuntimeError(f"{name}: speculation changed {compared.differing}")
+    return compared.times
 
 
-def workloads() -> list[Workload]:
-    open_ended = [chat(text) for text in OPEN_PROMPTS]
-    tasks = reasoning_prompts(8)
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=192)
-    hot = SamplingParams(temperature=1.0, max_new_tokens=80, seed=100)
-    warm = SamplingParams(temperature=0.7, max_new_tokens=96, n=4, seed=200)
-    step = SamplingParams(temperature=0.5, max_new_tokens=512, n=8, seed=300)
-    differing = ("gsm_symbolic", "calendar_arithmetic", "leg_counting", "time_intervals")
-    return [
-        Workload(name="greedy, repetitive, batch 1", prompts=[chat(t) for t in REPETITIVE_PROMPTS],
-                 params=greedy, batch=1, bar=2.0),
-        *(Workload(name=f"open prompts, T 1.0, batch {batch}", params=hot, batch=batch, bar=0.98,
-                   prompts=(open_ended * 4)[: max(3, 2 * batch)]) for batch in (1, 4, 8, 16)),
-        *(Workload(name=f"second epoch, T 0.7, batch {batch}", params=warm, batch=batch, bar=bar,
-                   prompts=tasks[:count], epochs_before=1)
-          for batch, count, bar in ((1, 2, 1.25), (4, 4, 1.1), (16, 8, 1.0))),
-        Workload(name=GRPO, prompts=[reasoning_prompts(1, task)[0] for task in differing],
-                 params=step, batch=32, bar=1.25, epochs_before=2),
-    ]  # fmt: skip
+def rows_of(name: str, times: PairedTimes, bar: float) -> Iterator[Row]:
+    yield row(f"{name}: speedup", times.speedup, "x")
+    yield row(f"{name}: at least", times.interval()[0], "x", bar)
 
 
-def shortened(work: Workload) -> Workload:
-    params = replace(work.params, max_new_tokens=6, n=min(2, work.params.n))
-    return replace(work, prompts=work.prompts[:2], params=params)
+def open_work(options: argparse.Namespace, batch: int, max_new_tokens: int, pairs: int) -> Work:
+    """Open prompts at temperature 1 hardly repeat themselves: the hardest case for drafts."""
+    prompts = [chat(text) for text in OPEN_PROMPTS] * (batch * pairs)
+    params = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, seed=100)
+    return Work(prompts=prompts[: batch * pairs], params=params, width=batch)
 
 
-def hold(model: Path, work: Workload, repeats: int, **others: dict[str, Any]) -> Races:
-    """Race plain decoding, the budget and ``others``, engines by their `spec_options`.
+def warm_engine(model: Path, spec: str, draft: Path) -> RolloutEngine:
+    """An engine whose first forwards of each shape, which are slow, are behind it."""
+    spec_options = {} if spec == "ngram" else {"draft_path": str(draft)}
+    engine = make_engine(model, spec, _BATCHES[0], spec_options, kv_bytes=512 << 20)
+    for batch in _BATCHES:
+        warm_up(engine, [chat(text) for text in OPEN_PROMPTS * 4][:batch], most=24)
+    return engine
 
-    The epochs before are the budget's own. In each repeat every drafting engine has the corpus as
-    they left it; all else that a budget learns goes on from repeat to repeat, as in a longer run.
-    """
-    specs: dict[str, tuple[str, dict[str, Any]]] = {PLAIN: (PLAIN, {}), BUDGET: ("ngram", {})}
-    specs |= {name: ("ngram", options) for name, options in others.items()}
-    engines = {
-        name: make_engine(model, spec, work.batch, options, kv_bytes=_KV_BYTES)
-        for name, (spec, options) in specs.items()
-    }
-    for engine in engines.values():
-        warm_up(engine, (list(work.prompts) * 8)[: 2 * work.batch], work.params.max_new_tokens)
-    for epoch in range(work.epochs_before):
-        engines[BUDGET].generate(work.prompts, replace(work.params, seed=epoch))
-        for engine in engines.values():  # training that changes nothing: drafts are older from now
-            engine.update_weights_from_disk(model, weight_version=epoch + 1)
+
+def open_rows(options: argparse.Namespace, spec: str) -> Iterator[Row]:
+    engine = warm_engine(options.model, spec, options.draft)
+    for batch in _BATCHES:
+        forget(engine)
+        name = f"open prompts, {spec}, batch {batch}"
+        work = open_work(options, batch, options.tokens, options.pairs + _SETTLING)
+        times = hold(Comparison(engine), work, name)
+        yield from rows_of(name, times, 0.98)
+        settled = PairedTimes(times.plain_P[_SETTLING:], times.speculative_P[_SETTLING:])
+        yield from rows_of(f"{name}, gate settled", settled, 0.99)
+
+
+def teach(engine: RolloutEngine, work: Work, epochs: int) -> None:
+    for epoch in range(epochs):
+        Comparison(engine).teach(replace(work.of_epoch(epoch), width=engine.max_running))
+        # Training that changes nothing: drafts are older from now on.
+        engine.update_weights_from_disk(engine.config.model.path, weight_version=epoch + 1)
+
+
+def epoch_rows(options: argparse.Namespace, batch: int, bar: float) -> Iterator[Row]:
+    params = SamplingParams(temperature=0.7, max_new_tokens=options.tokens, n=4, seed=200)
+    prompts = reasoning_prompts(math.ceil(options.pairs * batch / params.n))
+    work = Work(prompts=prompts, params=params, width=batch)
+    engine = warm_engine(options.model, "ngram", options.draft)
+    teach(engine, work, 1)
+    name = f"second epoch, T 0.7, batch {batch}"
+    yield from rows_of(name, hold(Comparison(engine), work.of_epoch(1), name), bar)
+
+
+def repetitive_rows(options: argparse.Namespace) -> Iterator[Row]:
+    engine = warm_engine(options.model, "ngram", options.draft)
+    prompts = [chat(text) for text in REPETITIVE_PROMPTS]
+    params = SamplingParams(temperature=0.0, max_new_tokens=192)
+    times = PairedTimes()
+    for _ in range(math.ceil(options.pairs / len(prompts))):
+        forget(engine)  # a greedy answer that was seen would be drafted whole
+        once = hold(Comparison(engine), Work(prompts=prompts, params=params, width=1), "repetitive")
+        times.plain_P += once.plain_P
+        times.speculative_P += once.speculative_P
+    yield from rows_of("greedy, repetitive, batch 1", times, 2.0)
+
+
+@contextmanager
+def drafting(engine: RolloutEngine, corpus: Path, fixed: int | None = None) -> Iterator[None]:
+    """Draft from the saved corpus, a fixed number of tokens or as the learned budget says."""
+    worker: Any = engine.worker
+    worker.corpus.load(corpus)  # no rollout may be drafted from itself
+    own = worker.budget, worker._learning, worker._num_draft_tokens
+    if fixed is not None:
+        worker.budget = FixedBudget(SpecOptions.min_probability)
+        worker._learning = StepLearning(worker.budget, is_deferred=False)
+        worker._num_draft_tokens = fixed
+    try:
+        yield
+    finally:
+        worker.budget, worker._learning, worker._num_draft_tokens = own
+
+
+def grpo_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Few prompts, many samples, a few stragglers. The step is over when its last rollout is, so
+    the tail in which few requests run counts as much as the beginning in which all do."""
+    tasks = ("gsm_symbolic", "calendar_arithmetic", "leg_counting", "time_intervals")
+    params = SamplingParams(temperature=0.5, max_new_tokens=options.step_tokens, n=8, seed=300)
+    prompts = [reasoning_prompts(1, task)[0] for task in tasks]
+    step = Work(prompts=prompts, params=params, width=32)
+    engine = warm_engine(options.model, "ngram", options.draft)
+    teach(engine, step, 2)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus"
-        corpus_of(engines[BUDGET]).save(corpus)
+        corpus_of(engine).save(corpus)
 
-        def prepare() -> None:
-            for name in engines.keys() - {PLAIN}:
-                corpus_of(engines[name]).load(corpus)
+        def against(fixed: int | None, pairs: int) -> PairedTimes:
+            """The learned budget; without a fixed number, against plain decoding."""
+            baseline = None if fixed is None else partial(drafting, engine, corpus, fixed)
+            learned = partial(drafting, engine, corpus)
+            comparison = Comparison(engine, baseline=baseline, speculation=learned)
+            work = replace(step.of_epoch(2), prompts=prompts * pairs)  # a step in each pair
+            return hold(comparison, work, f"{GRPO}, against {fixed or 'plain decoding'}")
 
-        races = hold_races(engines, work.prompts, work.params, repeats, prepare)
-    print(f"{work.name}: {races.describe()}", flush=True)
-    return races
-
-
-def decoding_rows(model: Path, work: Workload, repeats: int) -> Iterator[Row]:
-    races = hold(model, work, repeats)
-    yield row(f"{work.name}: plain", races.tokens_per_second(PLAIN), "tokens/s")
-    yield row(f"{work.name}: budget", races.tokens_per_second(BUDGET), "tokens/s")
-    yield row(f"{work.name}: accept length", races.metrics[BUDGET].accept_length, "tokens")
-    yield row(f"{work.name}: speedup", races.speedup(BUDGET, over=PLAIN), "x", work.bar)
-    if work.batch == 8:
-        for name, own in races.metrics.items():
-            outside = 1 - own.forward_ms / own.total_ms
-            yield row(f"outside the forward, batch 8, {name}", outside, "share", 0.1, at_most=True)
+        yield from rows_of(GRPO, against(None, options.pairs), 1.25)
+        tried = {fixed: against(fixed, min(3, options.pairs)).speedup for fixed in _FIXED}
+        best = min(tried, key=tried.__getitem__)
+        yield from rows_of(f"{GRPO}, over {best} draft tokens", against(best, options.pairs), 1.0)
 
 
-def grpo_rows(model: Path, work: Workload, repeats: int) -> Iterator[Row]:
-    others = {f"fixed {count}": fixed(count) for count in _FIXED}
-    races = hold(model, work, repeats, **others)
-    deciles = np.quantile(races.lengths, (0.0, 0.1, 0.5, 0.9, 1.0)).round().astype(int)
-    at_limit = sum(length == work.params.max_new_tokens for length in races.lengths)
-    print(f"{GRPO}: lengths {deciles.tolist()}, {at_limit} at the limit", flush=True)
-    yield row(f"{GRPO}: plain", median(races.seconds[PLAIN]), "s")
-    yield row(f"{GRPO}: accept length", races.metrics[BUDGET].accept_length, "tokens")
-    for name in others:
-        yield row(f"{GRPO}: {name}", races.speedup(name, over=PLAIN), "x")
-    yield row(f"{GRPO}: speedup", races.speedup(BUDGET, over=PLAIN), "x", work.bar)
-    best = best_by_median(races.seconds, [PLAIN, *others])
-    ratio = races.speedup(BUDGET, over=best)
-    yield row(f"{GRPO}: over the best fixed, {best}", ratio, "x", 1.0)
-
-
-def best_by_median(seconds: dict[str, list[float]], names: Sequence[str]) -> str:
-    """The name of the least median time; the least of every repeat would be luck."""
-    return min(names, key=lambda name: median(seconds[name]))
-
-
-def exactness_rows(model: Path, work: Workload, repeats: int) -> Iterator[Row]:
-    """Seconds of plain decoding with exact=true over those with exact=false; 1 is free."""
-
-    def calls(engine: RolloutEngine) -> list[Rollout]:
-        engine.flush_cache()
-        return engine.generate(work.prompts, work.params)
-
-    seconds = in_turns(
-        {
-            exact: partial(calls, make_engine(model, PLAIN, work.batch, {}, exact=exact))
-            for exact in (False, True)
-        },
-        repeats,
-    )
-    ratio = paired(seconds[True], seconds[False])
-    yield row(f"price of exact=true, batch {work.batch}", ratio, "x", 1.1, at_most=True)
+def cold_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Seconds of a job's first minute that a new engine loses: to timing forwards, and to steps of
+    which drafts do not pay until that is known."""
+    plain = make_engine(options.model, PLAIN, 8, {})
+    warm_up(plain, [chat(text) for text in OPEN_PROMPTS], most=24)
+    engine = make_engine(options.model, "ngram", 8, {"calibration_seconds": 0})
+    worker: Any = engine.worker
+    worker._calibration_seconds = SpecOptions.calibration_seconds
+    started = time.perf_counter()
+    worker.begin({})
+    calibrated = time.perf_counter() - started
+    times = hold(Comparison(engine), open_work(options, 8, 16, options.pairs), "cold start")
+    lost = sum(times.plain_P) * (1 / (times.interval()[0] or times.speedup) - 1)
+    yield row("cold start: calibration", calibrated, "s")
+    share = (calibrated + lost) / _JOB_SECONDS
+    yield row("cold start: at most", share, "of a minute", 0.01, at_most=True)
 
 
 def sampled_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Open prompts at temperature 1 hardly repeat themselves: the hardest case for drafts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / _SAMPLED.name if options.quick else _SAMPLED
         if not path.exists():
-            tokens, samples = (6, 2) if options.quick else (56, 16)
-            params = SamplingParams(temperature=1.0, max_new_tokens=tokens, n=samples)
-            sample_trace(options.model, path, params, epochs=2)
+            sample_trace(options.model, path, *((6, 2) if options.quick else (56, 16)))
         yield from replay_rows(load_trace(path), None if options.quick else 1.0)
 
 
-def sample_trace(model: Path, path: Path, params: SamplingParams, epochs: int) -> None:
-    """Write a trace of open prompts, ``params.n`` samples of each in each of the steps."""
+def sample_trace(model: Path, path: Path, max_new_tokens: int, samples: int) -> None:
+    """Write a trace of open prompts at temperature 1, so many samples in each of two steps."""
     engine = make_engine(model, PLAIN, 64, {}, kv_bytes=1 << 30)
+    params = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, n=samples)
     prompts = [chat(text) for text in OPEN_PROMPTS]
-    rollouts: list[Rollout] = []
-    for epoch in range(epochs):
-        rollouts += engine.generate(prompts, replace(params, seed=params.seed + epoch))
-    nats = -np.mean([logprob for rollout in rollouts for logprob in rollout.logprobs])
-    print(f"{path}: {nats:.2f} nats a token", flush=True)
+    steps = [engine.generate(prompts, replace(params, seed=seed)) for seed in (0, 1)]
+    rollouts = [rollout for step in steps for rollout in step]
     prompt_ids = {rollout.prompt_index: rollout.prompt_ids for rollout in rollouts}
-    epoch_of_R = np.repeat(np.arange(epochs), len(rollouts) // epochs)
+    step_of_R = np.repeat([0, 1], len(steps[0]))
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         path,
@@ -194,8 +209,8 @@ def sample_trace(model: Path, path: Path, params: SamplingParams, epochs: int) -
         resp_tokens=np.concatenate([rollout.token_ids for rollout in rollouts]),
         resp_off=np.cumsum([0, *(len(rollout.token_ids) for rollout in rollouts)]),
         resp_prompt=np.array([rollout.prompt_index for rollout in rollouts]),
-        resp_epoch=epoch_of_R,
-        resp_step=epoch_of_R,
+        resp_epoch=step_of_R,
+        resp_step=step_of_R,
     )
 
 
@@ -213,17 +228,15 @@ def barred_trace(value: str) -> tuple[Path, float | None]:
 
 
 def parts(options: argparse.Namespace) -> Parts:
-    works = [shortened(work) if options.quick else work for work in workloads()]
+    specs = ["ngram", *(["eagle", "hybrid"] if options.draft.exists() else [])]
     found: dict[str, Part] = {
-        work.name: partial(grpo_rows if work.name == GRPO else decoding_rows,
-                           options.model, work, options.repeats)
-        for work in works
-    }  # fmt: skip
-    for work in works:
-        if work.name.startswith("open prompts") and work.batch in (1, 8):
-            found[f"price of exactness, batch {work.batch}"] = partial(
-                exactness_rows, options.model, work, options.repeats
-            )
+        f"open prompts, {spec}": partial(open_rows, options, spec) for spec in specs
+    }
+    found["greedy, repetitive"] = partial(repetitive_rows, options)
+    for batch, bar in ((1, 1.25), (4, 1.1), (16, 1.0)):
+        found[f"second epoch, batch {batch}"] = partial(epoch_rows, options, batch, bar)
+    found[GRPO] = partial(grpo_rows, options)
+    found["cold start"] = partial(cold_rows, options)
     traces = [(load_trace(path), bar) for path, bar in options.trace]
     for trace, bar in traces or [(synthetic_trace(), None)]:
         found[f"replay of {trace.name}"] = partial(replay_rows, trace, bar)
@@ -235,7 +248,10 @@ def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.threads(2)
-    command.repeats(3)
+    command.option("--draft", Path("drafts/eagle3"), type=Path, help="an EAGLE draft of the target")
+    command.option("--pairs", 40, quick=1, limits=POSITIVE, help="alternations of each row")
+    command.option("--tokens", 48, quick=4, limits=POSITIVE, help="most of a rollout")
+    command.option("--step-tokens", 128, quick=8, limits=POSITIVE, help="the same, of a GRPO step")
     help = "recorded rollouts to replay, with the least speedup that is good; repeatable"
     command.option("--trace", [], type=barred_trace, action="append", metavar="FILE[=BAR]",
                    help=help)  # fmt: skip

@@ -168,7 +168,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     exact: bool = True  # outputs are bitwise independent of batch, chunks, caches and drafts
-    num_threads: int | None = None  # CPU threads; default: torch's
+    # CPU threads. Default: OMP_NUM_THREADS, or what torch.set_num_threads() set. Where neither was
+    # given: torch's number, or fewer if forwards are clearly faster so as the engine starts.
+    num_threads: int | None = None
 
     def __post_init__(self) -> None:
         self.exact = checked_flag(self.exact, "exact")

@@ -35,7 +35,7 @@ class SpecOptions:
     num_draft_tokens: int = 16
     budget: str = "learned"
     min_probability: float = 0.02
-    calibration_seconds: float = 1.0
+    calibration_seconds: float = 0.4
 
     def __post_init__(self) -> None:
         if not isinstance(self.budget, str) or self.budget not in ("learned", "fixed"):

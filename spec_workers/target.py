@@ -33,9 +33,11 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weights.transaction import WeightTransaction
+from spec_workers.cpu_threads import choose_threads, may_choose_threads
 from spec_workers.draft_sizing import NO_DRAFT, DraftBytes
 from spec_workers.scorer import Scorer, joined
 from spec_workers.target_memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
+from spec_workers.trial_forwards import trial_forwards
 
 _QUICKEST_ROWS = 4
 """The fewest rows of a step on the CPU, padding included. oneDNN's products of fewer rows are
@@ -147,6 +149,11 @@ class TargetWorker:
             self.ranks.rows,
             chunk_len=min(limits.chunk_len, limits.max_step_tokens),
         )
+        is_alone = device.type == "cpu" and self.ranks.all.size == 1
+        if is_alone and config.num_threads is None and may_choose_threads():
+            # The tail of a batch counts as much as its beginning.
+            with trial_forwards(self.memory, self.runner, (1, limits.max_running)) as forwards:
+                choose_threads(forwards)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

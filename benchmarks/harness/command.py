@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,7 @@ class Command:
         """
         options = self.parse(arguments)
         if "threads" in options:
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # engines choose no other number
             torch.set_num_threads(options.threads)
         try:
             known = parts(options)

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from rollout.ops import gpu
 from rollout.parallel import RankGroup
-from rollout.types import Batch, FinishReason, Request, SamplingParams
 from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.learned_budget import LearnedBudget
-from spec_workers.draft_tree import only_roots
-from spec_workers.scorer import lone_run
 from spec_workers.target import TargetWorker
+from spec_workers.trial_forwards import CONTEXT, trial_forwards
 
-_CONTEXT = 128  # tokens before the rows that are timed
 _SIZES = (1, 2, 4, 8, 12, 16, 32, 64)
 _TURNS = 7  # that are timed
-
-
-@dataclass(slots=True)
-class _NeverStops:
-    stop_token_ids: frozenset[int] = frozenset()
-
-    def first_stop(
-        self, request: Request, new_token_ids: Sequence[int]
-    ) -> tuple[int, FinishReason | None]:
-        return len(new_token_ids), None
 
 
 def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None:
@@ -55,57 +40,28 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     Between steps: borrows KV slots, and gives them back. Where they do not suffice, or where the
     context is too short, fewer sizes are timed.
     """
-    clock = _Clock(target.ranks.tensor, seconds)
-    memory = target.memory
-    room = min(memory.max_sequence_len, memory.obtainable) - _CONTEXT
-    sizes = [rows for rows in _SIZES if rows <= room]
-    if not sizes:
-        return
-    tokens = [0] * (_CONTEXT + sizes[-1])
-    memory.drop_steps()
-    # Of one token nothing is cached, so that all of it is the row's own.
-    admitted = memory.admit(np.array(tokens[:1], dtype=np.int32), headroom=len(tokens) - 1)
-    if admitted is None:
-        return
-    row, _ = admitted
-    try:
-        if memory.extend(row, len(tokens)) < len(tokens):
-            return
-        before = _batch(target, tokens, row, 0, _CONTEXT)
-        clock.forward_ms(target, before)  # keys and values to attend to, and a state to begin with
-        memory.commit(before.entries, [[]])
-        memory.end_step(booked=True)
-        best: dict[int, float] = {}
-        graphs = target.graphs
-        warm_ups = 1 if graphs is None else 2  # its second forward is captured
+    group = target.ranks.tensor
+    graphs = target.graphs
+    warm_ups = 1 if graphs is None else 2  # its second forward is captured
+    best: dict[int, float] = {}
+    padded = {rows: max(rows, target.minimum_rows) for rows in _SIZES}
+    with (
+        gpu.on(target.model.device),
+        trial_forwards(target.memory, target.runner, sorted(set(padded.values()))) as forwards,
+    ):
+        clock = _Clock(group, seconds)
         for turn in range(warm_ups + _TURNS):
             if graphs is not None and turn == warm_ups:
-                clock = _Clock(target.ranks.tensor, seconds)
-            for rows in sizes:
+                clock = _Clock(group, seconds)
+            for rows, forward in forwards.items():
                 if clock.is_up and (graphs is None or turn > warm_ups):
                     break
-                milliseconds = clock.forward_ms(target, _batch(target, tokens, row, _CONTEXT, rows))
-                memory.end_step()
+                milliseconds = clock.milliseconds(forward)
                 if turn >= warm_ups and (graphs is None or graphs.is_warm):
                     best[rows] = min(milliseconds, best.get(rows, milliseconds))
-        for rows, milliseconds in best.items():
-            curve.observe(rows, _CONTEXT + rows, milliseconds)
-    finally:
-        memory.release(row, [])
-
-
-def _batch(target: TargetWorker, tokens: list[int], row: int, start: int, run_len: int) -> Batch:
-    request = Request(
-        request_id=-1,
-        tokens=tokens[: start + run_len],
-        prompt_len=start + run_len,
-        params=SamplingParams(),
-        seed=0,
-        group=0,
-        stop_check=_NeverStops(),
-        row=row,
-    )
-    return lone_run(target.memory, request, start, run_len)
+    for rows in _SIZES:
+        if padded[rows] in best:
+            curve.observe(rows, CONTEXT + rows, best[padded[rows]])
 
 
 class _Clock:
@@ -117,12 +73,9 @@ class _Clock:
         self._deadline = time.perf_counter() + seconds
         self.is_up = False  # after the last forward
 
-    def forward_ms(self, target: TargetWorker, batch: Batch) -> float:
+    def milliseconds(self, forward: Callable[[], torch.Tensor]) -> float:
         started = time.perf_counter()
-        scored_from = batch.entries[0].start
-        with gpu.on(target.model.device):
-            forwarded = target.runner.forward(batch, only_roots(1), scored_from=scored_from)
-        logits_RV = forwarded.logits_RV
+        logits_RV = forward()
         if logits_RV.is_cuda:
             torch.cuda.synchronize(logits_RV.device)
         now = time.perf_counter()

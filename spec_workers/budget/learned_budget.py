@@ -30,7 +30,7 @@ time, so that noise in the estimates does not turn them on and off."""
 
 _FIRST_STEPS = 128
 _LEARN_EVERY = 8
-_LEARN_EVERY_CLOSED = 32
+_LEARN_EVERY_CLOSED = 128
 """Costs are learned from each of the first steps, then from two in so many: looking at a step costs
 a part of what there is to spare. Two in a row, for between those the machine has hardly changed:
 they tell what rows cost."""
@@ -95,16 +95,19 @@ class LearnedBudget:
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
         prices = self._priced(batch)
-        if proposed is None or not proposed.num_nodes:
-            trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
-        else:
+        trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
+        if proposed is None:
+            if prices.plain_forecast is None:
+                following_ms = self.cost.of_following(prices.width)
+                prices.plain_forecast = self._forecast(prices, 0, 0.0, following_ms)
+            return Verified(
+                trees=trees, values_N=values_N, proposed=None, forecast=prices.plain_forecast
+            )
+        if proposed.num_nodes:
             trees, values_N = self._chosen(batch, prices, proposed)
-        return Verified(
-            trees=trees,
-            values_N=values_N,
-            proposed=proposed,
-            forecast=self._forecast(prices, trees, values_N, drafted=proposed is not None),
-        )
+        drafting_ms = self.cost.of_drafting(prices.width)
+        forecast = self._forecast(prices, trees.num_nodes, float(values_N.sum()), drafting_ms)
+        return Verified(trees=trees, values_N=values_N, proposed=proposed, forecast=forecast)
 
     def step_ms(self, batch: Batch, num_nodes: int) -> float:
         """Milliseconds of this batch with so many draft nodes: forward and sampling, without
@@ -188,23 +191,18 @@ class LearnedBudget:
         return trees, values_N
 
     def _forecast(
-        self,
-        prices: Prices,
-        trees: DraftTrees,
-        values_N: NDArray[np.float64],
-        drafted: bool,
+        self, prices: Prices, num_nodes: int, expected: float, drafting_ms: float
     ) -> StepForecast | None:
+        """``expected``: of the nodes, how many will be accepted."""
         if not prices.width or not self.cost.is_known:
             return None
-        following = self.cost.of_following(prices.width)
-        drafting = self.cost.of_drafting(prices.width) if drafted else following
-        plain_ms = float(prices.with_nodes_N1[0]) + following
-        predicted_ms = float(prices.with_nodes_N1[trees.num_nodes]) + drafting
+        plain_ms = float(prices.with_nodes_N1[0]) + self.cost.of_following(prices.width)
+        predicted_ms = float(prices.with_nodes_N1[num_nodes]) + drafting_ms
         return StepForecast(
             predicted_ms=predicted_ms,
             plain_ms=plain_ms,
             decode_ms=prices.decode_ms,
-            predicted_gain_ms=float(values_N.sum()) * prices.token_ms - (predicted_ms - plain_ms),
+            predicted_gain_ms=expected * prices.token_ms - (predicted_ms - plain_ms),
         )
 
     def _judge(self, batch: Batch, proposed: DraftTrees, results: list[EntryResult]) -> None:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.types import Batch
+from rollout.types import Batch, StepForecast
 from spec_workers.budget.step_cost import StepCost
 
 _PRICE_EVERY = 16
-"""Steps of an unchanged batch that are priced alike."""
+_PRICE_EVERY_PLAIN = 128
+"""Steps of an unchanged batch that are priced alike; the latter where nothing can be bought."""
 
 _BATCHES = 4
 """Batches whose prices are remembered at once: with overlap, parts of a batch alternate."""
@@ -31,6 +32,7 @@ class Prices:
     temperature: float  # mean of those requests
     decode_ms: float  # a plain decode step of them alone
     with_nodes_N1: NDArray[np.float64]  # this step with 0, 1, ... draft nodes, without drafting
+    plain_forecast: StepForecast | None = None  # of a step that proposes nothing, once it was asked
 
     @property
     def token_ms(self) -> float:
@@ -59,20 +61,21 @@ class KnownPrices:
         )
         prices = self._known.pop(key, None)
         if prices is None or step >= prices.until:
-            prices = _prices(batch, cost, step + _PRICE_EVERY)
+            prices = _prices(batch, cost, step)
         self._known[key] = prices
         if len(self._known) > _BATCHES:
             del self._known[next(iter(self._known))]
         return prices
 
 
-def _prices(batch: Batch, cost: StepCost, until: int) -> Prices:
+def _prices(batch: Batch, cost: StepCost, step: int) -> Prices:
     entries = batch.entries
     width = sum(entry.samples for entry in entries)
     longest = max((entry.end for entry in entries), default=0)
+    nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
+    until = step + (_PRICE_EVERY if nodes.size > 1 else _PRICE_EVERY_PLAIN)
     if not width:
         return Prices(until, 0, longest, 0.0, 0.0, np.zeros(1))
-    nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
     alone = np.array([width])
     decode_ms = float(cost.of_rows(alone, alone, longest)[0])
     with_nodes_N1 = cost.of_rows(batch.num_run_tokens + nodes, width + nodes, longest)

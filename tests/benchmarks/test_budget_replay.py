@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_budget import barred_trace, best_by_median
+from bench_budget import barred_trace
 from budget_replay import (
     PricedDrafter,
     first_nodes,
@@ -19,11 +19,6 @@ from harness.traces import load_trace, synthetic_trace
 from replaying import CorpusDrafter, replay
 
 from ngram_native import Corpus
-
-
-def test_the_best_fixed_number_is_best_by_its_median():
-    seconds = {"none": [5, 5, 5], "fixed 2": [4, 4, 4], "fixed 8": [1, 6, 6], "budget": [1, 1, 1]}
-    assert best_by_median(seconds, ["none", "fixed 2", "fixed 8"]) == "fixed 2"
 
 
 def test_a_trace_comes_with_its_bar():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from rollout.engine.engine import RolloutEngine
@@ -13,6 +13,9 @@ from rollout.offline.compare.paired_times import PairedTimes
 from rollout.types import Prompt, Rollout, SamplingParams
 
 _Key = tuple[int, int]  # prompt index, sample index
+
+Side = Callable[[], AbstractContextManager[None]]
+"""How an engine decodes while the context lasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +74,22 @@ class Comparison:
     corpus when it is drafted for.
     """
 
-    def __init__(self, engine: RolloutEngine, seed: int = 0) -> None:
-        """``seed``: of the order of sides."""
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        baseline: Side | None = None,
+        speculation: Side = nullcontext,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            baseline: of "plain" decoding; default: the engine's `without_speculation`.
+            speculation: default: the engine as it is.
+            seed: of the order of sides.
+        """
         self._engine = engine
+        self._sides = {True: baseline or engine.without_speculation, False: speculation}
         self._order = random.Random(seed)
 
     def teach(self, work: Work) -> None:
@@ -113,7 +129,7 @@ class Comparison:
         """Decode some samples; returns the seconds it took, and the rollouts."""
         engine = self._engine
         engine.flush_cache()
-        with engine.without_speculation() if plainly else nullcontext():
+        with self._sides[plainly]():
             started = time.perf_counter()
             for prompt_index, sample_index in stretch:
                 engine.submit(

@@ -320,7 +320,7 @@ def test_where_drafting_does_not_pay_they_are_learned_from_fewer():
     budget._gate = ShutGate()
     for _ in range(128 + 641):
         step(budget, batch, 0.5)
-    assert (budget.cost.curve.seen, budget.cost.curve.steps) == (128 + 2 * 640 // 32 + 1, 769)
+    assert (budget.cost.curve.seen, budget.cost.curve.steps) == (128 + 2 * 640 // 128 + 1, 769)
 
 
 def untaught():

@@ -1,0 +1,41 @@
+"""Two sides decode the same work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.offline.compare.comparison import Comparison, Work
+
+
+def test_each_side_decodes_in_its_own_context(tiny_model_path: Path) -> None:
+    engine = RolloutEngine.from_pretrained(str(tiny_model_path), "none", max_kv_tokens=512)
+    steps: Counter[str] = Counter()
+    entered: list[str] = []
+
+    @contextmanager
+    def side(name: str) -> Iterator[None]:
+        entered.append(name)
+        before = engine.metrics().steps
+        yield
+        steps[name] += engine.metrics().steps - before
+
+    comparison = Comparison(
+        engine, baseline=partial(side, "fixed"), speculation=partial(side, "learned")
+    )
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    work = Work(prompts=[[5, 6, 7]] * 12, params=params, width=2)
+    comparison.teach(work)
+    assert set(entered) == {"learned"}
+    steps.clear()
+    entered.clear()
+    compared = comparison.run(work, seconds=600)
+    assert len(compared.times) == 6
+    assert not compared.differing
+    assert steps["fixed"] == steps["learned"] >= 6 * 4
+    pairs = [entered[index : index + 2] for index in range(0, 12, 2)]
+    assert {tuple(pair) for pair in pairs} == {("fixed", "learned"), ("learned", "fixed")}
