@@ -26,7 +26,7 @@ from harness.command import POSITIVE, Command, Parts
 from harness.rows import Row, row
 from harness.shapes import SHAPES, Shape
 from harness.timing import in_turns, paired
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.shard import split_product
