@@ -17,6 +17,7 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tensor_cases import PROMPTS, SAMPLED, numbers
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -33,7 +34,7 @@ class RankCase:
     options: dict[str, Any]
 
     def open(self) -> RolloutEngine:
-        mode = {"mode": "tensor", "size": self.size, "timeout": 60.0, "check": True}
+        mode = {"mode": "tensor", "size": self.size, "timeout": HANG_SECONDS}
         parallel = mode if self.size > 1 else {}
         return RolloutEngine.from_pretrained(
             self.target, self.spec, spec_options=self.spec_options, parallel=parallel,
@@ -42,14 +43,13 @@ class RankCase:
 
 
 def run(case: RankCase) -> dict[str, Any]:
-    """Everything twice, so that the second time meets cached prefixes and a corpus that knows."""
     engine = case.open()
-    found = [numbers(engine.generate(PROMPTS, SAMPLED)) for _ in range(2)]
-    scored = [engine.score(*rollout[:2], SAMPLED) for rollout in found[0][:3]]
+    rollouts = numbers(engine.generate(PROMPTS, SAMPLED))
+    scored = [engine.score(*rollout[:2], SAMPLED) for rollout in rollouts[:3]]
     engine.check_integrity()
     metrics = engine.metrics()
     return {
-        "rollouts": found, "scored": scored,
+        "rollouts": rollouts, "scored": scored,
         "drafted": metrics.drafted, "accepted": metrics.accepted,
         "preemptions": metrics.preemptions, "hits": engine.worker.memory.counters.hit,
     }  # fmt: skip

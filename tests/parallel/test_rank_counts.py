@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
@@ -32,8 +33,11 @@ FACTORS = {
 
 
 def is_possible(row: Row) -> bool:
-    """Only the Llama has drafts with weights here."""
-    return row.get("model", "llama") == "llama" or row.get("spec", "none") in ("none", "ngram")
+    """Only the Llama has drafts with weights here. Two ranks run the others elsewhere."""
+    is_llama = row.get("model", "llama") == "llama"
+    if row.get("size") == "2":
+        return is_llama and row.get("spec") not in ("none", "ngram")
+    return is_llama or row.get("spec", "none") in ("none", "ngram")
 
 
 ROWS = sorted(PairwiseDesign(FACTORS, is_possible).rows(), key=lambda row: row["size"])[::-1]
@@ -73,13 +77,13 @@ def cases(tmp_path_factory):
 def test_ranks_have_the_bits_of_one(cases, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK_COUNTS", json.dumps([asdict(case) for case in cases]))
     ranks = launch("tests.helpers.rank_counts", tmp_path, ranks=4)
-    wanted, preempted = {}, 0
+    wanted, preempted, accepted = {}, 0, Counter()
     for number, (row, case) in enumerate(zip(ROWS, cases, strict=True)):
         plain = row["model"], row["dtype"]
         if plain not in wanted:
             options = {"dtype": row["dtype"], "max_running": 1, "prefix_cache": False}
             alone = replace(case, size=1, spec="none", spec_options={}, options=options)
-            wanted[plain] = json.loads(json.dumps(run(alone)))
+            wanted[plain] = run(alone)
         for rank in range(case.size):
             found = ranks[rank][number]
             assert found["rollouts"] == wanted[plain]["rollouts"], row
@@ -87,11 +91,12 @@ def test_ranks_have_the_bits_of_one(cases, tmp_path, monkeypatch):
         preempted += found["preemptions"] if row["company"] == "scarce" else 0
         assert (found["hits"] > 0) == (row["prefix cache"] == "on"), row
         assert (found["drafted"] > 0) == (row["spec"] != "none"), row
-        assert found["accepted"] > 0 or row["spec"] in ("none", "eagle"), row
+        accepted[row["spec"]] += found["accepted"]
     assert preempted > 0
+    assert min(accepted[spec] for spec in ("ngram", "mtp", "hybrid")) > 0
 
 
 def test_any_two_values_meet():
     design = PairwiseDesign(FACTORS, is_possible)
     assert {pair for row in ROWS for pair in design.pairs_of(row)} == set(design.pairs())
-    assert len(ROWS) < 30
+    assert len(ROWS) < 20
