@@ -11,7 +11,7 @@ import torch
 from rollout.config import EngineConfig, LoadFormat
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.linear import sum_in_float32
-from rollout.models.layers.row_invariance import make_row_invariant
+from rollout.models.layers.row_invariance import check_outputs, make_row_invariant
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.parallel import local_rank, open_ranks
@@ -104,6 +104,8 @@ class TargetWorker:
         if config.exact:
             max_rows = self.longest_step * self.ranks.rows.size
             exact_rows = make_row_invariant(self.model.linears(), max_rows)
+            if self.ranks.all.size > 1:
+                check_outputs(self.model.linears())
             self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
         elif device.type == "cuda":
             sum_in_float32()

@@ -10,13 +10,13 @@ import torch
 from rollout.models.causal_lm import LayerAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.linear import Linear, linear_weight_loaders
-from rollout.models.layers.shard import input_shards_of, shards_of, summed
+from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
 from rollout.ops.sigmoid_gate import sigmoid_gate_
 from rollout.parallel import RankGroup
-from rollout.parallel.partition import scaled
+from rollout.parallel.partition import even_parts, scaled
 
 
 class Attention:
@@ -57,7 +57,9 @@ class Attention:
         outputs = sum(self.heads) * spec.head_dim
         self.qkv = linear(inputs or spec.hidden_size, outputs, spec.qkv_bias)
         self.q_norm_D, self.k_norm_D = norm(), norm()
-        self.o = linear(spec.num_heads * spec.head_dim, spec.hidden_size, spec.o_bias)
+        self._attended = scaled(HeadParts.of(spec.entire, group.size).queries, spec.head_dim)
+        self._outputs = even_parts(spec.hidden_size, group.size)
+        self.o = linear(self._attended[-1].stop, len(self._outputs[group.rank]), spec.o_bias)
 
     def __call__(
         self,
@@ -78,7 +80,8 @@ class Attention:
         attended_THD = attention.run(index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         if spec.gated_attention:
             sigmoid_gate_(attended_THD, gate_THD)
-        return summed(self.o, attended_THD.flatten(1), self._group)
+        attended = attended_THD.flatten(1)
+        return split_product(self.o, attended, self._group, self._attended, self._outputs)
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""
@@ -109,7 +112,6 @@ class Attention:
         heads = HeadParts.of(spec.entire, self._group.size)
         queries = scaled(heads.queries, spec.head_dim * (2 if gate else 1))
         keys = scaled(heads.keys, spec.head_dim)
-        found |= shards_of(own, self._group, {"q_proj": queries, "k_proj": keys, "v_proj": keys})
-        inputs = scaled(heads.queries, spec.head_dim)
-        output = linear_weight_loaders(at, self.o, {"o_proj": self.o.out_features})
-        return found | input_shards_of(output, self._group, inputs)
+        own |= linear_weight_loaders(at, self.o, {"o_proj": self.o.out_features})
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": self._outputs}
+        return found | shards_of(own, self._group, parts)

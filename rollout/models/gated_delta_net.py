@@ -11,7 +11,7 @@ import torch
 
 from rollout.models.causal_lm import LayerStates
 from rollout.models.layers.linear import Linear, linear_weight_loaders
-from rollout.models.layers.shard import input_shards_of, shard_of, shards_of, summed
+from rollout.models.layers.shard import shard_of, shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.delta_gates import delta_gates
@@ -62,7 +62,9 @@ class GatedDeltaNet:
         self.log_rates_G = table(value_heads, dtype=torch.float32)
         self.rate_bias_G = table(value_heads, dtype=torch.float32)
         self.norm_V = table(value_dim)
-        self.output = linear(values, spec.hidden_size)
+        self._values = self._parts(value_dim, by_key_head=False)
+        self._outputs = even_parts(spec.hidden_size, group.size)
+        self.output = linear(self._values[-1].stop, len(self._outputs[group.rank]))
 
     def __call__(self, index: int, hidden_TE: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """The mixer's output [T, E], to add to the residual. ``index``: among recurrent layers."""
@@ -81,7 +83,8 @@ class GatedDeltaNet:
             beta_TG,
         )
         normed_TGV = gated_rms_norm(out_TGV, gate.view(values), self.norm_V, self.eps)
-        return summed(self.output, normed_TGV.flatten(1), self._group)
+        mixed_TI = normed_TGV.flatten(1)
+        return split_product(self.output, mixed_TI, self._group, self._values, self._outputs)
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""
@@ -103,8 +106,8 @@ class GatedDeltaNet:
             f"{at}.norm.weight": WeightLoader.of(self.norm_V),
         }
         output = linear_weight_loaders(at, self.output, {"out_proj": self.output.out_features})
-        values = self._parts(self.spec.value_dim, by_key_head=False)
-        return found | input_shards_of(output, group, values) | self._input_loaders(at)
+        found |= shards_of(output, group, {"out_proj": self._outputs})
+        return found | self._input_loaders(at)
 
     def _input_loaders(self, at: str) -> dict[str, WeightLoader]:
         spec, group = self.spec, self._group
@@ -115,8 +118,7 @@ class GatedDeltaNet:
                 at, self.inputs, dict(zip(names, self._widths, strict=True))
             )
             heads = self._parts(1, by_key_head=False)
-            of_values = self._parts(spec.value_dim, by_key_head=False)
-            parts = (self._channel_parts(), of_values, heads, heads)
+            parts = (self._channel_parts(), self._values, heads, heads)
             return shards_of(own, group, dict(zip(names, parts, strict=True)))
         per_key_head = spec.num_value_heads // spec.num_key_heads
         widths = {
@@ -142,10 +144,9 @@ class GatedDeltaNet:
         entire = self._entire
         keys = entire.num_key_heads * entire.key_dim
         of_keys = self._parts(entire.key_dim, by_key_head=True)
-        of_values = self._parts(entire.value_dim, by_key_head=False)
         return [
             (q, range(keys + q.start, keys + q.stop), range(2 * keys + v.start, 2 * keys + v.stop))
-            for q, v in zip(of_keys, of_values, strict=True)
+            for q, v in zip(of_keys, self._values, strict=True)
         ]
 
 

@@ -13,12 +13,12 @@ from rollout.errors import InvalidInputError
 from rollout.models.causal_lm import RouteRecorder
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import Linear, linear_weight_loaders
-from rollout.models.layers.shard import input_shards_of, shards_of, summed
+from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.silu_mul import silu_mul
 from rollout.parallel import ModelRanks
-from rollout.parallel.partition import even_parts, gather_columns, gather_rows
+from rollout.parallel.partition import even_parts, gather_rows
 
 
 class FeedForward(Protocol):
@@ -77,9 +77,9 @@ def feed_forward(
 class Mlp:
     """The SwiGLU MLP (Shazeer 2020), a `FeedForward`. Gate and up are one fused product.
 
-    Tensor-parallel ranks split the F features and add up their partial results. Ranks with rows of
-    their own split the output features of both products and compute them for the rows of all ranks:
-    no sum is split, so a row's bits are those of one rank alone.
+    Each of several ranks has some of the output features of both products: no sum is split, so a
+    row's bits are those of one rank alone. Ranks with rows of their own compute the rows of all
+    ranks.
     """
 
     def __init__(
@@ -107,27 +107,18 @@ class Mlp:
             raise InvalidInputError(
                 "parallel.size", size, f"is too many for an MLP of {hidden} and {ffn}"
             )
-        features = len(self._features[rank])
-        self.gate_up = linear(hidden, 2 * features)
-        self.down = (
-            linear(ffn, len(self._outputs[rank]))
-            if self._has_own_rows
-            else linear(features, hidden)
-        )
+        self.gate_up = linear(hidden, 2 * len(self._features[rank]))
+        self.down = linear(ffn, len(self._outputs[rank]))
 
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
         """[T, E]. T may be zero if other ranks have rows."""
+        own = slice(None)
         if self._has_own_rows:
-            return self._among_all_rows(hidden_TE)
-        return summed(self.down, silu_mul(self.gate_up(hidden_TE)), self._group)
-
-    def _among_all_rows(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        hidden_SE, own = gather_rows(self._group, hidden_TE)
-        part_SF = silu_mul(self.gate_up(hidden_SE))
-        activated_SF = gather_columns(self._group, part_SF, self._features)
-        return gather_columns(self._group, self.down(activated_SF), self._outputs)[own]
+            hidden_TE, own = gather_rows(self._group, hidden_TE)
+        inner_SF = silu_mul(self.gate_up(hidden_TE))
+        return split_product(self.down, inner_SF, self._group, self._features, self._outputs)[own]
 
     def linears(self) -> list[Linear]:
         """The MLP's matrix products."""
@@ -141,9 +132,8 @@ class Mlp:
         gate_up = linear_weight_loaders(
             at, self.gate_up, {"gate_proj": features, "up_proj": features}
         )
-        parts = {"gate_proj": self._features, "up_proj": self._features}
-        found = shards_of(gate_up, self._group, parts)
         down = linear_weight_loaders(at, self.down, {"down_proj": self.down.out_features})
-        if self._has_own_rows:
-            return found | shards_of(down, self._group, {"down_proj": self._outputs})
-        return found | input_shards_of(down, self._group, self._features)
+        parts = {
+            "gate_proj": self._features, "up_proj": self._features, "down_proj": self._outputs
+        }  # fmt: skip
+        return shards_of(gate_up | down, self._group, parts)

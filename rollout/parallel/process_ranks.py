@@ -22,9 +22,6 @@ from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
 
-_SCATTERED = 1 << 15
-"""From this many elements on, each of more than two ranks adds up a part of the sum."""
-
 
 class ProcessRanks:
     """A `RankGroup` over processes."""
@@ -72,24 +69,6 @@ class ProcessRanks:
             flat = gathered.view(-1)
             self._run(lambda: self._groups[-1]._allgather_base(flat, x.contiguous().view(-1)))
         return gathered
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if self.size > 2 and x.numel() >= _SCATTERED:
-            return self._sum_of_parts(x)
-        return _added(self.gather(x))
-
-    def _sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """`sum` in which each rank adds a part of the elements: 2 / N of the bytes of `gather`.
-
-        Each element is added up in the same order as there.
-        """
-        width = -(-x.numel() // self.size)
-        sent = x.new_zeros(self.size * width)
-        sent[: x.numel()] = x.reshape(-1)
-        parts = torch.empty_like(sent)
-        self._run(lambda: self._groups[-1].alltoall_base(parts, sent, [], []))
-        own = _added(parts.view(self.size, width))
-        return self.gather(own).view(-1)[: x.numel()].view(x.shape)
 
     def first(self, numbers: Sequence[float]) -> list[float]:
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -167,13 +146,3 @@ class ProcessRanks:
         self._lost = f"a rank is gone{late} ({reason}); end all ranks and start them again"
         self._groups.clear()
         raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error
-
-
-def _added(parts: torch.Tensor) -> torch.Tensor:
-    """The sum along the first dimension, in order, in float32, rounded once at the end."""
-    if len(parts) == 2:  # one addition rounds once in any dtype
-        return parts[0] + parts[1]
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts.dtype)

@@ -30,14 +30,6 @@ class RankGroup(Protocol):
         """Every rank's tensor, all of the same shape and dtype: [size, *x.shape]."""
         ...
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum over ranks, in rank order, in float32, rounded once to x's dtype.
-
-        An element's sum does not depend on its position or on the number of elements. May return
-        x itself.
-        """
-        ...
-
     def first(self, numbers: Sequence[float]) -> list[float]:
         """Rank 0's numbers. Every rank must pass the same number of them."""
         ...
@@ -79,9 +71,6 @@ class SingleRank:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x[None]
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     def first(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)

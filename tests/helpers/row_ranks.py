@@ -14,13 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.parallel import ProcessRanks
-from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tensor_cases import changed, stored
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -116,28 +113,11 @@ def run(case: dict) -> dict:
     return {"same": same, "idle": idle + idle_now, "accepted": together.metrics().accepted}
 
 
-def sums_alike(store) -> bool:
-    """Whether a sum that ranks share out has the bits of one that each computes, in rank order."""
-    own = PrefixStore("sums", store)
-    group = ProcessRanks(own, RANK, SIZE, device=torch.device("cpu"), timeout=HANG_SECONDS)
-    generator = torch.Generator().manual_seed(RANK)
-    same = True
-    for shape, dtype in (((40_001,), torch.float32), ((129, 300), torch.bfloat16)):
-        x = (torch.randn(shape, generator=generator) * 10**RANK).to(dtype)
-        total = torch.zeros(shape)
-        for part in group.gather(x):
-            total = total + part.float()
-        few = group.sum(x[:3])
-        same &= torch.equal(group.sum(x), total.to(dtype)) and torch.equal(few, total[:3].to(dtype))
-    group.close()
-    return same
-
-
 def main(output: Path) -> None:
     torch.set_num_threads(1)
     store = next(iter(rendezvous("env://")))  # its host hosts it as long as this
     results = [run(case) for case in json.loads(os.environ["ROW_RANKS"])]
-    output.write_text(json.dumps({"cases": results, "sums": sums_alike(store[0])}))
+    output.write_text(json.dumps(results))
     del store
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from rollout import SamplingParams
 from rollout.models.checkpoint import Checkpoint
 
 PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.95, seed=3)
+SAMPLED = replace(PARAMS, n=2, max_new_tokens=16)
 
 
 def _prompts() -> list[list[int]]:

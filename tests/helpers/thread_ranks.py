@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: enough for a layer, which only gathers and adds."""
+"""Ranks that are threads of one process: enough for a layer, which only gathers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,6 @@ class ThreadRank:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(x))
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(x.shape)
-        for each in self._exchange(x):
-            total += each.float()
-        return total.to(x.dtype)
 
     def first(self, numbers: Sequence[float]) -> list[float]:
         return self._exchange(list(numbers))[0]

@@ -34,6 +34,7 @@ def tiny_hybrid(
     vocab_size: int = 97,
     layer_types: tuple[str, ...] = LAYER_TYPES,
     experts: bool = False,
+    heads: tuple[int, int, int, int] = (4, 2, 2, 4),
     max_positions: int = 512,
     sharpness: float = 6.0,
     seed: int = 0,
@@ -42,22 +43,24 @@ def tiny_hybrid(
 ) -> PreTrainedModel:
     """``family``: qwen3_5 or qwen3_next. ``experts``: sparse layers, in Qwen3-Next all but one.
 
+    ``heads``: query and kv heads of attention, key and value heads of linear attention.
     ``sharpness`` scales the head: larger means fewer likely tokens, so that drafts are accepted. A
     ``tied`` model's head is its embedding, and ``sharpness`` is not looked at.
     """
+    num_heads, num_kv_heads, key_heads, value_heads = heads
     values: dict[str, object] = {
         "vocab_size": vocab_size,
         "hidden_size": 48,
         "num_hidden_layers": len(layer_types),
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
         "head_dim": 16,
         "max_position_embeddings": max_positions,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
         "layer_types": list(layer_types),
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": tied,

@@ -3,7 +3,12 @@ import torch
 
 from rollout.errors import ExactnessError
 from rollout.models.layers.linear import Linear
-from rollout.models.layers.row_invariance import LARGEST_PADDING, make_row_invariant, minimum_rows
+from rollout.models.layers.row_invariance import (
+    LARGEST_PADDING,
+    check_outputs,
+    make_row_invariant,
+    minimum_rows,
+)
 from rollout.ops import matmul
 from tests.helpers.packing import packs
 
@@ -87,6 +92,23 @@ def test_a_product_that_no_padding_mends_is_named(differs, dtype, monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_whose_width_changes_its_bits_is_named(dtype, monkeypatch, caplog):
+    linears = [random_linear(96, outputs, dtype) for outputs in (7, 33, 160, 700)]
+    if linears[0].is_packed:
+        check_outputs(linears)
+        assert not caplog.text
+    forwards, backwards = (summed_backwards_where(lambda *_, b=b: b) for b in (False, True))
+
+    def call(self: Linear, x):
+        return (backwards if self.out_features == 33 else forwards)(self, x)
+
+    monkeypatch.setattr(Linear, "__call__", call)
+    check_outputs(linears)
+    (record,) = caplog.records
+    assert "96 -> 33 product" in record.getMessage()
 
 
 def test_products_on_the_cpu_stay_as_they_are():

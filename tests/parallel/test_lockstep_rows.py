@@ -39,9 +39,8 @@ def test_every_number_is_that_of_one_rank_alone(size, tmp_path, monkeypatch):
     monkeypatch.setenv("ROW_RANKS", json.dumps(cases))
     ranks = launch("tests.helpers.row_ranks", tmp_path, ranks=size, timeout=240.0)
     for index, case in enumerate(cases):
-        results = [rank["cases"][index] for rank in ranks]
+        results = [rank[index] for rank in ranks]
         for rank, result in enumerate(results):
             assert all(result["same"].values()), (case["spec"], rank, result["same"])
         assert sum(result["idle"] for result in results) > 0
-    assert sum(result["accepted"] for rank in ranks for result in rank["cases"]) > 0
-    assert all(rank["sums"] for rank in ranks)
+    assert sum(result["accepted"] for rank in ranks for result in rank) > 0

@@ -1,4 +1,4 @@
-"""Two ranks of one model: the tokens of one rank, and a bitwise chain of their own."""
+"""Two ranks of one model: the bits of one rank, updates, corpora, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -56,20 +56,14 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_tokens_of_one_rank_and_a_chain_of_their_own(case, folders, ranks):
+def test_the_bits_of_one_rank(case, folders, ranks):
     first, second = (rank[case] for rank in ranks)
     assert first == second
     assert all(first["same"].values()), first["same"]
     assert first["accepted"] > 0
     dtype = "bfloat16" if case == "bfloat16" else "float32"
     one = numbers(alone(folders[MODELS[case]], dtype).generate(PROMPTS, PARAMS))
-    pairs = list(zip(first["rollouts"], one, strict=True))
-    if dtype == "bfloat16":  # a token may tip over, and others follow
-        assert sum(ours[1][0] == theirs[1][0] for ours, theirs in pairs) > len(pairs) / 2
-        return
-    for ours, theirs in pairs:
-        assert ours[:2] == theirs[:2]
-        assert ours[2] == pytest.approx(theirs[2], abs=2e-4)
+    assert first["rollouts"] == one
 
 
 def test_an_update_reaches_all_ranks_or_none(folders, ranks):
@@ -81,7 +75,7 @@ def test_an_update_reaches_all_ranks_or_none(folders, ranks):
     engine.update_weights_from_tensor(changed(stored(folders["llama"])))
     assert first["from tensors"] == engine.weights_digest()
     one = numbers(engine.generate(PROMPTS, PARAMS))
-    assert [each[1] for each in first["rollouts"]] == [each[1] for each in one]
+    assert first["rollouts"] == one
     engine.update_weights_from_disk(folders["other"])
     assert first["from disk"] == first["unchanged"] == engine.weights_digest()
     assert first["version"] == 9

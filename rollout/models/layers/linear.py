@@ -67,21 +67,14 @@ class Linear:
             self._weight_OI = torch.empty(out_features, in_features, dtype=dtype, device=device)
 
     def __call__(self, x_MI: torch.Tensor) -> torch.Tensor:
-        return self._product(x_MI, self.bias_O)
-
-    def without_bias(self, x_MI: torch.Tensor) -> torch.Tensor:
-        """``x_MI @ weight_OI.T``, for a partial sum to which the bias is added later."""
-        return self._product(x_MI, None)
-
-    def _product(self, x_MI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.default(
-                x_MI, self._packed.opaque, bias_O, "none", [], ""
+                x_MI, self._packed.opaque, self.bias_O, "none", [], ""
             )
         assert self._weight_OI is not None
         if self.row_invariant:
-            return matmul(x_MI, self._weight_OI, bias_O, self.left_out_tiles)
-        return linear(x_MI, self._weight_OI, bias_O)
+            return matmul(x_MI, self._weight_OI, self.bias_O, self.left_out_tiles)
+        return linear(x_MI, self._weight_OI, self.bias_O)
 
     @property
     def is_packed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Tests at start whether the rows of matrix products depend on the number of rows.
+"""Tests at start whether the rows of matrix products depend on the number of rows, or of outputs.
 
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
 Exact mode needs one order for every step. So each shape in use is tried, and steps are padded to
@@ -30,6 +30,7 @@ _ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129,
 _ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
 _AFFORDABLE = 2**30  # multiply-adds of one tested product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
+_WIDTH = 64  # outputs of the product that others are compared with
 _MAX_ON_A_GPU = 300  # rows: more than a tile has; max_rows would need gigabytes of outputs
 
 
@@ -72,11 +73,35 @@ def _min_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[ob
     return found
 
 
+@torch.inference_mode()
+def check_outputs(linears: Iterable[Linear]) -> None:
+    """Log a warning if an output's bits depend on how many others its product has.
+
+    They are compared with those of a product of 64 outputs. Ranks split products by outputs, so the
+    bits would then depend on the number of ranks.
+    """
+    shapes = {_signature(linear): linear for linear in linears}
+    for linear in shapes.values():
+        outputs = min(linear.out_features, _WIDTH)
+        with gpu.on(linear.device):
+            x_MI = _cancelling_rows(LARGEST_PADDING, linear)
+            y_MO, narrow_MO = (
+                _cancelling_probe(linear, width)(x_MI)[:, :outputs]
+                for width in (linear.out_features, _WIDTH)
+            )
+        if not torch.equal(y_MO, narrow_MO):
+            log.warning(
+                "exact=true: outputs of the %d -> %d product in %s differ from those of %d -> %d, "
+                "so tokens and logprobs may depend on parallel.size",
+                linear.in_features, linear.out_features, linear.dtype, linear.in_features, _WIDTH,
+            )  # fmt: skip
+
+
 def _minimum_rows(linear: Linear, max_rows: int) -> int:
     most = max(max_rows, LARGEST_PADDING)
     if linear.device.type == "cuda":
         most = min(most, _MAX_ON_A_GPU)
-    probe = _cancelling_probe(linear)
+    probe = _cancelling_probe(linear, linear.out_features)
     x_MI = _cancelling_rows(most, linear)
     y_MO = probe(x_MI)
 
@@ -122,7 +147,7 @@ def _left_out_tiles(linears: Sequence[Linear], max_rows: int) -> frozenset[Tile]
     with gpu.on(linears[0].device):
         rows = min(max_rows, _MAX_ON_A_GPU)
         return disagreeing_tiles(
-            (_cancelling_probe(linear), _cancelling_rows(rows, linear))
+            (_cancelling_probe(linear, linear.out_features), _cancelling_rows(rows, linear))
             for linear in shapes.values()
         )
 
@@ -201,29 +226,30 @@ def _signature(linear: Linear) -> tuple[object, ...]:
     )
 
 
-def _cancelling_probe(linear: Linear) -> Linear:
+def _cancelling_probe(linear: Linear, out_features: int) -> Linear:
     """A Linear of the same kind whose sums all cancel, so that only rounding errors are left.
+
+    The first outputs have the same weights for any ``out_features``.
 
     A changed order of summation then shows in every output; with random weights the final rounding
     to bfloat16 would hide most changes. The second half of a weight row is the first half negated
     and reversed; an odd last feature is zero.
     """
     half = linear.in_features // 2
-    outputs = min(linear.out_features, _DISTINCT_OUTPUTS)
-    first = torch.randn(outputs, half, generator=torch.Generator().manual_seed(1))
-    odd = first.new_zeros(outputs, linear.in_features % 2)
+    first = torch.randn(_DISTINCT_OUTPUTS, half, generator=torch.Generator().manual_seed(1))
+    odd = first.new_zeros(_DISTINCT_OUTPUTS, linear.in_features % 2)
     block = torch.cat([first, -first.flip(1), odd], dim=1).to(linear.device, linear.dtype)
     probe = Linear(
         linear.in_features,
-        linear.out_features,
+        out_features,
         bias=linear.bias_O is not None,
         dtype=linear.dtype,
         device=linear.device,
         packing=linear.is_packed,
     )
     probe.row_invariant, probe.left_out_tiles = linear.row_invariant, linear.left_out_tiles
-    for start in range(0, linear.out_features, outputs):
-        stop = min(start + outputs, linear.out_features)
+    for start in range(0, out_features, _DISTINCT_OUTPUTS):
+        stop = min(start + _DISTINCT_OUTPUTS, out_features)
         probe.weight_rows(start, stop).write(block[: stop - start])
     if probe.bias_O is not None:
         probe.bias_O.zero_()

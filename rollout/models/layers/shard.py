@@ -13,20 +13,31 @@ import torch
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.parallel import RankGroup
+from rollout.parallel.partition import gather_columns
 
 Part = range | tuple[range, ...]
 """A rank's indices along one dimension: one range, or several that are adjacent in its tensor."""
 
 
-def summed(linear: Linear, x_MI: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """A product [M, O] whose input features are split over ranks; ``x_MI`` has this rank's.
+def split_product(
+    linear: Linear,
+    x_MI: torch.Tensor,
+    group: RankGroup,
+    inputs: Sequence[range],
+    outputs: Sequence[range],
+) -> torch.Tensor:
+    """All output features [M, O] of a product, of rows whose input features are split over ranks.
 
-    Partial sums are rounded to the model's dtype and added in rank order, the bias last.
+    Ranks exchange the inputs, and each computes its own output features from all of them. No sum is
+    split, so the bits are those of one rank. Adding up partial products instead would exchange only
+    outputs, but the bits would depend on the number of ranks, unless every number of ranks, one
+    included, added float32 products of the same blocks of inputs in the same tree (Zhang et al.
+    2025, Deterministic Inference across Tensor Parallel Sizes). oneDNN's products of 16-bit numbers
+    are rounded to 16 bits, so such a tree would have rounded leaves on a CPU.
+
+    ``inputs``, ``outputs``: features of each rank, consecutive, none more than the first's.
     """
-    if group.size == 1:
-        return linear(x_MI)
-    y_MO = group.sum(linear.without_bias(x_MI))
-    return y_MO if linear.bias_O is None else y_MO + linear.bias_O
+    return gather_columns(group, linear(gather_columns(group, x_MI, inputs)), outputs)
 
 
 def shard_of(
@@ -77,14 +88,4 @@ def shards_of(
     """
     return {
         name: shard_of(loader, group, parts[name.split(".")[-2]]) for name, loader in own.items()
-    }
-
-
-def input_shards_of(
-    own: Mapping[str, WeightLoader], group: RankGroup, parts: Sequence[Part]
-) -> dict[str, WeightLoader]:
-    """Loaders of weights whose input features are split; each rank has whole biases."""
-    return {
-        name: shard_of(each, group, parts, dim=1) if name.endswith(".weight") else each
-        for name, each in own.items()
     }
