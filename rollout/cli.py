@@ -5,7 +5,6 @@ Subcommands such as `specrollout report` parse their own arguments without Hydra
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -27,12 +26,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
+from rollout.checked import did_you_mean
+from rollout.composition import checked_config, register_schema
 from rollout.engine.worker import factory_of
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
-from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.parallel import is_launched
 
 EXIT_ERROR = 1
@@ -78,7 +78,7 @@ def _run_command() -> NoReturn:
     if sys.argv[1:] == ["--version"]:
         print(f"specrollout {version('specrollout')}")
         sys.exit()
-    register_run_schema()
+    register_schema("run_schema", RunConfig)
     command = _Command()
 
     # On any exception Hydra would print its own traceback, exit with 1 and drop the rest of a
@@ -98,8 +98,7 @@ def _run_command() -> NoReturn:
 
 
 def _no_command(name: str) -> str:
-    meant = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
-    hint = f", did you mean {meant[0]}?" if meant else ":"
+    hint = did_you_mean(name, SUBCOMMANDS) or ":"
     return f"no command {name!r}{hint} {', '.join(SUBCOMMANDS)}, or KEY=VALUE ..."
 
 
@@ -146,7 +145,8 @@ class _Command:
     def run(self, config: DictConfig) -> None:
         result = None
         try:
-            run_config = run_config_from(config)
+            run_config = checked_config(config, RunConfig, "specrollout")
+            _choose_output(run_config)
             _launch_ranks(run_config)
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
@@ -160,7 +160,7 @@ class _Command:
             _stop(result)
 
     def _claim_output(self, config: RunConfig) -> None:
-        assert config.output.path is not None, "run_config_from() gave a default"
+        assert config.output.path is not None, "_choose_output() gave a default"
         path = Path(config.output.path).resolve()
         if path in self._outputs:
             raise InvalidInputError(
@@ -170,6 +170,15 @@ class _Command:
                 "it differ, as in output.path='runs/${hydra:job.num}.jsonl'",
             )
         self._outputs.add(path)
+
+
+def _choose_output(config: RunConfig) -> None:
+    """Default ``output.path``: here, or in the folder of its own that a sweep gives each job."""
+    if config.output.path is None:
+        hydra_config = HydraConfig.get()
+        sweeps = hydra_config.mode is RunMode.MULTIRUN
+        folder = Path(hydra_config.runtime.output_dir) if sweeps else Path()
+        config.output.path = str(folder / DEFAULT_OUTPUT)
 
 
 def _launch_ranks(config: RunConfig) -> None:

@@ -13,11 +13,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from rollout.cluster.config import ClusterConfig, ClusterKind
+from rollout.composition import checked_config, register_schema
 from rollout.config import EngineConfig
 from rollout.engine.worker import factory_of, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
-from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -28,14 +28,15 @@ REQUIRED = ["model.path=m", "data.path=p.jsonl", "output.path=o.jsonl"]
 
 @pytest.fixture(autouse=True)
 def composing() -> Iterator[None]:
-    register_run_schema()
+    register_schema("run_schema", RunConfig)
     with initialize_config_module("rollout.conf", version_base="1.3"):
         yield
     GlobalHydra.instance().clear()
 
 
 def composed(*overrides: str) -> RunConfig:
-    return run_config_from(compose("config", overrides=[*REQUIRED, *overrides]))
+    config = compose("config", overrides=[*REQUIRED, *overrides])
+    return checked_config(config, RunConfig, "specrollout")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -56,7 +57,8 @@ def test_the_defaults_are_the_dataclasses_own() -> None:
 
 
 def test_an_experiment_sets_anything_and_the_command_line_wins() -> None:
-    config = run_config_from(compose("config", overrides=["experiment=demo", "sampling.n=3"]))
+    composed_demo = compose("config", overrides=["experiment=demo", "sampling.n=3"])
+    config = checked_config(composed_demo, RunConfig, "specrollout")
     assert config.model.path == "models/SmolLM2-135M-Instruct"
     assert config.data.path == "runs/demo/prompts.jsonl"
     assert config.output.path == "runs/demo/rollouts.jsonl"
@@ -110,6 +112,11 @@ def test_values_of_every_kind_reach_the_dataclasses() -> None:
         ("log.seconds=0", r"log.seconds=0.0: must be > 0"),
         ("memory.kv_fraction=1", r"memory.kv_fraction=1.0: must be in"),
         ("scheduler.max_running=0", r"scheduler.max_running=0: must be an integer >= 1"),
+        (
+            "+sampling.top_q=1",
+            r"sampling.top_q=1: no such key, did you mean top_p\?; there are temperature, ",
+        ),
+        ("+outputs.path=x", r"outputs=.*: no such key, did you mean output\?"),
         ("data.path=???", r"data.path=None: must be given, for example data.path=prompts.jsonl"),
     ],
 )
