@@ -20,13 +20,14 @@ from rollout.engine.protocol import Engine
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import RolloutError
-from rollout.offline.check import CheckedPrompts, TokenFile, check_rows, check_tokens
+from rollout.offline.check import CheckedPrompts, check_rows
 from rollout.offline.config import RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.output import RolloutOutput, output_lock
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import JobProgress, loading_model
+from rollout.offline.prompt_tokens import TokenFile, check_tokens
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
@@ -114,7 +115,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         with loading_model(console, config.model.path) as progress:
             engine = opened(progress)
         at_end.callback(engine.close)
-        tokens = check_tokens(prompts, engine, config.sampling, config.data.on_error)
+        tokens = check_tokens(prompts, engine, config)
         at_end.callback(tokens.close)
         load_seconds = time.perf_counter() - started
         at_end.callback(output.close)

@@ -109,7 +109,7 @@ def test_extra_numbers_on_request(config: RunConfig) -> None:
         each = replace(each, data=replace(each.data, columns=[], on_error=OnError.skip))
         mixed = [row for row in PROMPTS if isinstance(row["prompt"], str)]
         if each is not config:
-            each = replace(each, data=DataConfig(path=write_rows(Path(config.data.path), mixed)))
+            write_rows(Path(config.data.path), mixed)
         run(each)
         row = output_rows(each)[0]
         assert row["prompt_ids"] == rollouts[0].prompt_ids

@@ -18,7 +18,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, JobStatus, OutputError, RunConfig
-from rollout.offline.check import TokenFile
+from rollout.offline.prompt_tokens import TokenFile
 from tests.helpers.small_jobs import (
     output_rows,
     run,

@@ -24,11 +24,12 @@ from rollout.composition import checked_config, register_schema
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
-from rollout.offline.check import check_rows, check_tokens
+from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import Verdict
 from rollout.offline.config import RunConfig
 from rollout.offline.progress import loading_model
+from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt
 
@@ -188,8 +189,9 @@ def _compare(
         with loading_model(console, config.model.path) as progress:
             engine = RolloutEngine.from_config(config.engine, factory, progress)
         at_end.callback(engine.close)
-        check_tokens(checked, engine, config.sampling, config.data.on_error)
-        prompts: list[Prompt] = [row.prompt for row in checked.rows()]
+        tokens = check_tokens(checked, engine, config)
+        at_end.callback(tokens.close)
+        prompts: list[Prompt] = list(tokens)
         learns = engine.worker.draft_corpus is not None
         start, taught = folder / "start", folder / "taught"
         if learns:
