@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -205,10 +206,17 @@ def _stop(result: JobResult) -> None:
     assert result.signal is not None
     assert result.summary is not None
     done = result.summary.rollouts + result.summary.resumed
-    rich.print(
-        f"stopped by {result.signal.name} with {done} rollouts written: run the same command again "
-        "to go on",
-    )
+    command = ["specrollout", *sys.argv[1:]]
+    hydra_config = HydraConfig.get()
+    sweeps = hydra_config.mode is RunMode.MULTIRUN
+    if sweeps and not any(each.startswith("hydra.sweep.dir=") for each in command):
+        command.append(f"hydra.sweep.dir={hydra_config.sweep.dir}")  # else it is new each time
+    where = result.summary.output
+    rich.get_console().print(
+        f"stopped by {result.signal.name}: {done} rollouts are in {where}. The same command goes "
+        f"on from there:\n{shlex.join(command)}",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
     sys.exit(EXIT_SIGNAL + result.signal)
 
 

@@ -91,6 +91,7 @@ class LogConfig:
     tensorboard: str | None = None  # a folder for event files
     every: int = 1  # steps between two logged ones; rollouts are all logged
     seconds: float = 5.0  # between two progress lines where there is no terminal
+    verbose: bool = False  # every total in the summary at the end
 
     def __post_init__(self) -> None:
         if self.every < 1:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -356,7 +357,8 @@ def test_stopped_and_run_again(specrollout: Command, arguments: list[str], tmp_p
     assert interrupted.returncode == 130
     done = len(output.read_bytes().splitlines())
     assert 0 < done < 200
-    assert f"stopped by SIGINT with {done} rollouts written: run the same command again" in shown
+    assert f"stopped by SIGINT: {done} rollouts are in out.jsonl. The same command" in shown
+    assert shown.splitlines()[-1] == shlex.join(["specrollout", *arguments])
     last = specrollout(*arguments)
     assert last.code == 0
     assert f"{done} of 200 rollouts are in out.jsonl already" in last.out

@@ -473,6 +473,29 @@ def test_a_signal_stops_between_steps_and_the_job_goes_on(
     assert output_rows(config) == output_rows(whole)
 
 
+def test_a_stopped_job_names_the_file_that_is_there(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(Path(config.data.path), [row for row in PROMPTS if isinstance(row["prompt"], str)])
+    config = with_output(config, path=str(tmp_path / "out.parquet"))
+    partial = tmp_path / "out.parquet.partial.jsonl"
+    monkeypatch.setattr(RolloutEngine, "step", signalled_step(partial, signal.SIGINT))
+    result = run(config)
+    assert result.status is JobStatus.STOPPED
+    assert result.summary is not None
+    assert result.summary.output == partial
+    assert len(partial.read_text().splitlines()) == result.summary.rollouts > 0
+    assert str(partial) in dict(result.summary.lines())["rollouts"]
+
+
+def test_rollouts_without_text_are_in_the_summary(config: RunConfig) -> None:
+    sampling = replace(PARAMS, stop_token_ids=[2], logit_bias={2: 100.0})
+    result = run(replace(config, sampling=sampling))
+    assert result.summary is not None
+    shown = dict(result.summary.lines())["without text"]
+    assert shown.startswith("12: the model stopped at once; data.chat_template=auto puts")
+
+
 def test_a_second_signal_insists(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -568,13 +591,22 @@ def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
             jsonl=str(tmp_path / "log" / "steps.jsonl"),
             every=2,
             seconds=1e-6,
+            verbose=True,
             tensorboard=str(tmp_path / "events"),
         ),
     )
     terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
     run_job(config, worker_factory("ngram"), terminal)
     shown = terminal.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("rollouts/s", "tokens/s", "accept length", "ETA", "12/12", "peak memory"):
+    for text in (
+        "rollouts/s",
+        "tokens/s",
+        "accept length",
+        "ETA",
+        "12/12",
+        "peak memory",
+        "specrollout report",
+    ):
         assert text in shown
     assert "rollouts.jsonl" in shown
     assert re.search(r"loading \S*: \d+ of \d+ MiB", shown)
@@ -655,4 +687,5 @@ def test_progress_lines_where_there_is_no_terminal(
     caplog.set_level("INFO")
     run(replace(config, log=LogConfig(seconds=1e-6)))
     assert "/12  " in caplog.text
+    assert "accept length 1.00  ETA after the first rollouts" in caplog.text
     assert "accept length 1.00  ETA 0:0" in caplog.text
