@@ -6,6 +6,7 @@ Subcommands such as `specrollout report` parse their own arguments without Hydra
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import shlex
 import signal
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 import rich
@@ -55,13 +56,41 @@ SUBCOMMANDS = {
 }
 
 
+class _Pipe(io.FileIO):
+    """Standard output. Whoever reads it may leave early, as `head` does: that ends the command.
+
+    Without a word and with SIGPIPE's exit code, as shells have it. The signal itself stays ignored,
+    for it would also end a server whose client leaves.
+    """
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nothing:  # for what is still buffered
+                os.dup2(nothing.fileno(), self.fileno())
+            sys.exit(EXIT_SIGNAL + signal.SIGPIPE)
+
+
 def main() -> None:
     """Run the command line in `sys.argv`; exits by `sys.exit`."""
     former = signal.signal(signal.SIGTERM, _end)  # until a job installs its own handler
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
+        unbuffered = out.write_through
+        pipe = _Pipe(out.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(pipe),
+            encoding=out.encoding,
+            errors=out.errors,
+            line_buffering=out.line_buffering,
+            write_through=unbuffered,
+        )
     try:
         _run_command()
     finally:
         signal.signal(signal.SIGTERM, former)
+        sys.stdout.flush()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

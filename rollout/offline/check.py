@@ -68,7 +68,7 @@ def check_rows(
         if types is not None:
             sources |= {"prompt": row.prompt_column} | {name: name for name in row.extras}
             if not file.is_parquet:
-                types.add(carried(row))
+                types.add(carried(row), row.where)
         else:
             _check_json(file, row)
     handle_broken(broken, checked, on_error)
@@ -116,6 +116,29 @@ def handle_broken(broken: list[BrokenRow], checked: CheckedPrompts, on_error: On
         raise InvalidInputError("data.path", path, "holds no prompt that could be used")
 
 
+def _other_remedy(column: str) -> str:
+    return "" if column == "prompt" else ", or leave the column out with data.columns"
+
+
+def _kind(value: Any) -> str | None:
+    """The kind of a value from JSON; None for one that any column may hold."""
+    match value:
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case dict():
+            return "an object"
+        case [first, *_]:
+            return {"text": "a list of texts", "a number": "a list of numbers"}.get(
+                _kind(first) or "", "a list of objects" if isinstance(first, dict) else "a list"
+            )
+        case _:
+            return None
+
+
 class ColumnTypes:
     """The Arrow types of columns seen row by row, for an output that must declare them at once."""
 
@@ -124,9 +147,23 @@ class ColumnTypes:
         self._pa, self._pq = import_pyarrow("output.path", output)
         self._schema = self._pa.schema([])
         self._rows: list[dict[str, Any]] = []
+        self._kinds: dict[str, tuple[str, str]] = {}  # column -> kind of value, and where it was
 
-    def add(self, columns: dict[str, Any]) -> None:
-        """Widen the types so that they hold these values too."""
+    def add(self, columns: dict[str, Any], where: str) -> None:
+        """Widen the types so that they hold the values of the row at ``where`` too.
+
+        Raises InvalidInputError for a value of another kind than the column's.
+        """
+        for name, value in columns.items():
+            if (kind := _kind(value)) is None:
+                continue
+            first, first_where = self._kinds.setdefault(name, (kind, where))
+            if kind != first:
+                raise InvalidInputError(
+                    "output.path", str(self._output),
+                    f"column {name!r} is {first} in {first_where} and {kind} in {where}, and a "
+                    f"Parquet column has one type: write .jsonl{_other_remedy(name)}",
+                )  # fmt: skip
         self._rows.append(columns)
         if len(self._rows) == _ROWS_PER_MERGE:
             self._merge()
@@ -158,6 +195,6 @@ class ColumnTypes:
                     "output.path",
                     str(self._output),
                     f"the values of column {name!r} do not make a Parquet column ({error}): write "
-                    ".jsonl, or leave the column out with data.columns",
+                    f".jsonl{_other_remedy(name)}",
                 ) from None
         self._rows.clear()

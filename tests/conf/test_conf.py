@@ -23,6 +23,9 @@ from rollout.types import SamplingParams
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "data", "sampling", "spec", "cluster", "parallel", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+EAGLE = {
+    "eagle": ["spec.draft_path=drafts/mine"]
+}  # of which nothing is looked at before it is built
 REQUIRED = ["model.path=m", "data.path=p.jsonl", "output.path=o.jsonl"]
 
 
@@ -41,7 +44,7 @@ def composed(*overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str) -> None:
-    config = composed(f"{group}={option}")
+    config = composed(f"{group}={option}", *EAGLE.get(option, ()))
     assert isinstance(config, RunConfig)
     assert isinstance(config.engine, EngineConfig)
     assert callable(factory_of(config.spec))
@@ -142,6 +145,19 @@ def test_wrong_names_and_types_do_not_compose(override: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        (
+            {"_target_": "spec_workers.ngram.build", "num_draft_token": 1},
+            r"spec.num_draft_token=1: .*\. Did you mean num_draft_tokens\?",
+        ),
+        (
+            {"_target_": "spec_workers.ngram.build", "num_draft_tokens": -1},
+            r"spec.num_draft_tokens=-1: must be an integer in \[0, 63\]",
+        ),
+        (
+            {"_target_": "spec_workers.hybrid.build", "budget": "learnt"},
+            r"spec.budget='learnt': must be learned or fixed, did you mean learned\?",
+        ),
+        ({"_target_": "spec_workers.eagle.build"}, r"spec.draft_path=None: must name the folder"),
         ({"_target_": "nowhere.build"}, r"spec._target_='nowhere.build': cannot be imported"),
         ({}, r"spec._target_=None: cannot be imported"),
         (

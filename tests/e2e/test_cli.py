@@ -192,6 +192,26 @@ def test_a_command_there_is_not(specrollout: Command) -> None:
     )
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["report", "--help"]], ids=str)
+def test_a_reader_that_leaves_ends_the_command_quietly(
+    arguments: list[str], unbuffered: str
+) -> None:
+    """As `| head -1` does: here it has left before anything is written."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollout.cli", *arguments],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_no_ranks_are_started_for_a_model_they_cannot_share(
     specrollout: Command, arguments: list[str]
 ) -> None:

@@ -432,12 +432,21 @@ def test_columns_that_make_no_parquet_are_named_before_any_work(
     config: RunConfig, tmp_path: Path
 ) -> None:
     config = with_output(config, path=str(tmp_path / "out.parquet"))
-    with pytest.raises(InvalidInputError, match=r"column 'prompt' do not make a Parquet column"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"column 'prompt' is text in line 1 and a list of "
+        r"objects in line 2, and a Parquet column has one type: write \.jsonl$",
+    ):
         run(config)
-    for wrong in ([1, "x"], [{}, {}], [2**70, 1]):
+    for wrong, reason in (
+        ([None, 1, "x"], "is a number in line 2 and text in line 3, and a Parquet column"),
+        ([["x"], [], [1]], "is a list of texts in line 1 and a list of numbers in line 3"),
+        ([{}, {}], "do not make a Parquet column"),
+        ([2**70, 1], "do not make a Parquet column"),
+    ):
         rows = [{"prompt": "one", "x": value} for value in wrong]
         write_rows(Path(config.data.path), rows)
-        with pytest.raises(InvalidInputError, match=r"column 'x' do not make a Parquet column"):
+        with pytest.raises(InvalidInputError, match=f"column 'x' {reason}.*data.columns"):
             run(config)
     rows = [{"prompt": "one", "x": 1, "y": None}, {"prompt": "one", "x": 2.5, "z": {"a": 1}}]
     write_rows(Path(config.data.path), rows)
