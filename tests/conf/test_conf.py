@@ -50,6 +50,32 @@ def test_every_option_composes(group: str, option: str) -> None:
     assert callable(factory_of(config.spec))
 
 
+def uncommented_keys(text: str) -> list[str]:
+    """Keys with a value that have no comment behind them, nor one in the line above."""
+    keys, above = [], ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        is_leaf = key.strip().isidentifier() and value.partition(" #")[0].strip()
+        if is_leaf and " # " not in value and not above.strip().startswith("# "):
+            keys.append(key.strip())
+        above = line
+    return keys
+
+
+def test_a_key_without_a_comment_is_found() -> None:
+    text = "# of one\none: 1\ntwo: 2\nthree: {} # three\n\ngroup:\n  four: 4\n# five\n\nfive: x\n"
+    assert uncommented_keys(text) == ["two", "four", "five"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(CONF.rglob("*.yaml")) if "hydra" not in path.parts],
+    ids=lambda path: str(path.relative_to(CONF)),
+)
+def test_every_key_has_a_comment(path: Path) -> None:
+    assert uncommented_keys(path.read_text()) == []
+
+
 def test_the_defaults_are_the_dataclasses_own() -> None:
     config = composed()
     assert config.sampling == SamplingParams()
