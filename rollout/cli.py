@@ -63,7 +63,7 @@ class _Pipe(io.FileIO):
     for it would also end a server whose client leaves.
     """
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

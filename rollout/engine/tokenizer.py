@@ -62,6 +62,7 @@ class PromptEncoder:
         """
         if not self.has_chat_template:
             return ()
+        assert self.tokenizer is not None
         rendered = self._rendered([{"role": "user", "content": "x"}], "messages")
         added = self.tokenizer.added_tokens_decoder.values()
         return tuple(str(each) for each in added if each.special and str(each) in rendered)
