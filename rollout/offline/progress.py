@@ -60,8 +60,9 @@ _ENOUGH_ENDED = 3  # rollouts, for an estimate of the others' lengths
 class TimeLeft:
     """Estimates the seconds until a job is done.
 
-    Rollouts that end early are short. So the length of one that waits is the mean over those that
-    ended and those that run, each of these with what is expected of it beyond its present length.
+    Rollouts that end early are short. So the mean length is estimated as the tokens of all, ended
+    or running, for each that ended: the maximum likelihood where the chance to end is the same at
+    every token. One that runs is expected to get that long, or longer by those that did.
     """
 
     def __init__(self) -> None:
@@ -88,12 +89,14 @@ class TimeLeft:
         if self._num_ended < _ENOUGH_ENDED or not metrics.generated_tokens:
             return None
         running = [each for each in unfinished if each.generated_len]
-        yet = [
-            self._lengths.remaining(each.group, each.generated_len, max(1, each.remaining_len))
-            for each in running
-        ]
-        whole = self._num_tokens + sum(each.generated_len for each in running) + sum(yet)
-        mean = whole / (self._num_ended + len(running))
+        mean = (self._num_tokens + sum(each.generated_len for each in running)) / self._num_ended
+        yet = []
+        for each in running:
+            room = max(1, each.remaining_len)
+            expected = self._lengths.remaining(each.group, each.generated_len, room)
+            yet.append(min(room, max(expected, mean - each.generated_len)))
+        if unfinished:
+            mean = min(mean, max(each.params.max_new_tokens for each in unfinished))
         tokens = sum(yet) + mean * (num_left - len(running))
         # The last rollouts run side by side: no throughput makes the longest of them shorter.
         steps = max(yet, default=0.0) / max(1.0, metrics.accept_length)
